@@ -1,0 +1,128 @@
+"""The closed schema between the API process and the engine process.
+
+Every frame on the socket is one of `ToEngine` or `FromEngine`, as MessagePack behind a 4-byte
+little-endian length. Nothing here can carry code. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from appliance.engine.request import FinishReason, Request
+from appliance.stats import EngineStats
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Queue a request."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop a request in any phase and free its blocks; an unknown id is ignored."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the process after the current step."""
+
+
+class Candidate(msgspec.Struct, frozen=True, array_like=True):
+    """One token and its log probability (natural logarithm)."""
+
+    token_id: int
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The chosen token, then the likeliest ones in falling order."""
+
+    chosen: Candidate
+    top: tuple[Candidate, ...]
+
+
+class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step added to one choice of one request."""
+
+    request_id: str
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None  # with FinishReason.ERROR
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    queue_seconds: float | None = None  # on the first delta: waiting time in the engine
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """How far loading has come."""
+
+    stage: str
+    done: int
+    total: int
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What was loaded and how memory is laid out; bytes unless said otherwise."""
+
+    model: str
+    architecture: str
+    device: str
+    backend: str
+    weight_format: str  # e.g. "4-bit packed (g32)", "bf16"
+    kv_format: str
+    context_length: int  # tokens, prompt and answer together
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    weight_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    memory_bytes: int  # memory of the device when it was planned
+    load_seconds: float
+    fingerprint: str  # of weights, formats and engine version
+    notes: tuple[str, ...] = ()  # fallbacks taken, in words
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine accepts requests."""
+
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine could not start; it exits with `exit_code` after this."""
+
+    message: str
+    exit_code: int
+
+
+class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
+    """One live sequence as the dashboard shows it."""
+
+    request_id: str
+    index: int
+    slot: int
+    owner: str
+    status: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    blocks: int
+    age_seconds: float
+
+
+class StepReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """What a step did. Stats and sequences come at most a few times a second."""
+
+    deltas: tuple[SequenceDelta, ...] = ()
+    started: tuple[str, ...] = ()  # request ids that left the queue in this step
+    stats: EngineStats | None = None
+    sequences: tuple[SequenceView, ...] | None = None
+
+
+ToEngine = Submit | Abort | Shutdown
+FromEngine = Progress | Ready | Failed | StepReport

@@ -1,0 +1,129 @@
+"""What a client asked for, frozen: the prompt as token ids and how to sample the answer.
+
+Crosses the process boundary, so these are msgspec structs. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+import msgspec
+
+from appliance.errors import RequestError
+
+MAX_N = 8
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 4
+MAX_STOP_LENGTH = 256
+MAX_LOGIT_BIAS = 300
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, the context or the pool was used up
+    ABORT = "abort"  # the client went away
+    ERROR = "error"  # the engine could not go on with it; the delta carries a message
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to choose tokens, validated on construction.
+
+    Args:
+        n: answers per prompt; they share the prompt's blocks.
+        max_tokens: most tokens to generate; None means as many as the context holds.
+        min_tokens: end-of-sequence and stop tokens are banned before this many.
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set whose probabilities sum to this.
+        min_p: drop tokens less likely than this share of the likeliest.
+        seed: same seed and prompt give the same tokens, whatever else is in the batch.
+        repetition_penalty: divides (or multiplies, if negative) logits of tokens seen in prompt
+            or answer.
+        presence_penalty: subtracted from logits of tokens seen in the answer.
+        frequency_penalty: the same, times the count.
+        logit_bias: token id to a value added to its logit, -100 to 100.
+        logprobs: how many alternatives to report per token, 0 for the chosen one only, None for
+            no report.
+        stop: strings that end the answer; they are not part of it.
+        stop_token_ids: token ids that end the answer.
+        ignore_eos: go on past the end-of-sequence token.
+
+    Raises:
+        RequestError: a value is out of range; `param` names the field.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    logprobs: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_range("n", self.n, 1, MAX_N)
+        if self.max_tokens is not None:
+            self._check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        self._check_range("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
+        self._check_range("temperature", self.temperature, 0.0, 2.0)
+        self._check_range("top_k", self.top_k, 0, 2**31 - 1)
+        self._check_range("top_p", self.top_p, 0.0, 1.0)
+        self._check_range("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            self._check_range("seed", self.seed, -(2**63), 2**63 - 1)
+        self._check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        self._check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        self._check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.logprobs is not None:
+            self._check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are accepted",
+                param="logit_bias",
+            )
+        for token_id, bias in self.logit_bias.items():
+            self._check_range("logit_bias", token_id, 0, 2**31 - 1)
+            self._check_range("logit_bias", bias, -100.0, 100.0)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are accepted",
+                param="stop",
+            )
+        for string in self.stop:
+            if not 1 <= len(string) <= MAX_STOP_LENGTH:
+                raise RequestError(
+                    f"each stop string must have 1 to {MAX_STOP_LENGTH} characters", param="stop"
+                )
+
+    @staticmethod
+    def _check_range(name: str, value: float, low: float, high: float) -> None:
+        if not (math.isfinite(value) and low <= value <= high):
+            raise RequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature < 1e-5
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt for the engine."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0  # lower is served earlier
+    cache_salt: str = ""  # prefixes are shared only between equal salts
+    owner: str = ""  # name of the API key, for the dashboard and fairness; never the key

@@ -1,0 +1,72 @@
+"""One growing list of token ids with its block table and status: the engine's only mutable noun.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.engine.request import FinishReason, Request
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"  # holds no blocks: new, or preempted
+    RUNNING = "running"  # holds blocks
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Prompt and answer of one choice of a request.
+
+    Attributes:
+        request: what was asked.
+        index: which of the request's `n` choices this is.
+        token_ids: prompt, then answer.
+        num_computed: leading tokens whose keys and values are in the cache.
+        num_cached: prompt tokens that came from the prefix cache at first admission.
+        block_table: block ids, append-only while running.
+        block_hashes: chained hash of each full block known so far.
+        parent: sibling whose prompt blocks this one forks as soon as they are computed.
+        slot: small number that identifies the sequence in block metadata while it runs.
+    """
+
+    request: Request
+    index: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed: int = 0
+    num_cached: int = 0
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    parent: Sequence | None = None
+    slot: int = 0
+    arrival: float = 0.0  # monotonic seconds
+    first_scheduled: float | None = None
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.request.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens the client sent."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that are not in the cache yet; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed

@@ -1,0 +1,130 @@
+"""Every error a person can cause or meet, as one tree.
+
+ApplianceError
+├── ConfigError            a flag, environment variable or config key          exit 2
+├── ModelError             a model that cannot be used                         exit 3
+│   ├── CheckpointError    a weight file that is cut, wrong or unsafe
+│   ├── UnsupportedModelError
+│   └── ChatTemplateError  no template, or one that fails to render
+├── MemoryPlanError        weights + KV cache + workspace do not fit           exit 4
+├── QuantizeError          quantization could not finish                       exit 5
+├── RequestError           a request that is refused; HTTP status on the class
+│   ├── ContextLengthError
+│   ├── UnknownModelError
+│   ├── AuthError
+│   └── QueueFullError
+└── EngineError            the engine process failed or is not there           exit 6
+    └── EngineDiedError
+
+Messages say what is wrong and what to do about it, in one line. It imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+
+class ApplianceError(Exception):
+    """Root of the tree; `exit_code` is what the command line exits with."""
+
+    exit_code = 1
+
+
+class ConfigError(ApplianceError):
+    """A setting that is unknown, of the wrong type or out of range."""
+
+    exit_code = 2
+
+
+class ModelError(ApplianceError):
+    """A model that cannot be used as it is."""
+
+    exit_code = 3
+
+
+class CheckpointError(ModelError):
+    """A weight file that is truncated, inconsistent, missing or of an unsafe kind."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture, tensor type or option that no code here covers."""
+
+
+class ChatTemplateError(ModelError):
+    """The model has no chat template, or its template does not render these messages."""
+
+
+class MemoryPlanError(ApplianceError):
+    """The plan of weights, KV cache and workspace exceeds the memory there is."""
+
+    exit_code = 4
+
+
+class QuantizeError(ApplianceError):
+    """Quantization stopped; nothing half-written was left behind."""
+
+    exit_code = 5
+
+
+class RequestError(ApplianceError):
+    """A request that is refused, in the terms of the OpenAI error body.
+
+    Args:
+        message: one line that says what is wrong and what would be accepted.
+        param: the field at fault, if one is.
+        code: a machine-readable word, if the API defines one.
+    """
+
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or prompt plus completion, is longer than the model's context."""
+
+    def __init__(self, message: str, *, param: str | None = "messages") -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here."""
+
+    status = 404
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="model", code="model_not_found")
+
+
+class AuthError(RequestError):
+    """The key is missing or wrong."""
+
+    status = 401
+    type = "authentication_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="invalid_api_key")
+
+
+class QueueFullError(RequestError):
+    """Too many requests wait already; `retry_after` is in seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after: int) -> None:
+        super().__init__(message, code="queue_full")
+        self.retry_after = retry_after
+
+
+class EngineError(ApplianceError):
+    """The engine cannot serve this now."""
+
+    exit_code = 6
+
+
+class EngineDiedError(EngineError):
+    """The engine process ended while it worked on this request."""

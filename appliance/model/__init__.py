@@ -1,0 +1,1 @@
+"""Models as data, and the torch decoder that executes them."""

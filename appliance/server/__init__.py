@@ -1,0 +1,1 @@
+"""The server speaks other people's protocols; it loads neither torch nor transformers."""

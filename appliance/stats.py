@@ -1,0 +1,48 @@
+"""One snapshot of the engine's numbers: the log line, /metrics and the dashboard all read this.
+
+A leaf: imports nothing of ours, and neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine knows about itself after a step.
+
+    Counters (`*_total`) only grow while one engine process lives. Everything else is an
+    instantaneous value. Times are in seconds.
+    """
+
+    steps_total: int = 0
+    running: int = 0  # sequences that hold blocks
+    waiting: int = 0  # sequences that hold none yet
+    prompt_tokens_total: int = 0  # prompt tokens accepted, cached ones included
+    generation_tokens_total: int = 0
+    prefix_queries_total: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits_total: int = 0  # of these, tokens found
+    preemptions_total: int = 0
+    aborted_total: int = 0
+    blocks_total: int = 0
+    blocks_active: int = 0  # referenced by at least one sequence
+    blocks_cached: int = 0  # unreferenced, content kept for reuse
+    blocks_free: int = 0  # unreferenced, no content
+    blocks_shared: int = 0  # referenced more than once
+    block_size: int = 0
+    kv_tokens: int = 0  # slots of active blocks that hold a token
+    step_prefill_tokens: int = 0  # rows of the last step that belong to prompts
+    step_decode_tokens: int = 0  # rows of the last step that extend an answer
+    step_seconds: float = 0.0  # the last step, wall clock
+    model_seconds: float = 0.0  # of which inside the model and sampler
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of all blocks that sequences hold, 0 to 1."""
+        return self.blocks_active / self.blocks_total if self.blocks_total else 0.0
+
+    @property
+    def kv_utilization(self) -> float:
+        """Share of allocated slots that hold tokens, 0 to 1; 1 when nothing is allocated."""
+        slots = self.blocks_active * self.block_size
+        return self.kv_tokens / slots if slots else 1.0

@@ -1,0 +1,100 @@
+"""The packed weight form: integer codes in groups along the input dimension, each with a scale.
+
+Every quantized checkpoint is brought into this form without loss, and every matmul kernel starts
+from it. Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class OffsetKind(Enum):
+    """What `PackedWeight.offset` means; both keep their source's 16-bit values exactly."""
+
+    ADDITIVE = "additive"  # w = q * scale + offset        (GGUF Q4_0, Q4_1, Q8_0; symmetric)
+    ZERO_POINT = "zero_point"  # w = (q - offset) * scale  (AWQ, GPTQ, asymmetric)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """One linear weight of shape (out_features, in_features), quantized in groups.
+
+    Attributes:
+        codes: (out_features, in_features * bits / 8) uint8. With 4 bits, byte j of a row holds
+            the codes of inputs 2j (low nibble) and 2j + 1 (high nibble). Codes are unsigned.
+        scale: (out_features, in_features / group_size) float16, bfloat16 or float32.
+        offset: same shape and dtype as scale; its meaning is `offset_kind`.
+        bits: 4 or 8.
+        group_size: inputs that share a scale; divides in_features.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor
+    offset_kind: OffsetKind
+    bits: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        out_features, in_features = self.shape
+        groups = (out_features, in_features // self.group_size)
+        assert self.bits in (4, 8), self.bits
+        assert in_features % self.group_size == 0, (in_features, self.group_size)
+        assert tuple(self.scale.shape) == groups, (self.scale.shape, groups)
+        assert tuple(self.offset.shape) == groups, (self.offset.shape, groups)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and offsets."""
+        return self.codes.nbytes + self.scale.nbytes + self.offset.nbytes
+
+    def rows(self, index: Tensor | slice) -> PackedWeight:
+        """Select output rows; codes are never touched, so nothing is lost."""
+        return PackedWeight(
+            codes=self.codes[index],
+            scale=self.scale[index],
+            offset=self.offset[index],
+            offset_kind=self.offset_kind,
+            bits=self.bits,
+            group_size=self.group_size,
+        )
+
+    def unpack(self) -> Tensor:
+        """Codes one per byte: (out_features, in_features) uint8."""
+        if self.bits == 8:
+            return self.codes
+        return torch.stack((self.codes & 0xF, self.codes >> 4), dim=-1).flatten(1)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Exact weights, (out_features, in_features), computed in float32 and then cast."""
+        out_features, in_features = self.shape
+        q = self.unpack().to(torch.float32).view(out_features, -1, self.group_size)
+        scale = self.scale.to(torch.float32).unsqueeze(-1)
+        offset = self.offset.to(torch.float32).unsqueeze(-1)
+        w = (q - offset) * scale if self.offset_kind is OffsetKind.ZERO_POINT else q * scale + offset
+        return w.view(out_features, in_features).to(dtype)
+
+    @staticmethod
+    def concatenate(parts: list[PackedWeight]) -> PackedWeight:
+        """Stack weights of one kind along the output dimension, as for a fused q/k/v."""
+        first = parts[0]
+        kinds = {(p.bits, p.group_size, p.offset_kind, p.scale.dtype) for p in parts}
+        assert len(kinds) == 1, kinds
+        return PackedWeight(
+            codes=torch.cat([p.codes for p in parts]),
+            scale=torch.cat([p.scale for p in parts]),
+            offset=torch.cat([p.offset for p in parts]),
+            offset_kind=first.offset_kind,
+            bits=first.bits,
+            group_size=first.group_size,
+        )
