@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
-
-class Activation(Enum):
-    """The nonlinearity of a gated MLP: down(act(gate(x)) * up(x))."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
+if TYPE_CHECKING:
+    from appliance.kernels.activation import Activation
 
 
 class RopeScaling(Enum):

@@ -1,0 +1,138 @@
+"""The import diagram of the design, as a test: who may import whom, and how large a file may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAX_LINES = 400
+LARGE_BY_NATURE: set[str] = set()  # kernel and generated files, by name only
+
+LEAVES = {"errors", "stats"}
+# Longest matching prefix wins. A value lists what else of ours the unit may import; every unit
+# may import itself and the leaves.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "stats": set(),
+    "config": set(),
+    "log": set(),
+    "gguf": {"kernels.packed"},
+    "checkpoint": set(),
+    "tokenizer": {"gguf"},
+    "hub": {"config"},
+    "kernels": set(),
+    "quant.scheme": {"kernels"},
+    "quant.pack": {"kernels", "quant.scheme"},
+    "quant.rtn": {"kernels", "quant.scheme", "quant.pack"},
+    "quant.formats": {"kernels", "quant.scheme", "quant.pack", "checkpoint"},
+    "quant": {"kernels", "model", "checkpoint", "gguf", "tokenizer", "hub", "config"},
+    "model": {
+        "kernels", "quant.scheme", "quant.pack", "quant.formats", "checkpoint", "gguf",
+    },
+    "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log"},
+    "server": {"engine", "config", "tokenizer", "log"},
+    "tui": set(),
+    "llm": {"engine", "tokenizer", "config", "hub", "model"},
+    "cli": {"config", "log", "server", "engine", "quant", "tui", "hub", "llm", "tokenizer"},
+    "__init__": {"llm", "engine.request"},
+    "__main__": {"cli"},
+}  # fmt: skip
+
+NO_TORCH = [
+    "engine.request", "engine.sequence", "engine.block_manager", "engine.prefix_cache",
+    "engine.scheduler", "engine.messages", "model.spec", "errors", "stats", "config",
+]  # fmt: skip
+
+
+def modules() -> dict[str, Path]:
+    """Every module of ours, by its name below `appliance`."""
+    found: dict[str, Path] = {}
+    for folder in (ROOT / "appliance", ROOT / "kernels", ROOT / "quant", ROOT / "tui"):
+        base = folder if folder.name == "appliance" else ROOT
+        for path in sorted(folder.rglob("*.py")):
+            if base is folder and path.relative_to(folder).parts[0] in {"kernels", "quant", "tui"}:
+                continue  # the symlinks
+            name = ".".join(path.relative_to(base).with_suffix("").parts)
+            found[name.removesuffix(".__init__") or "__init__"] = path
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    """Names below `appliance` that a file imports, at any depth of its code."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("appliance.") for name in names if name.startswith("appliance.")}
+
+
+def within(name: str, unit: str) -> bool:
+    return name == unit or name.startswith(unit + ".")
+
+
+def unit_of(name: str) -> str:
+    candidates = [unit for unit in MAY_IMPORT if within(name, unit)]
+    assert candidates, f"{name} is not in the table of who may import whom"
+    return max(candidates, key=len)
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_follow_the_diagram(name: str) -> None:
+    unit = unit_of(name)
+    allowed = MAY_IMPORT[unit] | LEAVES | {unit}
+    wrong = {
+        imported
+        for imported in imports_of(modules()[name])
+        if not any(within(imported, target) for target in allowed)
+    }
+    assert not wrong, f"{name} may not import {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_files_stay_small(name: str) -> None:
+    lines = len(modules()[name].read_text().splitlines())
+    assert lines <= MAX_LINES or name in LARGE_BY_NATURE, f"{name} has {lines} lines"
+
+
+def loaded_after(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    return set(result.stdout.split())
+
+
+def test_decision_makers_load_no_torch() -> None:
+    present = [name for name in NO_TORCH if name in modules()]
+    assert present
+    loaded = loaded_after("\n".join(f"import appliance.{name}" for name in present))
+    assert "torch" not in loaded
+
+
+@pytest.mark.parametrize("module", ["server.app", "server.serve"])
+def test_the_server_loads_neither_torch_nor_transformers(module: str) -> None:
+    loaded = loaded_after(f"import appliance.{module}")
+    assert loaded.isdisjoint({"torch", "transformers", "triton"})
+
+
+def test_the_dashboard_loads_neither_torch_nor_the_engine() -> None:
+    loaded = loaded_after("import appliance.tui.app")
+    assert "torch" not in loaded
+    assert not any(name.startswith("appliance.engine") for name in loaded)
+
+
+def test_triton_is_imported_in_kernel_files_only() -> None:
+    wrong = [
+        name
+        for name, path in modules().items()
+        if "import triton" in path.read_text()
+        and not (name.startswith("kernels.") and name.endswith((".kernel", "aot", "measure")))
+    ]
+    assert not wrong
