@@ -5,18 +5,45 @@ The only module that reads environment variables. Imports nothing heavy.
 
 from __future__ import annotations
 
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import msgspec
+
+from appliance.errors import ConfigError
+
+ENV_PREFIX = "APPLIANCE_"
+# Environment variables of ours that are not settings of the two structs.
+OTHER_VARIABLES = {"CACHE_DIR", "CONFIG", "MODELS_DIR"}
+
+
+def _check_range(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"{name} must be between {low} and {high}, got {value}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the engine process needs to know."""
+    """What the engine process needs to know.
+
+    Raises:
+        ConfigError: a value is out of range, on construction.
+    """
 
     model: str = ""  # folder, .gguf file or hub id; empty means the default model
     device: str = "auto"  # auto, cpu, cuda
     dtype: str = "auto"  # auto, bfloat16, float16, float32: type of activations
     kernels: str = "auto"  # auto, reference
-    kv_cache_dtype: str = "auto"  # auto, or a KVFormat value
-    max_model_len: int | None = None  # tokens; None means the model's own context, if it fits
+    kv_cache_dtype: str = "auto"  # auto, fp32, fp16, bf16, int8
+    max_model_len: int | None = None  # tokens; None means the model's own context
     max_num_seqs: int = 32  # sequences that run at once
     max_num_batched_tokens: int = 512  # rows of one step
     block_size: int | None = None  # token slots; None means 16 on CPU, 32 on CUDA
@@ -25,9 +52,33 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int | None = None  # CPU threads; None means physical cores
     prefix_caching: bool = True
 
+    def __post_init__(self) -> None:
+        _check_choice("device", self.device, ("auto", "cpu", "cuda"))
+        _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        _check_choice("kernels", self.kernels, ("auto", "reference"))
+        formats = ("auto", "fp32", "fp16", "bf16", "int8")
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, formats)
+        _check_range("max_model_len", self.max_model_len, 16, 2**24)
+        _check_range("max_num_seqs", self.max_num_seqs, 1, 1024)
+        _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 16, 2**20)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must not be less than "
+                f"max_num_seqs ({self.max_num_seqs}): every running sequence needs a row per step"
+            )
+        if self.block_size is not None and self.block_size not in (8, 16, 32, 64):
+            raise ConfigError(f"block_size must be 8, 16, 32 or 64, got {self.block_size}")
+        _check_range("kv_cache_memory", self.kv_cache_memory, 2**16, 2**50)
+        _check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
+        _check_range("threads", self.threads, 1, 1024)
+
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the API process needs to know."""
+    """What the API process needs to know.
+
+    Raises:
+        ConfigError: a value is out of range, on construction.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -35,3 +86,109 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_name: str | None = None
     max_queue: int = 64  # requests that may wait
     max_body_bytes: int = 2 * 1024 * 1024
+
+    def __post_init__(self) -> None:
+        _check_range("port", self.port, 0, 65535)
+        _check_range("max_queue", self.max_queue, 0, 10**6)
+        _check_range("max_body_bytes", self.max_body_bytes, 1024, 2**30)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Both sections, as a configuration file has them."""
+
+    engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
+    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+
+
+_SECTIONS: dict[str, type[EngineConfig] | type[ServerConfig]] = {
+    "engine": EngineConfig,
+    "server": ServerConfig,
+}
+
+
+def cache_dir() -> Path:
+    """Where downloads and derived files go."""
+    if explicit := os.environ.get(ENV_PREFIX + "CACHE_DIR"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "appliance"
+
+
+def config_path() -> Path:
+    """The configuration file that is read when none is named."""
+    if explicit := os.environ.get(ENV_PREFIX + "CONFIG"):
+        return Path(explicit)
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "appliance" / "config.toml"
+
+
+def api_key_from_environment() -> str | None:
+    """The key with which a client of ours talks to a server."""
+    return os.environ.get(ENV_PREFIX + "API_KEY") or None
+
+
+def load_settings(flags: Mapping[str, Any], path: Path | None = None) -> Settings:
+    """Merge flags over environment over file over defaults.
+
+    Args:
+        flags: setting name to value; None means the flag was not given.
+        path: configuration file; None means the usual place, if a file is there.
+
+    Raises:
+        ConfigError: an unknown key (the nearest valid one is named), a wrong type or value.
+    """
+    values: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    for section, keys in _read_file(path).items():
+        values[section].update(keys)
+    for variable, text in os.environ.items():
+        name = variable.removeprefix(ENV_PREFIX)
+        if variable != name and name not in OTHER_VARIABLES:
+            key = name.lower()
+            values[_section_of(key, f"environment variable {variable}")][key] = text
+    for key, value in flags.items():
+        if value is not None:
+            values[_section_of(key, f"flag {key}")][key] = value
+    try:
+        return msgspec.convert(values, Settings, strict=False)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise ConfigError(f"setting of the wrong type: {error}") from None
+
+
+def _read_file(path: Path | None) -> dict[str, dict[str, Any]]:
+    explicit = path is not None
+    path = path or config_path()
+    if not path.is_file():
+        if explicit:
+            raise ConfigError(f"there is no configuration file at {path}")
+        return {}
+    try:
+        sections = tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for section, keys in sections.items():
+        if section not in _SECTIONS:
+            raise ConfigError(f"{path}: unknown section [{section}]{_nearest(section, _SECTIONS)}")
+        if not isinstance(keys, dict):
+            raise ConfigError(f"{path}: {section} must be a section: [{section}]")
+        fields = _SECTIONS[section].__struct_fields__
+        for key in keys:
+            if key not in fields:
+                raise ConfigError(
+                    f"{path}: unknown key {key!r} in [{section}]{_nearest(key, fields)}"
+                )
+    return sections
+
+
+def _section_of(key: str, source: str) -> str:
+    for section, struct in _SECTIONS.items():
+        if key in struct.__struct_fields__:
+            return section
+    every = [field for struct in _SECTIONS.values() for field in struct.__struct_fields__]
+    raise ConfigError(f"{source} is not a setting{_nearest(key, every)}")
+
+
+def _nearest(word: str, words: Any) -> str:
+    found = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean {found[0]!r}?" if found else f"; known: {', '.join(words)}"

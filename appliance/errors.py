@@ -14,7 +14,8 @@ ApplianceError
 │   ├── AuthError
 │   └── QueueFullError
 └── EngineError            the engine process failed or is not there           exit 6
-    └── EngineDiedError
+    ├── EngineDiedError
+    └── EngineUnavailableError
 
 Messages say what is wrong and what to do about it, in one line. It imports nothing of ours.
 """
@@ -128,3 +129,7 @@ class EngineError(ApplianceError):
 
 class EngineDiedError(EngineError):
     """The engine process ended while it worked on this request."""
+
+
+class EngineUnavailableError(EngineError):
+    """The engine is loading, restarting, shutting down or has failed for good."""

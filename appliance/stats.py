@@ -1,4 +1,4 @@
-"""One snapshot of the engine's numbers: the log line, /metrics and the dashboard all read this.
+"""Snapshots of the engine's numbers and sequences: the log line, /metrics and dashboard read these.
 
 A leaf: imports nothing of ours, and neither torch nor numpy.
 """
@@ -46,3 +46,18 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         """Share of allocated slots that hold tokens, 0 to 1; 1 when nothing is allocated."""
         slots = self.blocks_active * self.block_size
         return self.kv_tokens / slots if slots else 1.0
+
+
+class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
+    """One live sequence as the dashboard shows it."""
+
+    request_id: str
+    index: int
+    slot: int
+    owner: str
+    status: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    blocks: int
+    age_seconds: float

@@ -12,6 +12,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+DEQUANTIZE_AT_ONCE = 1 << 20  # elements
+
 
 class OffsetKind(Enum):
     """What `PackedWeight.offset` means; both keep their source's 16-bit values exactly."""
@@ -76,13 +78,29 @@ class PackedWeight:
         return torch.stack((self.codes & 0xF, self.codes >> 4), dim=-1).flatten(1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Exact weights, (out_features, in_features), computed in float32 and then cast."""
+        """Exact weights, (out_features, in_features), computed in float32 and then cast.
+
+        Large ones are done a few rows at a time: the float32 values in between take several
+        times the memory of the result.
+        """
         out_features, in_features = self.shape
-        q = self.unpack().to(torch.float32).view(out_features, -1, self.group_size)
+        step = max(1, DEQUANTIZE_AT_ONCE // in_features)
+        if out_features <= step:
+            return self._dequantize().to(dtype)
+        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        for start in range(0, out_features, step):
+            rows = slice(start, start + step)
+            out[rows] = self.rows(rows)._dequantize()
+        return out
+
+    def _dequantize(self) -> Tensor:
+        """Weights in float32."""
+        q = self.unpack().to(torch.float32).view(self.shape[0], -1, self.group_size)
         scale = self.scale.to(torch.float32).unsqueeze(-1)
         offset = self.offset.to(torch.float32).unsqueeze(-1)
-        w = (q - offset) * scale if self.offset_kind is OffsetKind.ZERO_POINT else q * scale + offset
-        return w.view(out_features, in_features).to(dtype)
+        if self.offset_kind is OffsetKind.ZERO_POINT:
+            return q.sub_(offset).mul_(scale).view(self.shape)
+        return q.mul_(scale).add_(offset).view(self.shape)
 
     @staticmethod
     def concatenate(parts: list[PackedWeight]) -> PackedWeight:

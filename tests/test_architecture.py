@@ -13,18 +13,20 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
 LARGE_BY_NATURE: set[str] = set()  # kernel and generated files, by name only
 
-LEAVES = {"errors", "stats"}
+LEAVES = {"errors", "stats", "events", "files"}
 # Longest matching prefix wins. A value lists what else of ours the unit may import; every unit
 # may import itself and the leaves.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "stats": set(),
+    "events": set(),
+    "files": set(),
     "config": set(),
     "log": set(),
     "gguf": {"kernels.packed"},
     "checkpoint": set(),
     "tokenizer": {"gguf"},
-    "hub": {"config"},
+    "hub": {"config", "progress"},
     "kernels": set(),
     "quant.scheme": {"kernels"},
     "quant.pack": {"kernels", "quant.scheme"},
@@ -34,18 +36,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {
         "kernels", "quant.scheme", "quant.pack", "quant.formats", "checkpoint", "gguf",
     },
-    "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log"},
-    "server": {"engine", "config", "tokenizer", "log"},
+    "engine": {"__version__", "model", "kernels", "checkpoint", "gguf", "config", "log"},
+    "server": {"__version__", "engine", "config", "tokenizer", "output", "log"},
     "tui": set(),
-    "llm": {"engine", "tokenizer", "config", "hub", "model"},
-    "cli": {"config", "log", "server", "engine", "quant", "tui", "hub", "llm", "tokenizer"},
+    "output": {"engine.request", "tokenizer"},
+    "progress": set(),
+    "llm": {"engine", "tokenizer", "output", "config", "hub"},
+    "cli": {"__version__", "config", "log", "progress", "server", "engine", "quant", "tui", "hub"},
     "__init__": {"llm", "engine.request"},
     "__main__": {"cli"},
 }  # fmt: skip
 
 NO_TORCH = [
     "engine.request", "engine.sequence", "engine.block_manager", "engine.prefix_cache",
-    "engine.scheduler", "engine.messages", "model.spec", "errors", "stats", "config",
+    "engine.scheduler", "engine.messages", "model.spec", "errors", "stats", "events", "config",
 ]  # fmt: skip
 
 

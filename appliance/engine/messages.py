@@ -8,8 +8,17 @@ from __future__ import annotations
 
 import msgspec
 
+from appliance.config import EngineConfig
 from appliance.engine.request import FinishReason, Request
 from appliance.stats import EngineStats
+from appliance.stats import SequenceView as SequenceView
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """The first message: what to load."""
+
+    config: EngineConfig
+    eos_token_ids: tuple[int, ...]
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -22,6 +31,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     """Stop a request in any phase and free its blocks; an unknown id is ignored."""
 
     request_id: str
+    index: int | None = None  # one choice only; None means all of them
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -51,6 +61,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None  # with FinishReason.ERROR
+    refused: bool = False  # the error is the request's own fault
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     queue_seconds: float | None = None  # on the first delta: waiting time in the engine
 
@@ -100,21 +111,6 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     exit_code: int
 
 
-class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
-    """One live sequence as the dashboard shows it."""
-
-    request_id: str
-    index: int
-    slot: int
-    owner: str
-    status: str
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    blocks: int
-    age_seconds: float
-
-
 class StepReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """What a step did. Stats and sequences come at most a few times a second."""
 
@@ -124,5 +120,5 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     sequences: tuple[SequenceView, ...] | None = None
 
 
-ToEngine = Submit | Abort | Shutdown
+ToEngine = Load | Submit | Abort | Shutdown
 FromEngine = Progress | Ready | Failed | StepReport

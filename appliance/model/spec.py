@@ -39,6 +39,7 @@ class RopeSpec:
     attention_factor: float = 1.0  # multiplies cos and sin
     beta_fast: float = 32.0  # YARN
     beta_slow: float = 1.0  # YARN
+    truncate: bool = True  # YARN: the blended range begins and ends at whole dimensions
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,26 @@
+"""A quantization-first LLM serving appliance for the home.
+
+    from appliance import LLM, SamplingParams
+
+Names are loaded on first use, so that the dashboard and `--help` never load torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from appliance.engine.request import SamplingParams
+    from appliance.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+_HOME = {"LLM": "appliance.llm", "SamplingParams": "appliance.engine.request"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,245 @@
+"""Hugging Face folders: config.json and safetensors, checked before use, read by copy.
+
+Nothing here unpickles or runs anything that a folder contains. Knows no model family.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.files import (
+    FileIdentity,
+    read_into,
+    read_json,
+    replace_atomically,
+    write_json,
+)
+
+__all__ = ["SafetensorsFolder", "write_json", "write_safetensors"]
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format
+PICKLED_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where one tensor lies; `start` counts from the beginning of the file."""
+
+    file: Path
+    identity: FileIdentity
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class SafetensorsFolder:
+    """A folder with config.json and weights in one safetensors file or in shards with an index.
+
+    Raises:
+        CheckpointError: a file is missing, cut, inconsistent, or the weights are pickled.
+        UnsupportedModelError: an element type that torch does not have.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_json(path / CONFIG_NAME)
+        if "auto_map" in self.config:
+            logger.warning("%s: auto_map is ignored; code from a checkpoint is never run", path)
+        self._entries: dict[str, _Entry] = {}
+        for shard in _weight_files(path):
+            for name, entry in _read_header(shard).items():
+                if name in self._entries:
+                    other = self._entries[name].file.name
+                    raise CheckpointError(
+                        f"{path}: tensor {name!r} is in both {other} and {shard.name}; "
+                        "download the folder again"
+                    )
+                self._entries[name] = entry
+        _check_index(path, self._entries)
+
+    def tensor_names(self) -> list[str]:
+        """All tensors, in the order of the files."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a tensor."""
+        return self._entries[name].dtype
+
+    def load(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: the file changed since the folder was opened.
+        """
+        entry = self._entries[name]
+        raw = torch.empty(entry.nbytes, dtype=torch.uint8)
+        read_into(entry.file, entry.identity, entry.start, raw.numpy().data)
+        return raw.view(entry.dtype).view(entry.shape)
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors to a safetensors file, whole or not at all.
+
+    Raises:
+        CheckpointError: the file cannot be written, for example because the disk is full.
+    """
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        with replace_atomically(path) as temporary:
+            save_file(contiguous, temporary, {"format": "pt", **(metadata or {})})
+    except (OSError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"cannot write {path}: {error}") from error
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / WEIGHTS_NAME).is_file():
+        return [path / WEIGHTS_NAME]
+    if (path / INDEX_NAME).is_file():
+        shards = sorted(set(_weight_map(path).values()))
+        for shard in shards:
+            if Path(shard).name != shard or not shard.endswith(".safetensors"):
+                raise CheckpointError(f"{path / INDEX_NAME} names {shard!r}, which is no shard")
+            if not (path / shard).is_file():
+                raise CheckpointError(f"{path}: shard {shard} is missing; download it again")
+        return [path / shard for shard in shards]
+    if any(file.suffix == ".safetensors" for file in path.iterdir()):
+        raise CheckpointError(
+            f"{path} has neither {WEIGHTS_NAME} nor {INDEX_NAME}; download the folder again"
+        )
+    if any(file.suffix in PICKLED_SUFFIXES for file in path.iterdir()):
+        raise CheckpointError(
+            f"{path} holds only pickled weights, which can run code when they are loaded; "
+            "use a version of the model in safetensors or GGUF form"
+        )
+    raise CheckpointError(f"{path} holds no weights; it needs {WEIGHTS_NAME} or {INDEX_NAME}")
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    weight_map = read_json(path / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
+        raise CheckpointError(f"{path / INDEX_NAME} has no usable weight_map; download it again")
+    return weight_map
+
+
+def _check_index(path: Path, entries: Mapping[str, _Entry]) -> None:
+    """Every tensor of the index is in the shard that the index names."""
+    if (path / WEIGHTS_NAME).is_file():
+        return
+    for name, shard in _weight_map(path).items():
+        if name not in entries or entries[name].file.name != shard:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} is not in {shard}, where {INDEX_NAME} says it is; "
+                "download the folder again"
+            )
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """Entries of one safetensors file: 8 bytes of length, a JSON header, then the data."""
+    identity = FileIdentity.of(path)
+    if identity.size < 8:
+        _refuse(path, f"it has only {identity.size} bytes")
+    prefix = bytearray(8)
+    read_into(path, identity, 0, memoryview(prefix))
+    (length,) = struct.unpack("<Q", prefix)
+    if length > min(identity.size - 8, MAX_HEADER_BYTES):
+        _refuse(path, f"its header of {length} bytes does not fit into its {identity.size} bytes")
+    header = bytearray(length)
+    read_into(path, identity, 8, memoryview(header))
+    try:
+        fields = json.loads(header, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        _refuse(path, f"its header is not valid JSON: {error}")
+    if not isinstance(fields, dict):
+        _refuse(path, "its header is not a JSON object")
+    data_start = 8 + length
+    entries = {
+        name: _entry(path, identity, data_start, name, field)
+        for name, field in fields.items()
+        if name != "__metadata__"
+    }
+    _check_extents(path, identity.size, data_start, entries)
+    return entries
+
+
+def _entry(path: Path, identity: FileIdentity, data_start: int, name: str, field: Any) -> _Entry:
+    match field:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(end)]}:
+            pass
+        case _:
+            _refuse(path, f"the entry of tensor {name!r} is incomplete")
+    if dtype not in _DTYPES:
+        raise UnsupportedModelError(
+            f"tensor {name!r} of {path} has type {dtype}; supported are {', '.join(_DTYPES)}"
+        )
+    if not all(type(size) is int and size >= 0 for size in shape):
+        _refuse(path, f"tensor {name!r} has the impossible shape {shape}")
+    nbytes = math.prod(shape) * _DTYPES[dtype].itemsize
+    if end - start != nbytes:
+        _refuse(path, f"tensor {name!r} of shape {shape} needs {nbytes} bytes, not {end - start}")
+    return _Entry(path, identity, _DTYPES[dtype], tuple(shape), data_start + start, nbytes)
+
+
+def _check_extents(path: Path, size: int, data_start: int, entries: Mapping[str, _Entry]) -> None:
+    """Tensors fill the rest of the file, one behind the other."""
+    expected = data_start
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if entry.start != expected:
+            _refuse(path, f"tensor {name!r} starts at byte {entry.start}, not at {expected}")
+        expected += entry.nbytes
+    if expected != size:
+        _refuse(path, f"its tensors end at byte {expected}, but it has {size} bytes")
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {key!r} occurs twice")
+        result[key] = value
+    return result
+
+
+def _refuse(path: Path, reason: str) -> NoReturn:
+    raise CheckpointError(f"{path} is no usable safetensors file: {reason}; download it again")

@@ -1,0 +1,102 @@
+"""What every block is doing, one 64-bit word each, in memory that another process may map.
+
+Written when a block changes hands, never per token; a reader needs numpy and this file only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+BYTES_PER_BLOCK = 8
+MAX_OWNER = 2**16 - 2  # the dashboard's feed uses 2**16 - 1 for nobody
+
+# | owner 16 | state 4 | references 8 | precision 4 | step 32 |, most significant first
+_PRECISION_SHIFT = 32
+_REFERENCES_SHIFT = 36
+_STATE_SHIFT = 44
+_OWNER_SHIFT = 48
+_MAX_REFERENCES = 2**8 - 1
+_STEP_MASK = 2**32 - 1
+
+
+class BlockState(IntEnum):
+    """What a block is used for; values up to 15 fit the word."""
+
+    FREE = 0  # no content
+    CACHED = 1  # content kept for reuse, no sequence refers to it
+    ACTIVE = 2  # at least one sequence refers to it
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFields:
+    """The words taken apart."""
+
+    owner: NDArray[np.uint16]  # (num_blocks,) slot of the sequence that took it last, 0 if gone
+    state: NDArray[np.uint8]  # (num_blocks,) a BlockState
+    references: NDArray[np.uint8]  # (num_blocks,) block tables it stands in; 255 means that or more
+    precision: NDArray[np.uint8]  # (num_blocks,) code of the KV format
+    step: NDArray[np.uint32]  # (num_blocks,) when it last changed hands
+
+
+def unpack(words: NDArray[np.uint64]) -> BlockFields:
+    """Take words (num_blocks,) apart into fields of the same shape."""
+    return BlockFields(
+        owner=(words >> np.uint64(_OWNER_SHIFT)).astype(np.uint16),
+        state=(words >> np.uint64(_STATE_SHIFT) & np.uint64(0xF)).astype(np.uint8),
+        references=(words >> np.uint64(_REFERENCES_SHIFT) & np.uint64(0xFF)).astype(np.uint8),
+        precision=(words >> np.uint64(_PRECISION_SHIFT) & np.uint64(0xF)).astype(np.uint8),
+        step=(words & np.uint64(_STEP_MASK)).astype(np.uint32),
+    )
+
+
+class BlockMetadata:
+    """Writer of the words.
+
+    Args:
+        buffer: at least 8 * num_blocks writable bytes, cleared here; None allocates private ones.
+        num_blocks: physical blocks.
+        precision: code of the KV format that all blocks have, 0 to 15.
+
+    Attributes:
+        words: the same memory as a read-only array, (num_blocks,) uint64.
+    """
+
+    def __init__(
+        self, buffer: memoryview | None = None, *, num_blocks: int, precision: int = 0
+    ) -> None:
+        size = num_blocks * BYTES_PER_BLOCK
+        if buffer is None:
+            buffer = memoryview(bytearray(size))
+        assert buffer.nbytes >= size, f"{buffer.nbytes} bytes cannot hold {num_blocks} words"
+        assert 0 <= precision <= 0xF
+        whole = buffer.cast("B")[:size]
+        whole[:] = bytes(size)
+        # Item assignment through a memoryview costs half of numpy's and is one aligned store.
+        self._cells = whole.cast("Q")
+        self._precision = precision << _PRECISION_SHIFT
+        self._stamp = self._precision
+        self.words: NDArray[np.uint64] = np.frombuffer(whole.toreadonly(), dtype=np.uint64)
+
+    def begin_step(self, step: int) -> None:
+        """Stamp later writes with this step number (modulo 2**32)."""
+        self._stamp = self._precision | step & _STEP_MASK
+
+    def write(self, block: int, state: BlockState, owner: int = 0, references: int = 0) -> None:
+        """Replace the word of one block; `owner` is at most `MAX_OWNER`, references saturate."""
+        self._cells[block] = (
+            owner << _OWNER_SHIFT
+            | state << _STATE_SHIFT
+            | min(references, _MAX_REFERENCES) << _REFERENCES_SHIFT
+            | self._stamp
+        )
+
+    def owner(self, block: int) -> int:
+        """The slot in a block's word."""
+        return self._cells[block] >> _OWNER_SHIFT

@@ -1,0 +1,51 @@
+"""A plan while it is being made: what was put in can still be taken back. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.engine.plan import BlockCopy, Plan, ScheduledSequence
+
+if TYPE_CHECKING:
+    from appliance.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Draft:
+    """Collects entries under a budget of rows."""
+
+    budget: int  # rows left
+    entries: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
+    copies: dict[Sequence, tuple[BlockCopy, ...]] = field(default_factory=dict)
+    started: list[str] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    def add(self, sequence: Sequence, num_tokens: int, copies: tuple[BlockCopy, ...]) -> None:
+        """Schedule the next `num_tokens` rows of a sequence."""
+        start = sequence.num_computed
+        samples = start + num_tokens == len(sequence.token_ids)
+        self.entries[sequence] = ScheduledSequence(sequence, start, num_tokens, samples)
+        self.budget -= num_tokens
+        if copies:
+            self.copies[sequence] = copies
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Undo `add`, if it was called for this sequence."""
+        entry = self.entries.pop(sequence, None)
+        if entry is not None:
+            self.budget += entry.num_tokens
+            self.copies.pop(sequence, None)
+
+    def finished(self) -> Plan:
+        """The plan."""
+        entries = self.entries.values()
+        return Plan(
+            scheduled=(
+                *(entry for entry in entries if entry.num_tokens == 1),
+                *(entry for entry in entries if entry.num_tokens > 1),
+            ),
+            copies=tuple(copy for copies in self.copies.values() for copy in copies),
+            started=tuple(self.started),
+            preempted=tuple(self.preempted),
+        )

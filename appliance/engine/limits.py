@@ -1,0 +1,66 @@
+"""How long a prompt and an answer may get: what is refused, and when a sequence ends.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.engine.request import FinishReason
+from appliance.errors import ContextLengthError, RequestError
+
+if TYPE_CHECKING:
+    from appliance.engine.sequence import Sequence
+
+
+def check_prompt(num_tokens: int, *, context_length: int, cache_tokens: int) -> None:
+    """Refuse a prompt that leaves no room for an answer.
+
+    Args:
+        num_tokens: length of the prompt.
+        context_length: tokens of one sequence, prompt and answer together.
+        cache_tokens: slots of the whole KV cache.
+
+    Raises:
+        ContextLengthError: the prompt fills the context.
+        RequestError: the prompt is empty or fills the KV cache.
+    """
+    if num_tokens == 0:
+        raise RequestError("the prompt is empty; send at least one token", param="prompt")
+    if num_tokens >= context_length:
+        raise ContextLengthError(
+            f"the prompt has {num_tokens} tokens, the context holds {context_length} for prompt "
+            "and answer together; shorten the prompt"
+        )
+    if num_tokens >= cache_tokens:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens, the KV cache holds {cache_tokens} for prompt "
+            "and answer together; shorten the prompt or give the server more KV cache memory",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+
+
+def reason_to_finish(
+    sequence: Sequence, eos_token_ids: frozenset[int], max_tokens: int
+) -> FinishReason | None:
+    """Whether the token that a sequence got last is its last one.
+
+    Args:
+        sequence: with the new token appended.
+        eos_token_ids: tokens that end an answer, unless the request ignores them.
+        max_tokens: most tokens that one sequence can have, prompt and answer together.
+    """
+    sampling = sequence.request.sampling
+    token_id = sequence.token_ids[-1]
+    num_output_tokens = sequence.num_output_tokens
+    ends = token_id in sampling.stop_token_ids or (
+        token_id in eos_token_ids and not sampling.ignore_eos
+    )
+    # The first min_tokens tokens end nothing: the sampler bans what would.
+    if ends and num_output_tokens > sampling.min_tokens:
+        return FinishReason.STOP
+    if num_output_tokens == sampling.max_tokens or len(sequence.token_ids) >= max_tokens:
+        return FinishReason.LENGTH
+    return None

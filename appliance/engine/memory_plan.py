@@ -1,0 +1,134 @@
+"""Will it fit? Weights + KV cache + workspace against the memory there is, before loading.
+
+A plan that does not fit is refused with the numbers and the nearest settings that would. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.errors import ConfigError, MemoryPlanError
+
+if TYPE_CHECKING:
+    from appliance.model.spec import DecoderSpec
+
+# A cache for this many whole contexts is as much as a home needs by default on a CPU, whose
+# memory other programs want too; on a GPU all that is left is used.
+DEFAULT_CONTEXTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """How memory is divided; bytes, except where said otherwise."""
+
+    num_blocks: int
+    block_size: int  # token slots
+    context_length: int  # tokens
+    weight_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    budget_bytes: int  # what this process may use
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRequest:
+    """What is to be fitted."""
+
+    spec: DecoderSpec
+    weight_bytes: int
+    kv_bytes_per_token: int  # all layers
+    kv_format: str
+    block_size: int
+    activation_bytes: int  # of one element
+    budget_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None  # tokens; None means the model's own context
+    kv_cache_memory: int | None  # bytes asked for, or None
+    fill: bool  # use all that is left for the KV cache
+
+
+def plan_memory(request: MemoryRequest) -> MemoryPlan:
+    """Divide the budget.
+
+    Raises:
+        ConfigError: the context asked for is longer than the model's.
+        MemoryPlanError: one whole context does not fit beside the weights.
+    """
+    context = request.max_model_len or request.spec.context_length
+    if context > request.spec.context_length:
+        raise ConfigError(
+            f"max_model_len is {context:,} but this model was made for "
+            f"{request.spec.context_length:,} tokens; ask for that or less"
+        )
+    workspace = workspace_bytes(request)
+    block_bytes = request.kv_bytes_per_token * request.block_size
+    for_kv = request.budget_bytes - request.weight_bytes - workspace
+    least = -(-context // request.block_size)
+    if request.kv_cache_memory is not None:
+        num_blocks = request.kv_cache_memory // block_bytes
+    elif request.fill:
+        num_blocks = max(for_kv // block_bytes, 0)
+    else:
+        num_blocks = max(min(for_kv // block_bytes, DEFAULT_CONTEXTS * least), 0)
+    if num_blocks < least or num_blocks * block_bytes > for_kv:
+        raise MemoryPlanError(_refusal(request, context, workspace, for_kv))
+    return MemoryPlan(
+        num_blocks=num_blocks,
+        block_size=request.block_size,
+        context_length=context,
+        weight_bytes=request.weight_bytes,
+        kv_bytes=num_blocks * block_bytes,
+        workspace_bytes=workspace,
+        budget_bytes=request.budget_bytes,
+    )
+
+
+def workspace_bytes(request: MemoryRequest) -> int:
+    """Bytes that one largest step needs beside weights and cache.
+
+    The widest layer's activations for every row (residual, normed, q/k/v, attention output, gate
+    and up, their product), and float32 logits with the three copies that sampling makes.
+    """
+    spec = request.spec
+    widest = max(
+        4 * spec.hidden_size
+        + (layer.attention.num_heads * 2 + layer.attention.num_kv_heads * 2)
+        * layer.attention.head_dim
+        + 3 * layer.mlp.intermediate_size
+        for layer in spec.layers
+    )
+    rows = request.max_num_batched_tokens
+    logits = request.max_num_seqs * spec.vocab_size * 4 * 4
+    return rows * widest * request.activation_bytes + logits
+
+
+def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -> str:
+    needed = context * request.kv_bytes_per_token
+    numbers = (
+        f"one context of {context:,} tokens needs {_size(needed)} of KV cache ({request.kv_format})"
+        f" beside {_size(request.weight_bytes)} of weights and {_size(workspace)} of workspace;"
+        f" {_size(request.budget_bytes)} may be used"
+    )
+    asked = request.kv_cache_memory
+    usable = for_kv if asked is None else min(for_kv, asked)
+    tokens = max(usable, 0) // request.kv_bytes_per_token
+    advice = []
+    if asked is not None and needed <= for_kv:
+        too_much = asked > for_kv
+        size = for_kv // 2**20 if too_much else -(-needed // 2**20)
+        advice.append(f"--kv-cache-memory {size}MiB is the {'most' if too_much else 'least'}")
+    if 16 <= tokens < context:
+        step = 1024 if tokens >= 4096 else request.block_size
+        advice.append(f"--max-model-len {tokens // step * step} would fit")
+        if request.kv_format != "int8" and 0.53 * needed <= usable:
+            advice.append("--kv-cache-dtype int8 would fit")
+    if not advice:
+        advice.append("quantize the weights to 4 bits (appliance quantize) or take a smaller model")
+    return f"this does not fit: {numbers}. Nearest settings: {'; '.join(advice)}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if abs(count) >= 2**30 else f"{count / 2**20:.1f} MiB"

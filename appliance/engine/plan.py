@@ -1,0 +1,82 @@
+"""What one step is to do and what came of it: decided by the scheduler, executed by others.
+
+Plain frozen data. Imports no torch and knows neither tensors nor devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.engine.request import FinishReason
+    from appliance.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one whole block of every layer."""
+
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """Rows [start, start + num_tokens) of a sequence's token ids run in this step."""
+
+    sequence: Sequence
+    start: int  # equals the sequence's num_computed
+    num_tokens: int
+    samples: bool  # the last row yields a new token
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step.
+
+    Attributes:
+        scheduled: each sequence at most once; those with a single row come first.
+        copies: to be done before any row of this step is written. No block is the destination of
+            two of them, and none is both a source and a destination, so their order is free.
+        started: request ids that left the queue for the first time.
+        preempted: sequences that lost their blocks and wait again.
+    """
+
+    scheduled: tuple[ScheduledSequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
+    started: tuple[str, ...] = ()
+    preempted: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return sum(entry.num_tokens for entry in self.scheduled)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Rows that extend an answer; the rest are prompts, and what a preemption lost."""
+        return sum(
+            entry.samples
+            and entry.num_tokens == 1
+            and entry.start >= entry.sequence.num_prompt_tokens
+            for entry in self.scheduled
+        )
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that get a token from this step."""
+        return sum(entry.samples for entry in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The token that a step added to a sequence, and why it was the last one, if it was.
+
+    A token that ends the answer (end of sequence, stop token) is part of the sequence and of the
+    update; whether it is shown is up to the detokenizer.
+    """
+
+    sequence: Sequence
+    token_id: int
+    finish_reason: FinishReason | None

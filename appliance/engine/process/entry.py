@@ -1,0 +1,41 @@
+"""The first lines of the engine's process: take what it inherits, never outlive the parent."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+
+from appliance import log
+from appliance.engine.process.metadata import map_metadata
+from appliance.engine.process.worker import LoadEngine, run_worker
+
+DUMP_STACKS_SIGNAL = signal.SIGUSR1
+_PR_SET_PDEATHSIG = 1
+
+
+def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadEngine]) -> int:
+    """Serve on the descriptors that the supervisor named; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="appliance.engine.process")
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--metadata", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--log-level", type=int, required=True)
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent)
+    log.configure(options.log_level)
+    faulthandler.enable()
+    faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
+    with socket.socket(fileno=options.socket) as sock:
+        return run_worker(sock, map_metadata(options.metadata, writable=True), find_loader)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, however busy it is then."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)  # it died before the kernel was told

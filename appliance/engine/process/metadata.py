@@ -1,0 +1,33 @@
+"""The block metadata that both processes see: an anonymous memory file, one 64-bit word per block.
+
+The API process makes it before the engine knows how many blocks there will be, so it has room for
+many more; pages that nobody touches cost nothing. Its size is sealed: no access can ever fault.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+MAX_BLOCKS = 2**23
+WORD_BYTES = 8
+# linux/fcntl.h; the fcntl module of Python 3.11 lacks some of them.
+_F_ADD_SEALS = 1033
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
+
+
+def create_metadata() -> int:
+    """A new memory file, all zero; returns its descriptor."""
+    descriptor = os.memfd_create("appliance-block-metadata", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, MAX_BLOCKS * WORD_BYTES)
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
+    return descriptor
+
+
+def map_metadata(descriptor: int, *, writable: bool) -> memoryview:
+    """The words of the file; lives as long as somebody holds it. The descriptor is closed."""
+    access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+    mapping = mmap.mmap(descriptor, MAX_BLOCKS * WORD_BYTES, access=access)
+    os.close(descriptor)
+    return memoryview(mapping).cast("Q")

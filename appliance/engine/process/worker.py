@@ -1,0 +1,229 @@
+"""The engine's side: load the model, then step while there is work and sleep while there is none.
+
+Whatever a single request triggers ends that request only; whatever else goes wrong ends the
+process, so that its supervisor sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from appliance.engine.messages import (
+    Abort,
+    EngineInfo,
+    Failed,
+    FromEngine,
+    Load,
+    Progress,
+    Ready,
+    SequenceDelta,
+    Shutdown,
+    StepReport,
+    Submit,
+    ToEngine,
+)
+from appliance.engine.process.framing import FrameDecoder, encode_frame
+from appliance.engine.request import FinishReason, Request
+from appliance.errors import ApplianceError, RequestError
+
+if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+    from appliance.stats import EngineStats, SequenceView
+
+SNAPSHOT_SECONDS = 0.25  # between stats and sequences while there is work
+_READ_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What the loop drives; `LLMEngine` is the one there is."""
+
+    info: EngineInfo
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, or raise RequestError."""
+        ...
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """Stop a request or one choice of it; False if it is not known."""
+        ...
+
+    def step(self) -> StepReport:
+        """Run one step."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Numbers of this moment."""
+        ...
+
+    def sequences(self) -> tuple[SequenceView, ...]:
+        """Every sequence that waits or runs."""
+        ...
+
+
+class LoadEngine(Protocol):
+    """`LLMEngine.load`."""
+
+    def __call__(
+        self,
+        config: EngineConfig,
+        *,
+        eos_token_ids: tuple[int, ...],
+        metadata: memoryview | None,
+        on_progress: Callable[[str, int, int], None],
+    ) -> Engine:
+        """Load a model; raises ApplianceError."""
+        ...
+
+
+class Connection:
+    """The engine's end of the socket pair: blocking writes, reads that wait only if told to."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.closed = False
+        self._socket = sock
+        self._decoder: FrameDecoder[ToEngine] = FrameDecoder(ToEngine)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def send(self, message: FromEngine) -> None:
+        """Send one message; a client that has gone away shows up at the next read."""
+        try:
+            self._socket.sendall(encode_frame(message))
+        except (BrokenPipeError, ConnectionResetError):
+            self.closed = True
+
+    def receive(self, *, wait: bool) -> list[ToEngine]:
+        """Messages that arrived; with `wait`, at least one unless the connection ended."""
+        messages: list[ToEngine] = []
+        while not self.closed and ((wait and not messages) or self._poll.poll(0)):
+            data = self._socket.recv(_READ_BYTES)
+            if not data:
+                self.closed = True
+            messages += self._decoder.feed(data)
+        return messages
+
+    def close_reading(self) -> None:
+        """Make the next read see the end, also one that waits already."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+
+def run_worker(
+    sock: socket.socket, metadata: memoryview, find_loader: Callable[[], LoadEngine]
+) -> int:
+    """Load and serve until the other side goes away; returns the exit code.
+
+    Args:
+        sock: the engine's end of the socket pair.
+        metadata: one word per block, shared with the other side.
+        find_loader: imports what loads the engine. That takes a while, and goes on while the other
+            side still prepares what to load.
+    """
+    connection = Connection(sock)
+    try:
+        load = find_loader()
+        first = connection.receive(wait=True)
+        if not first or isinstance(first[0], Shutdown):
+            return 0
+        (message,) = first
+        assert isinstance(message, Load)
+        engine = load(
+            message.config,
+            eos_token_ids=message.eos_token_ids,
+            metadata=metadata,
+            on_progress=lambda stage, done, total: connection.send(Progress(stage, done, total)),
+        )
+    except ApplianceError as error:
+        connection.send(Failed(str(error), error.exit_code))
+        return error.exit_code
+    except Exception as error:
+        logger.exception("the engine could not be loaded")
+        connection.send(Failed(f"the engine could not be loaded: {error!r}", 6))
+        return 6
+    # Until here a signal simply ends the process; from here on it ends after the current step.
+    signal.signal(signal.SIGTERM, lambda number, frame: connection.close_reading())
+    connection.send(Ready(engine.info))
+    Worker(engine, connection).run()
+    return 0
+
+
+class Worker:
+    """The loop."""
+
+    def __init__(self, engine: Engine, connection: Connection) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._next_snapshot = 0.0
+        self._ended = False
+
+    def run(self) -> None:
+        """Serve until told to end or the connection is closed."""
+        self._connection.send(self._with_snapshot(StepReport()))
+        while not self._ended:
+            messages = self._connection.receive(wait=not self._engine.has_work)
+            for message in messages:
+                self._handle(message)
+            if self._connection.closed:
+                break
+            if self._engine.has_work:
+                self._step()
+            elif messages:
+                self._connection.send(self._with_snapshot(StepReport()))
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Submit(request):
+                self._submit(request)
+            case Abort(request_id, index):
+                self._engine.abort(request_id, index)
+            case Shutdown():
+                self._ended = True
+            case Load():
+                raise AssertionError("a second Load")
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self._engine.submit(request)
+        except RequestError as error:
+            self._reject(request, str(error), refused=True)
+        except Exception as error:
+            logger.exception("request %s failed on submission", request.request_id)
+            self._reject(request, f"the engine failed on this request: {error!r}", refused=False)
+
+    def _reject(self, request: Request, message: str, *, refused: bool) -> None:
+        delta = SequenceDelta(
+            request_id=request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error=message,
+            refused=refused,
+        )
+        self._connection.send(StepReport(deltas=(delta,), started=(request.request_id,)))
+
+    def _step(self) -> None:
+        report = self._engine.step()
+        if time.monotonic() >= self._next_snapshot or not self._engine.has_work:
+            report = self._with_snapshot(report)
+        # Sent even when it says nothing: a report is the sign of progress that is watched for.
+        self._connection.send(report)
+
+    def _with_snapshot(self, report: StepReport) -> StepReport:
+        self._next_snapshot = time.monotonic() + SNAPSHOT_SECONDS
+        return msgspec.structs.replace(
+            report, stats=self._engine.stats(), sequences=self._engine.sequences()
+        )

@@ -1,0 +1,135 @@
+"""From logits to the next token of each sequence: penalties, bans, choice and log probabilities.
+
+Reads sequences, never changes them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.engine.messages import Candidate, TokenLogprobs
+from appliance.kernels.sampling import SamplingRows, batched
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Sequences
+
+    from torch import Tensor
+
+    from appliance.engine.sequence import Sequence
+
+_MASK64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What one sequence got: a token, or the reason why there is none."""
+
+    token_id: int = -1
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+def uniform_number(seed: int, index: int, position: int) -> float:
+    """A number in [0, 1) that depends on the request's seed, the choice and the position only.
+
+    Two rounds of the SplitMix64 finalizer (Steele, Lea and Flood 2014) over the three integers.
+    """
+    x = (seed ^ (index * 0xD1342543DE82EF95) ^ (position * 0x9E3779B97F4A7C15)) & _MASK64
+    for _ in range(2):
+        x = (x + 0x9E3779B97F4A7C15) & _MASK64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+        x ^= x >> 31
+    return (x >> 11) / 2**53
+
+
+class Sampler:
+    """Samples one token per sequence; a sequence's result never depends on its neighbours."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits: Tensor, sequences: Sequences[Sequence]) -> list[Sampled]:
+        """Choose the next token of each sequence.
+
+        Args:
+            logits: (num_sequences, vocab_size) float32; changed in place.
+            sequences: in the order of the rows, with all their tokens so far.
+
+        Returns:
+            One result per sequence. A row without a finite maximum is an error of that sequence
+            alone: NaN from the model, or every token banned by the request itself.
+        """
+        raw_logprobs = self._raw_logprobs(logits, sequences)
+        broken = [not finite for finite in logits.amax(dim=-1).isfinite().tolist()]
+        for row, sequence in enumerate(sequences):
+            self._adjust(logits[row], sequence)
+        banned = [not finite for finite in logits.amax(dim=-1).isfinite().tolist()]
+        tokens = batched.sample(logits.nan_to_num_(nan=0.0), self._rows(sequences, logits.device))
+        return [
+            Sampled(error="the model produced no finite logits for this sequence")
+            if broken[row]
+            else Sampled(error="logit_bias and min_tokens together ban every token")
+            if banned[row]
+            else Sampled(token_id, self._report(raw_logprobs.get(row), sequence, token_id))
+            for row, (sequence, token_id) in enumerate(zip(sequences, tokens.tolist(), strict=True))
+        ]
+
+    def _adjust(self, logits: Tensor, sequence: Sequence) -> None:
+        """Apply bias, penalties and bans to one row (vocab_size,) in place."""
+        sampling = sequence.request.sampling
+        if sampling.repetition_penalty != 1.0:
+            seen = torch.tensor(sequence.token_ids, device=logits.device)
+            values = logits[seen]
+            penalty = sampling.repetition_penalty
+            logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        if sequence.num_output_tokens and (sampling.presence_penalty or sampling.frequency_penalty):
+            answer = sequence.token_ids[sequence.num_prompt_tokens :]
+            counts = Counter(answer)
+            penalties = [
+                sampling.presence_penalty + sampling.frequency_penalty * count
+                for count in counts.values()
+            ]
+            logits[list(counts)] -= torch.tensor(penalties, device=logits.device)
+        for token_id, bias in sampling.logit_bias.items():
+            logits[token_id] += bias
+        if sequence.num_output_tokens < sampling.min_tokens:
+            logits[[*self._eos_token_ids, *sampling.stop_token_ids]] = -torch.inf
+
+    @staticmethod
+    def _rows(sequences: Sequences[Sequence], device: torch.device) -> SamplingRows:
+        sampling = [sequence.request.sampling for sequence in sequences]
+        return SamplingRows.of(
+            [s.temperature for s in sampling],
+            [s.top_k for s in sampling],
+            [s.top_p for s in sampling],
+            [s.min_p for s in sampling],
+            [
+                uniform_number(s.request.sampling.seed or 0, s.index, len(s.token_ids))
+                for s in sequences
+            ],
+            device=device,
+        )
+
+    @staticmethod
+    def _raw_logprobs(logits: Tensor, sequences: Sequences[Sequence]) -> dict[int, Tensor]:
+        """Log probabilities of the rows that report them, before any penalty or temperature."""
+        rows = [i for i, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
+        if not rows:
+            return {}
+        return dict(zip(rows, torch.log_softmax(logits[rows], dim=-1), strict=True))
+
+    @staticmethod
+    def _report(logprobs: Tensor | None, sequence: Sequence, token_id: int) -> TokenLogprobs | None:
+        if logprobs is None:
+            return None
+        top: tuple[Candidate, ...] = ()
+        if count := sequence.request.sampling.logprobs:
+            values, token_ids = logprobs.topk(count)
+            pairs = zip(token_ids.tolist(), values.tolist(), strict=True)
+            top = tuple(Candidate(candidate, value) for candidate, value in pairs)
+        return TokenLogprobs(Candidate(token_id, logprobs[token_id].item()), top)

@@ -1,0 +1,357 @@
+"""Continuous batching: decides what each step runs and remembers what came of it.
+
+`plan` picks rows and blocks, someone else runs them, `commit` appends the tokens. The order of
+service is in `policy.py`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.engine.block_metadata import MAX_OWNER
+from appliance.engine.draft import Draft
+from appliance.engine.limits import check_prompt, reason_to_finish
+from appliance.engine.plan import Plan, Update
+from appliance.engine.policy import choose_victim, may_admit, rank
+from appliance.engine.request import FinishReason
+from appliance.engine.sequence import Sequence, SequenceStatus
+from appliance.engine.waiting import WaitingQueue
+from appliance.errors import RequestError
+from appliance.stats import EngineStats
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from appliance.engine.block_manager import BlockManager
+    from appliance.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How much runs at once.
+
+    With at least as many rows as sequences, every running sequence moves in every step.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int  # rows of one step
+    context_length: int  # tokens of one sequence, prompt and answer together
+
+    def __post_init__(self) -> None:
+        assert 0 < self.max_num_seqs <= MAX_OWNER
+        assert self.max_num_batched_tokens > 0
+        assert self.context_length > 1
+
+
+class Scheduler:
+    """Requests in, plans out, tokens in, updates out.
+
+    Between `plan` and `commit` the plan is in flight: its sequences are neither scheduled again
+    nor preempted, and the blocks of those that end meanwhile are kept from others until `commit`.
+    So `plan` may be called again before `commit`; it then plans for the other sequences. Plans
+    are run and committed in the order in which they were made.
+
+    Args:
+        blocks: the KV cache's books; nobody else changes them.
+        limits: how much runs at once.
+        eos_token_ids: tokens that end an answer, unless the request ignores them.
+    """
+
+    def __init__(
+        self, blocks: BlockManager, limits: SchedulerLimits, eos_token_ids: Collection[int] = ()
+    ) -> None:
+        self._blocks = blocks
+        self._limits = limits
+        self._eos_token_ids = frozenset(eos_token_ids)
+        # To sample a token, all before it must be in the cache, and the token itself not yet.
+        self._max_tokens = min(limits.context_length, blocks.num_slots + 1)
+        self._requests: dict[str, list[Sequence]] = {}  # live sequences only
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []  # in the order of rank
+        self._in_flight: set[Sequence] = set()  # some may have ended since
+        self._slots = list(range(limits.max_num_seqs, 0, -1))  # 0 is nobody's
+        self._last_arrival = -math.inf
+        self._last_plan = Plan(())
+        self._steps = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+        self._preemptions = 0
+        self._aborted = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is live."""
+        return bool(self._requests)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """All live sequences, by request in the order of arrival."""
+        for siblings in self._requests.values():
+            yield from siblings
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request.
+
+        Args:
+            request: what was asked.
+            now: monotonic seconds.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room for an answer in the context.
+            RequestError: the prompt is empty or as large as the KV cache, or the id is taken.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id} is in use; choose another")
+        num_tokens = len(request.prompt_token_ids)
+        check_prompt(
+            num_tokens,
+            context_length=self._limits.context_length,
+            cache_tokens=self._blocks.num_slots,
+        )
+        # Two requests of one clock tick still have an order.
+        self._last_arrival = max(now, math.nextafter(self._last_arrival, math.inf))
+        parent = Sequence(request, arrival=self._last_arrival)
+        children = [
+            Sequence(request, index=index, arrival=self._last_arrival, parent=parent)
+            for index in range(1, request.sampling.n)
+        ]
+        self._requests[request.request_id] = [parent, *children]
+        self._waiting.push(parent)
+        self._waiting.park(parent, children)
+        self._prompt_tokens += num_tokens
+
+    def abort(self, request_id: str, index: int | None = None) -> bool:
+        """End a request, or one choice of it, in whatever phase; False if it was not live."""
+        ending = [
+            sequence
+            for sequence in self._requests.get(request_id, ())
+            if index is None or sequence.index == index
+        ]
+        for sequence in ending:
+            self.finish(sequence, FinishReason.ABORT)
+        self._aborted += bool(ending)
+        return bool(ending)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End one sequence, in whatever phase; nothing happens if it has ended already."""
+        if sequence.status is SequenceStatus.FINISHED:
+            return
+        if sequence.status is SequenceStatus.RUNNING:
+            self._stop(sequence)
+        else:
+            self._waiting.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        self._waiting.unpark(sequence)
+        siblings = self._requests[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[sequence.request.request_id]
+
+    def plan(self, now: float) -> Plan | None:
+        """Decide the next step: decodes, then running prompts, then admission, within the budget.
+
+        Args:
+            now: monotonic seconds.
+
+        Returns:
+            None if there is nothing to run; without a plan in flight, that means no work at all.
+        """
+        self._blocks.metadata.begin_step(self._steps + 1)
+        draft = Draft(self._limits.max_num_batched_tokens)
+        idle = [sequence for sequence in self._running if sequence not in self._in_flight]
+        prefilling = []
+        for sequence in idle:
+            if sequence.num_uncomputed == 1:
+                self._extend(sequence, draft)
+            else:
+                prefilling.append(sequence)
+        for sequence in prefilling:
+            self._extend(sequence, draft)
+        if not draft.preempted:  # blocks that were taken from someone are not for newcomers
+            self._admit(draft, now)
+        if not draft.entries:
+            return None
+        self._steps += 1
+        self._in_flight.update(draft.entries)
+        self._last_plan = draft.finished()
+        return self._last_plan
+
+    def commit(self, plan: Plan, token_ids: list[int]) -> list[Update]:
+        """Record that a plan was run.
+
+        Args:
+            plan: the oldest one in flight.
+            token_ids: one for each scheduled sequence that samples, in the plan's order; those of
+                sequences that ended meanwhile are ignored.
+
+        Returns:
+            One update for each sequence that got a token.
+        """
+        assert len(token_ids) == plan.num_samples
+        tokens = iter(token_ids)
+        updates = []
+        for entry in plan.scheduled:
+            sequence = entry.sequence
+            token_id = next(tokens) if entry.samples else None
+            self._in_flight.remove(sequence)
+            if sequence.status is SequenceStatus.FINISHED:
+                self._release(sequence)
+                continue
+            self._blocks.commit(sequence, entry.num_tokens)
+            if token_id is None:
+                continue
+            sequence.token_ids.append(token_id)
+            self._generation_tokens += 1
+            self._waiting.unpark(sequence)
+            reason = reason_to_finish(sequence, self._eos_token_ids, self._max_tokens)
+            if reason is not None:
+                self.finish(sequence, reason)
+            updates.append(Update(sequence, token_id, reason))
+        return updates
+
+    def discard_plans(self) -> None:
+        """Forget all plans in flight: their steps failed and nothing of them runs any more.
+
+        Their sequences, as far as they have not ended, wait and start over, since nobody knows
+        what of their blocks was written.
+        """
+        in_flight, self._in_flight = self._in_flight, set()
+        for sequence in in_flight:
+            if sequence.status is SequenceStatus.FINISHED:
+                self._release(sequence)
+            else:
+                self._requeue(sequence)
+
+    def _extend(self, sequence: Sequence, draft: Draft) -> None:
+        """Give a running sequence its next rows, at the cost of later ones if blocks run out.
+
+        If there is nobody to take blocks from, it keeps its own and waits for the next step.
+        """
+        num_tokens = min(sequence.num_uncomputed, draft.budget)
+        if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
+            return
+        while (copies := self._blocks.allocate(sequence, num_tokens)) is None:
+            victim = choose_victim(self._running, sequence, self._in_flight)
+            if victim is None:
+                return
+            draft.take_back(victim)
+            draft.preempted.append(victim)
+            self._requeue(victim)
+            victim.num_preemptions += 1
+            self._preemptions += 1
+        draft.add(sequence, num_tokens, copies)
+
+    def _admit(self, draft: Draft, now: float) -> None:
+        """Start waiting sequences in the order of rank until one does not fit."""
+        if not (draft.budget and self._slots and self._waiting):
+            return
+        num_promised = sum(max(1, self._blocks.num_missing(other)) for other in self._running)
+        while draft.budget and self._slots and (sequence := self._waiting.peek()) is not None:
+            if not self._start_table(sequence, num_promised):
+                return
+            self._waiting.remove(sequence)
+            sequence.status = SequenceStatus.RUNNING
+            insort(self._running, sequence, key=rank)
+            if sequence.first_scheduled is None:
+                sequence.first_scheduled = now
+                if sequence.index == 0:
+                    draft.started.append(sequence.request.request_id)
+            num_tokens = min(sequence.num_uncomputed, draft.budget)
+            copies = self._blocks.allocate(sequence, num_tokens)
+            assert copies is not None, "admitted without the blocks for it"
+            draft.add(sequence, num_tokens, copies)
+            num_promised += max(1, self._blocks.num_missing(sequence))
+
+    def _start_table(self, sequence: Sequence, num_promised: int) -> bool:
+        """Share the parent's prompt, or what the prefix cache has, if all the rest fits too."""
+        blocks = self._blocks
+        parent = sequence.parent
+        num_prompt_tokens = sequence.num_prompt_tokens
+        if (
+            parent is not None
+            and sequence.first_scheduled is None
+            and parent.status is SequenceStatus.RUNNING
+            and parent.num_computed >= num_prompt_tokens
+        ):
+            # Logits need the last prompt token to run again: one block, copied or new, is its own.
+            if not may_admit(1, blocks.num_free_blocks, num_promised):
+                return False
+            sequence.slot = self._slots.pop()
+            blocks.fork(parent, sequence, num_prompt_tokens - 1)
+            sequence.num_cached = parent.num_cached
+            return True
+        prefix = blocks.find_prefix(sequence)
+        cost = blocks.cost_of_admission(sequence, prefix)
+        if not may_admit(cost, blocks.num_free_blocks, num_promised):
+            return False
+        sequence.slot = self._slots.pop()
+        blocks.attach(sequence, prefix)
+        if sequence.first_scheduled is None:
+            sequence.num_cached = sequence.num_computed
+            self._prefix_queries += num_prompt_tokens
+            self._prefix_hits += sequence.num_cached
+        return True
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Take the blocks of a running sequence; its tokens stay and are computed again later."""
+        self._stop(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self._waiting.push(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        index = bisect_left(self._running, rank(sequence), key=rank)
+        assert self._running[index] is sequence
+        del self._running[index]
+        if sequence not in self._in_flight:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._blocks.free(sequence)
+        self._slots.append(sequence.slot)
+        sequence.slot = 0
+
+    def stats(self) -> EngineStats:
+        """The scheduler's share of the snapshot; times are the engine's to add."""
+        blocks = self._blocks
+        last = self._last_plan
+        return EngineStats(
+            steps_total=self._steps,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            prompt_tokens_total=self._prompt_tokens,
+            generation_tokens_total=self._generation_tokens,
+            prefix_queries_total=self._prefix_queries,
+            prefix_hits_total=self._prefix_hits,
+            preemptions_total=self._preemptions,
+            aborted_total=self._aborted,
+            blocks_total=blocks.num_blocks,
+            blocks_active=blocks.num_active,
+            blocks_cached=blocks.num_cached,
+            blocks_free=blocks.num_free_blocks - blocks.num_cached,
+            blocks_shared=blocks.num_shared,
+            block_size=blocks.block_size,
+            kv_tokens=blocks.kv_tokens,
+            step_prefill_tokens=last.num_tokens - last.num_decode_tokens,
+            step_decode_tokens=last.num_decode_tokens,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that every live sequence is in exactly one place and the books agree."""
+        waiting, running = list(self._waiting), self._running
+        ended = [seq for seq in self._in_flight if seq.status is SequenceStatus.FINISHED]
+        assert all(seq.status is SequenceStatus.RUNNING for seq in running)
+        assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
+        assert not any(seq.block_table for seq in waiting)
+        assert running == sorted(running, key=rank)
+        assert self._in_flight <= {*running, *ended}
+        assert len(waiting) == len(self._waiting)
+        assert len({*running, *waiting}) == len(running) + len(waiting)
+        assert {*running, *waiting} == set(self.sequences())
+        used = [seq.slot for seq in (*running, *ended)]
+        assert sorted(used + self._slots) == list(range(1, self._limits.max_num_seqs + 1))
+        self._blocks.check_invariants([*running, *ended])

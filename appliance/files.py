@@ -1,0 +1,117 @@
+"""Files that others may cut or replace under us: read by copy, written whole or not at all.
+
+A leaf: imports nothing of ours but errors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What tells one version of a file from the next."""
+
+    size: int
+    modified_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> FileIdentity:
+        """Identity of a path or of an open file descriptor.
+
+        Raises:
+            CheckpointError: there is no such file, or it may not be read.
+        """
+        try:
+            stat = os.stat(file)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+        return cls(size=stat.st_size, modified_ns=stat.st_mtime_ns, inode=stat.st_ino)
+
+
+def read_into(path: Path, identity: FileIdentity, offset: int, buffer: memoryview) -> None:
+    """Fill `buffer` with the bytes of `path` from `offset` on.
+
+    The file is not mapped: truncating a mapped file kills the process that reads it.
+
+    Raises:
+        CheckpointError: the file is gone, or is no longer the one that `identity` describes.
+    """
+    try:
+        with path.open("rb") as file:
+            same = FileIdentity.of(file.fileno()) == identity
+            file.seek(offset)
+            complete = file.readinto(buffer) == len(buffer)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if not (same and complete):
+        raise CheckpointError(f"{path} changed while it was read; start again once it is complete")
+
+
+@contextmanager
+def replace_atomically(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, which takes its place when the block succeeds.
+
+    The content is flushed to disk before it gets its name. When the block raises, nothing of it
+    stays and an older `path` is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+        _flush(temporary)
+        temporary.replace(path)
+        _flush(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds no JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror}; a model folder needs {path.name}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}; download it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object; download it again")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON to a file, whole or not at all.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    try:
+        with replace_atomically(path) as temporary:
+            temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,10 @@
+"""GGUF files: a header that is checked before it is believed, and tensors read by copy.
+
+Knows no model family. Importing it loads no torch: the API process opens GGUF files for their
+tokenizer.
+"""
+
+from appliance.gguf.file import GGUFFile
+from appliance.gguf.header import GGUFHeader, TensorInfo, read_header
+
+__all__ = ["GGUFFile", "GGUFHeader", "TensorInfo", "read_header"]

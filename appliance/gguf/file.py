@@ -1,0 +1,62 @@
+"""One GGUF file: its metadata, and its tensors read one at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from appliance.gguf.header import read_header
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from appliance.kernels.packed import PackedWeight
+
+
+class GGUFFile:
+    """A checked GGUF file.
+
+    Args:
+        path: the file; it is opened anew for each tensor and never stays mapped.
+
+    Raises:
+        CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
+        UnsupportedModelError: a tensor type, or a model split over files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._header = read_header(path)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Values by key; arrays are lists."""
+        return self._header.metadata
+
+    def tensor_names(self) -> list[str]:
+        """All tensors, in the order of the file."""
+        return list(self._header.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape in torch's order: (out_features, in_features)."""
+        return self._header.tensors[name].shape
+
+    def type_name(self, name: str) -> str:
+        """Storage type, for example `Q4_1`."""
+        return self._header.tensors[name].type.name
+
+    def load(self, name: str) -> Tensor | PackedWeight:
+        """Read one tensor.
+
+        Matrices of Q4_0, Q4_1 and Q8_0 become a `PackedWeight` without loss. F32, F16, BF16 and
+        the integer types keep their type. All else is dequantized to float32.
+
+        Raises:
+            CheckpointError: the file changed since it was opened, or holds damaged scales.
+            UnsupportedModelError: the type cannot be dequantized here.
+        """
+        # Here, not at the top: opening a file for its tokenizer must not load torch.
+        from appliance.gguf.tensors import read_tensor
+
+        return read_tensor(self.path, self._header.identity, self._header.tensors[name])

@@ -1,0 +1,272 @@
+"""The header of a GGUF file: metadata, and where each tensor lies.
+
+A header comes from a stranger. Every count is held against the bytes that are left before anything
+is allocated for it, and every tensor must lie inside the file, behind the one before. Imports
+neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.files import FileIdentity
+from appliance.gguf.types import TENSOR_TYPES, TensorType
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_KEY_BYTES = 65535  # what the format allows
+MAX_ARRAY_LENGTH = 1 << 24  # the largest vocabularies have under 2 ** 19 entries
+MAX_ARRAY_NESTING = 3
+MAX_DIMENSIONS = 4
+DEFAULT_ALIGNMENT = 32
+
+_MIN_ENTRY_BYTES = 8 + 4 + 1  # a metadata entry: length of its key, type, smallest value
+_MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # length of its name, dimensions, one size, type, offset
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: struct.Struct("<B"), 1: struct.Struct("<b"), 2: struct.Struct("<H"), 3: struct.Struct("<h"),
+    4: struct.Struct("<I"), 5: struct.Struct("<i"), 6: struct.Struct("<f"), 7: struct.Struct("<?"),
+    10: struct.Struct("<Q"), 11: struct.Struct("<q"), 12: struct.Struct("<d"),
+}  # fmt: skip
+_U32, _U64 = _SCALARS[4], _SCALARS[10]
+
+_FOREIGN = {
+    b"PK\x03\x04": "a zip archive or PyTorch file",
+    b"ggjt": "a GGML file from before GGUF",
+    b"vers": "a Git LFS pointer, not the file itself",
+    b"<!DO": "a web page",
+    b"<htm": "a web page",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of the file. The shape is in torch's order: (out_features, in_features)."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: TensorType
+    offset: int  # bytes from the start of the file
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """All that a GGUF file says before its tensor data."""
+
+    identity: FileIdentity
+    version: int
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Read and check the header of a GGUF file.
+
+    Raises:
+        CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
+        UnsupportedModelError: a tensor type, or a model split over files.
+    """
+    identity = FileIdentity.of(path)
+    try:
+        with path.open("rb") as file:
+            return _HeaderReader(file, path, identity).read()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+
+
+class _HeaderReader:
+    """Reads forward through the header and keeps count of what is left of the file."""
+
+    def __init__(self, file: BinaryIO, path: Path, identity: FileIdentity) -> None:
+        self._read = file.read
+        self._path = path
+        self._identity = identity
+        self._left = identity.size
+
+    def read(self) -> GGUFHeader:
+        version = self._version()
+        num_tensors, num_entries = self._u64(), self._u64()
+        if num_entries * _MIN_ENTRY_BYTES + num_tensors * _MIN_TENSOR_BYTES > self._left:
+            self._fail(
+                f"its header announces {num_tensors} tensors and {num_entries} metadata entries, "
+                f"more than fit into {self._left} bytes"
+            )
+        metadata = self._metadata(num_entries)
+        tensors = self._tensors(num_tensors, self._alignment(metadata))
+        if metadata.get("split.count", 1) not in (0, 1):
+            raise UnsupportedModelError(
+                f"{self._path} is one part of {metadata['split.count']}; merge the parts into one "
+                "file with `llama-gguf-split --merge`"
+            )
+        return GGUFHeader(self._identity, version, metadata, tensors)
+
+    def _version(self) -> int:
+        if self._left == 0:
+            self._fail("it is empty")
+        magic = self._take(4)
+        if magic != MAGIC:
+            self._fail(f"it is {_FOREIGN.get(magic, f'something else (it starts with {magic!r})')}")
+        version = self._u32()
+        if version not in VERSIONS:
+            kind = "big-endian" if version & 0xFFFF == 0 else f"of version {version}"
+            self._fail(f"it is {kind}; versions 2 and 3 in little-endian order are read")
+        return version
+
+    def _metadata(self, count: int) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        for _ in range(count):
+            key = self._string(MAX_KEY_BYTES)
+            if key in metadata:
+                self._fail(f"metadata key {key!r} occurs twice")
+            metadata[key] = self._value(self._u32(), nesting=0)
+        return metadata
+
+    def _alignment(self, metadata: dict[str, Any]) -> int:
+        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment not in {1 << bit for bit in range(3, 17)}:
+            self._fail(f"its alignment is {alignment!r}, not a power of two from 8 to 65536")
+        return alignment
+
+    def _tensors(self, count: int, alignment: int) -> dict[str, TensorInfo]:
+        relative: dict[str, TensorInfo] = {}
+        for _ in range(count):
+            info = self._tensor_info()
+            if info.name in relative:
+                self._fail(f"tensor {info.name!r} occurs twice")
+            relative[info.name] = info
+
+        data_start = _align(self._identity.size - self._left, alignment)
+        expected = 0  # tensors follow one another, padded to the alignment
+        for info in sorted(relative.values(), key=lambda info: info.offset):
+            if info.offset != expected:
+                self._fail(
+                    f"tensor {info.name!r} lies at byte {info.offset} of the data, "
+                    f"not at {expected}, where the one before it ends"
+                )
+            end = data_start + info.offset + info.nbytes
+            if end > self._identity.size:
+                self._fail(
+                    f"tensor {info.name!r} ends at byte {end}, "
+                    f"but the file has only {self._identity.size} bytes"
+                )
+            expected = _align(info.offset + info.nbytes, alignment)
+        if relative and self._identity.size > data_start + expected:
+            surplus = self._identity.size - data_start - expected
+            self._fail(f"{surplus} bytes follow its last tensor")
+        return {
+            info.name: TensorInfo(
+                info.name, info.shape, info.type, data_start + info.offset, info.nbytes
+            )
+            for info in relative.values()
+        }
+
+    def _tensor_info(self) -> TensorInfo:
+        name = self._string(MAX_KEY_BYTES)
+        num_dimensions = self._u32()
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            self._fail(f"tensor {name!r} has {num_dimensions} dimensions")
+        sizes = [self._u64() for _ in range(num_dimensions)]  # fastest first
+        type_number, offset = self._u32(), self._u64()
+        if type_number not in TENSOR_TYPES:
+            raise UnsupportedModelError(
+                f"tensor {name!r} of {self._path} has the unknown type {type_number}; "
+                "use a file quantized as Q4_0, Q4_1, Q4_K, Q5_K, Q6_K or Q8_0"
+            )
+        kind = TENSOR_TYPES[type_number]
+        if 0 in sizes or sizes[0] % kind.block_size:
+            self._fail(f"tensor {name!r} of type {kind.name} has the impossible shape {sizes}")
+        nbytes = math.prod(sizes) // kind.block_size * kind.block_bytes
+        return TensorInfo(name, tuple(reversed(sizes)), kind, offset, nbytes)
+
+    def _value(self, type_number: int, nesting: int) -> Any:
+        if type_number == _STRING:
+            return self._string(self._left)
+        if type_number == _ARRAY:
+            return self._array(nesting + 1)
+        return self._scalar(type_number).unpack(self._take(self._scalar(type_number).size))[0]
+
+    def _array(self, nesting: int) -> list[Any]:
+        if nesting > MAX_ARRAY_NESTING:
+            self._fail(f"its metadata nests arrays more than {MAX_ARRAY_NESTING} deep")
+        type_number, count = self._u32(), self._u64()
+        if type_number == _STRING:
+            self._check_length(count, 8)
+            return self._strings(count)
+        if type_number == _ARRAY:
+            self._check_length(count, 12)
+            return [self._array(nesting + 1) for _ in range(count)]
+        scalar = self._scalar(type_number)
+        self._check_length(count, scalar.size)
+        return [value for (value,) in scalar.iter_unpack(self._take(count * scalar.size))]
+
+    def _strings(self, count: int) -> list[str]:
+        # A vocabulary has a quarter of a million of these, so this loop does without `_string`.
+        read, length_of = self._read, _U64.unpack
+        strings, left = [], self._left
+        try:
+            for _ in range(count):
+                (length,) = length_of(read(8))
+                left -= 8 + length
+                if left < 0:
+                    self._fail_cut()
+                strings.append(read(length).decode())
+        except UnicodeDecodeError:
+            self._fail("its metadata holds text that is not UTF-8")
+        except struct.error:
+            self._fail_cut()
+        self._left = left
+        return strings
+
+    def _string(self, limit: int) -> str:
+        length = self._u64()
+        if length > limit:
+            self._fail(f"its header announces a string of {length} bytes where {limit} are left")
+        try:
+            return self._take(length).decode()
+        except UnicodeDecodeError:
+            self._fail("its metadata holds text that is not UTF-8")
+
+    def _scalar(self, type_number: int) -> struct.Struct:
+        if type_number not in _SCALARS:
+            self._fail(f"its metadata holds a value of the unknown type {type_number}")
+        return _SCALARS[type_number]
+
+    def _check_length(self, count: int, element_bytes: int) -> None:
+        if count * element_bytes > self._left or count > MAX_ARRAY_LENGTH:
+            self._fail(
+                f"its metadata announces {count} values in an array where {self._left} bytes follow"
+            )
+
+    def _u32(self) -> int:
+        return int(_U32.unpack(self._take(4))[0])
+
+    def _u64(self) -> int:
+        return int(_U64.unpack(self._take(8))[0])
+
+    def _take(self, count: int) -> bytes:
+        if count > self._left:
+            self._fail_cut()
+        self._left -= count
+        data = self._read(count)
+        if len(data) != count:
+            self._fail_cut()
+        return data
+
+    def _fail_cut(self) -> NoReturn:
+        self._fail(f"it is cut off inside its header, at {self._identity.size} bytes")
+
+    def _fail(self, reason: str) -> NoReturn:
+        raise CheckpointError(f"{self._path} is no usable GGUF file: {reason}; download it again")
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment

@@ -1,0 +1,148 @@
+"""Models of a Hugging Face hub, through huggingface_hub and into its cache.
+
+HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to every program that uses it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from appliance.errors import ModelError
+from appliance.hub.growth import Progress, watch_growth
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = 10.0  # seconds until the hub must have answered
+SIDE_FILES = (".json", ".jinja")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def download(repo_id: str, filename: str | None, progress: Progress) -> Path:
+    """Bring a model into the hub cache, or as much of it as is not there yet.
+
+    Args:
+        repo_id: `org/name`.
+        filename: a GGUF file of it; None means the safetensors folder, or its only GGUF file.
+        progress: is told about bytes.
+
+    Returns:
+        The folder, or the GGUF file.
+
+    Raises:
+        ModelError: there is no such model, no way to it, or nothing in it that can be used.
+    """
+    # Here, not at the top: it takes 0.2 s, and most models are already on the machine.
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
+    try:
+        info = huggingface_hub.HfApi().model_info(repo_id, files_metadata=True, timeout=TIMEOUT)
+    except HfHubHTTPError as error:
+        raise ModelError(_refusal(repo_id, error)) from error
+    except Exception as error:  # no route, no name, offline mode: each library has its own
+        return _cached(folder, repo_id, filename, error)
+
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    files = choose_files(repo_id, list(sizes), filename)
+    total = sum(sizes[file] for file in files)
+    _check_space(folder, repo_id, total)
+    huggingface_hub.utils.disable_progress_bars()
+    try:
+        with watch_growth(folder / "blobs", f"download {repo_id}", total, progress):
+            snapshot = huggingface_hub.snapshot_download(repo_id, allow_patterns=files)
+    except HfHubHTTPError as error:
+        raise ModelError(_refusal(repo_id, error)) from error
+    except Exception as error:
+        raise ModelError(
+            f"the download of {repo_id} failed: {_one_line(error)}; start again, "
+            "what is complete is kept"
+        ) from error
+    return _usable(Path(snapshot), files)
+
+
+def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[str]:
+    """Which files of a repository to download; never one that could hold code.
+
+    Raises:
+        ModelError: none can be used, or it is not clear which.
+    """
+    ggufs = [name for name in names if name.endswith(".gguf")]
+    some_ggufs = ", ".join(ggufs[:8]) + (", ..." if len(ggufs) > 8 else "")
+    if filename is not None:
+        if filename in ggufs:
+            return [filename]
+        raise ModelError(
+            f"{repo_id} has no GGUF file {filename!r}; "
+            + (f"it has {some_ggufs}" if ggufs else f"try {repo_id} without a file name")
+        )
+    top = [name for name in names if "/" not in name]
+    weights = [n for n in top if n.startswith("model") and n.endswith(".safetensors")]
+    if weights:
+        return weights + [name for name in top if name.endswith(SIDE_FILES)]
+    if len(ggufs) == 1:
+        return ggufs
+    if ggufs:
+        raise ModelError(
+            f"{repo_id} has several GGUF files; name one as {repo_id}:FILE, of {some_ggufs}"
+        )
+    if any(name.endswith(PICKLED) for name in names):
+        raise ModelError(
+            f"{repo_id} has only pickled weights, which can run code when they are loaded; "
+            "choose a model in safetensors or GGUF form"
+        )
+    raise ModelError(f"{repo_id} has neither safetensors nor GGUF files; choose another model")
+
+
+def _cached(folder: Path, repo_id: str, filename: str | None, cause: Exception) -> Path:
+    """What an earlier run has left in the cache, when the hub cannot be reached."""
+    try:
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]
+        path = _usable(snapshot, choose_files(repo_id, names, filename))
+    except (OSError, ModelError) as error:
+        raise ModelError(
+            f"cannot reach the hub for {repo_id} ({_one_line(cause)}), and it is not in the cache; "
+            "check the network, or give a folder or a .gguf file"
+        ) from error
+    logger.warning("%s is used as cached; the hub cannot be reached", repo_id)
+    return path
+
+
+def _usable(snapshot: Path, files: list[str]) -> Path:
+    return snapshot / files[0] if files[0].endswith(".gguf") else snapshot
+
+
+def _check_space(folder: Path, repo_id: str, needed: int) -> None:
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    cached = sum(file.stat().st_size for file in folder.glob("blobs/*") if file.is_file())
+    if needed > free + cached:
+        raise ModelError(
+            f"{repo_id} needs {needed / 2**30:.1f} GiB, but {existing} has {free / 2**30:.1f} GiB "
+            "free; make room or point HF_HOME to another disk"
+        )
+
+
+def _refusal(repo_id: str, error: Any) -> str:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    status = error.response.status_code if error.response is not None else None
+    if isinstance(error, GatedRepoError):
+        return f"{repo_id} is gated; accept its terms on the hub, then set HF_TOKEN to your token"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            f"the hub has no model {repo_id}, or it is private; check the spelling, "
+            "or set HF_TOKEN to a token that may read it"
+        )
+    if status in (401, 403):
+        return f"the hub refuses {repo_id} ({status}); set HF_TOKEN to a token that may read it"
+    return f"the hub answered {status} for {repo_id}; try again later"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,222 @@
+"""The same engine in a script, without a server.
+
+from appliance import LLM, SamplingParams
+answers = LLM().generate(["Once upon a time"], SamplingParams(max_tokens=50))
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from appliance.config import cache_dir, load_settings
+from appliance.engine.engine import LLMEngine
+from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.errors import ChatTemplateError, EngineError
+from appliance.hub import resolve_model
+from appliance.output import ChoiceText
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from appliance.engine.messages import SequenceDelta, TokenLogprobs
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All answers to one prompt."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """A loaded model that answers many prompts at once.
+
+    Args:
+        model: folder, .gguf file or hub id; empty means the packaged default model.
+        options: any field of `config.EngineConfig`, such as `device` or `kv_cache_dtype`.
+
+    Raises:
+        ApplianceError: the model cannot be found, read or fitted; the message says what to do.
+    """
+
+    def __init__(self, model: str = "", **options: Any) -> None:
+        resolved = resolve_model(model, cache_dir=cache_dir(), progress=_ignore_progress)
+        self.path = str(resolved.path)
+        self.tokenizer = Tokenizer.from_path(resolved.path)
+        config = load_settings({**options, "model": str(resolved.path)}).engine
+        self.engine = LLMEngine.load(
+            config,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            metadata=None,
+            on_progress=_ignore_progress,
+        )
+        self._next_id = 0
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, in the order they were given.
+
+        Args:
+            prompts: one text, texts, or lists of token ids.
+            sampling_params: one for all, or one per prompt.
+            progress: draw a bar with prompts done and tokens per second on stderr.
+
+        Raises:
+            RequestError: a prompt is longer than the context; none was started.
+            EngineError: the engine could not finish one of them.
+        """
+        batch: Sequence[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling = [sampling_params or SamplingParams()] * len(batch)
+        else:
+            sampling = list(sampling_params)
+            if len(sampling) != len(batch):
+                raise ValueError(f"{len(batch)} prompts but {len(sampling)} sampling_params")
+        token_ids = [
+            self.tokenizer.encode(prompt, add_special_tokens=True)
+            if isinstance(prompt, str)
+            else list(prompt)
+            for prompt in batch
+        ]
+        texts = [
+            prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)
+            for prompt, ids in zip(batch, token_ids, strict=True)
+        ]
+        return self._run(texts, token_ids, sampling, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, in the model's own chat format.
+
+        Args:
+            messages: `[{"role": ..., "content": ...}, ...]`, or a list of such lists.
+            sampling_params: for all of them.
+            progress: as in `generate`.
+
+        Raises:
+            ChatTemplateError: the model has no chat template.
+        """
+        if self.tokenizer.chat_template is None:
+            raise ChatTemplateError("this model has no chat template; use generate() instead")
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        prompts = [self.tokenizer.encode_chat(conversation) for conversation in conversations]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def _run(
+        self,
+        texts: list[str],
+        token_ids: list[list[int]],
+        sampling: list[SamplingParams],
+        progress: bool,
+    ) -> list[RequestOutput]:
+        runs: dict[str, _Run] = {}
+        try:
+            for text, ids, params in zip(texts, token_ids, sampling, strict=True):
+                request = Request(
+                    request_id=str(self._next_id), prompt_token_ids=tuple(ids), sampling=params
+                )
+                self._next_id += 1
+                self.engine.submit(request)
+                runs[request.request_id] = _Run(self.tokenizer, request, text)
+            with _bar(len(runs), enabled=progress) as advance:
+                while self.engine.has_work:
+                    for delta in self.engine.step().deltas:
+                        self._take(runs[delta.request_id], delta, advance)
+        except BaseException:
+            for request_id in runs:
+                self.engine.abort(request_id)
+            raise
+        return [run.output for run in runs.values()]
+
+    def _take(self, run: _Run, delta: SequenceDelta, advance: Callable[[bool, int], None]) -> None:
+        if delta.error is not None:
+            raise EngineError(delta.error)
+        was_open = run.open
+        if run.take(delta):
+            self.engine.abort(delta.request_id, delta.index)
+        advance(was_open > 0 and run.open == 0, len(delta.token_ids))
+
+
+class _Run:
+    """A prompt under way: its answers, and the text state of each."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, prompt: str) -> None:
+        choices = range(request.sampling.n)
+        self.output = RequestOutput(
+            prompt, list(request.prompt_token_ids), [CompletionOutput(index) for index in choices]
+        )
+        self.open = len(choices)
+        self._texts = [ChoiceText(tokenizer, request.sampling.stop) for _ in choices]
+
+    def take(self, delta: SequenceDelta) -> bool:
+        """Add a delta; True if a stop string ended a choice that the engine still runs."""
+        choice = self.output.outputs[delta.index]
+        if choice.finish_reason is not None:
+            return False
+        self.output.num_cached_tokens = max(self.output.num_cached_tokens, delta.num_cached_tokens)
+        text, choice.finish_reason = self._texts[delta.index].push(
+            delta.token_ids, delta.finish_reason
+        )
+        choice.text += text
+        choice.token_ids += delta.token_ids
+        choice.logprobs += delta.logprobs or ()
+        self.open -= choice.finish_reason is not None
+        return choice.finish_reason is not None and delta.finish_reason is None
+
+
+@contextlib.contextmanager
+def _bar(total: int, *, enabled: bool) -> Iterator[Callable[[bool, int], None]]:
+    """A progress bar on stderr, or nothing; yields `advance(prompt_finished, new_tokens)`."""
+    if not enabled:
+        yield lambda finished, tokens: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    with Progress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    ) as progress:
+        task = progress.add_task("prompts", total=total, tokens=0)
+        generated = 0
+
+        def advance(finished: bool, tokens: int) -> None:
+            nonlocal generated
+            generated += tokens
+            progress.update(task, advance=int(finished), tokens=generated)
+
+        yield advance
+
+
+def _ignore_progress(stage: str, done: int, total: int) -> None:
+    """Loading in a script is silent."""

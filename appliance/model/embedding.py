@@ -1,0 +1,49 @@
+"""Token embedding, from a plain or a packed matrix; only the rows asked for are unpacked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from appliance.kernels.packed import PackedWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows of a matrix, times a number.
+
+    Attributes:
+        weight: (vocab_size, hidden_size), of type `dtype` or packed.
+        scale: multiplies the rows, rounded to `dtype` as the models that have it were trained.
+        dtype: of the result.
+    """
+
+    weight: Tensor | PackedWeight
+    scale: float
+    dtype: torch.dtype
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """Look up token_ids (num_tokens,): (num_tokens, hidden_size)."""
+        if isinstance(self.weight, PackedWeight):
+            rows = self.weight.rows(token_ids).dequantize(self.dtype)
+        else:
+            rows = functional.embedding(token_ids, self.weight)
+        return rows if self.scale == 1.0 else rows * self.scale
+
+    @classmethod
+    def of(cls, weight: Tensor | PackedWeight, scale: float, dtype: torch.dtype) -> Embedding:
+        """Prepare a matrix for lookups that yield `dtype`."""
+        if not isinstance(weight, PackedWeight):
+            weight = weight.to(dtype)
+        return cls(weight, torch.tensor(scale, dtype=dtype).item(), dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix."""
+        return self.weight.nbytes

@@ -1,0 +1,67 @@
+"""What a family file declares: how to read a config, and what the tensors are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from appliance.model.families.reader import ConfigReader
+from appliance.model.tensors import TensorNames
+
+if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
+    from appliance.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFMapping:
+    """How a GGUF file of a family differs from its Hugging Face checkpoint.
+
+    Attributes:
+        architecture: value of `general.architecture`.
+        config: the file's metadata as a Hugging Face config.
+        names: GGUF names of the tensors.
+        interleaved_rope: query and key rows of a head are stored as pairs (first half, second
+            half, first half, ...) instead of one half after the other.
+        norm_shift: what the writer added to the weights of the norms.
+    """
+
+    architecture: str
+    config: Callable[[GGUFFile], dict[str, Any]]
+    names: TensorNames
+    interleaved_rope: bool = False
+    norm_shift: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that share a config and names of tensors.
+
+    Attributes:
+        name: for people.
+        model_type: `model_type` of its Hugging Face config.
+        architectures: `architectures` of its Hugging Face configs.
+        read: builds the spec from a config.
+        names: Hugging Face names of the tensors.
+        gguf: how its GGUF files are read, if they are.
+    """
+
+    name: str
+    model_type: str
+    architectures: tuple[str, ...]
+    read: Callable[[ConfigReader], DecoderSpec]
+    names: TensorNames = field(default_factory=TensorNames)
+    gguf: GGUFMapping | None = None
+
+    def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+        """The decoder that a Hugging Face config describes.
+
+        Raises:
+            CheckpointError: a setting is missing or of the wrong type.
+            UnsupportedModelError: a setting asks for arithmetic that no code here has.
+        """
+        reader = ConfigReader(config, "config.json")
+        spec = self.read(reader)
+        reader.refuse_unread()
+        return spec

@@ -1,0 +1,127 @@
+"""GGUF metadata as a Hugging Face config: the settings that all families share.
+
+Key names are those of the GGUF specification (docs/gguf.md of the ggml project). Metadata that
+no family reads is refused by name, unless it is known not to change the arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from appliance.errors import CheckpointError
+from appliance.model.families.reader import ConfigReader
+from appliance.model.tensors import TensorNames
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from appliance.gguf import GGUFFile
+
+GGUF_NAMES = TensorNames(
+    embedding="token_embd",
+    final_norm="output_norm",
+    head="output",
+    layer="blk.{}.",
+    attention_norm="attn_norm",
+    qkv=("attn_q", "attn_k", "attn_v"),
+    query_norm="attn_q_norm",
+    key_norm="attn_k_norm",
+    output="attn_output",
+    attention_post_norm="post_attention_norm",
+    mlp_norm="ffn_norm",
+    gate_up=("ffn_gate", "ffn_up"),
+    down="ffn_down",
+    mlp_post_norm="post_ffw_norm",
+)
+
+_HARMLESS = frozenset(
+    {"rope.scaling.finetuned", "tensor_data_layout", "vocab_size", "expert_used_count"}
+)
+_NEUTRAL = {"expert_count": (0,), "use_parallel_residual": (False,), "attention.causal": (True,)}
+
+
+def gguf_config(
+    file: GGUFFile, architecture: str, extra: Callable[[ConfigReader, GGUFFile], dict[str, Any]]
+) -> dict[str, Any]:
+    """A Hugging Face config, without `architectures` and `model_type`.
+
+    Args:
+        file: the file.
+        architecture: value of its `general.architecture`, the prefix of its settings.
+        extra: reads what only this family has; its result overrides the shared settings.
+
+    Raises:
+        CheckpointError: a setting is missing or of the wrong type.
+        UnsupportedModelError: a setting that nobody read changes the arithmetic.
+    """
+    prefix = architecture + "."
+    meta = ConfigReader(
+        {key.removeprefix(prefix): v for key, v in file.metadata.items() if key.startswith(prefix)},
+        f"GGUF metadata {architecture}",
+    )
+    config = _shared(meta, file) | extra(meta, file)
+    meta.refuse_unread(_NEUTRAL)
+    meta.refuse_unknown(_HARMLESS | _NEUTRAL.keys())
+    return config
+
+
+def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    names = file.tensor_names()
+    if "token_embd.weight" not in names:
+        raise CheckpointError("the GGUF file has no token_embd.weight; fetch the model again")
+    hidden_size = meta.integer("embedding_length")
+    num_heads = meta.integer("attention.head_count")
+    head_dim = meta.integer("attention.key_length", hidden_size // num_heads)
+    if meta.integer("attention.value_length", head_dim) != head_dim:
+        raise meta.refuse("attention.value_length", f"{head_dim}, as the keys have")
+    rotary_dim = meta.integer("rope.dimension_count", head_dim)
+    config = {
+        "vocab_size": file.shape("token_embd.weight")[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": meta.integer("feed_forward_length"),
+        "num_hidden_layers": meta.integer("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": meta.integer("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": meta.integer("context_length"),
+        "rope_theta": meta.number("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(meta),
+        "tie_word_embeddings": "output.weight" not in names,
+    }
+    if rotary_dim != head_dim:
+        config["partial_rotary_factor"] = rotary_dim / head_dim
+    for key, source in (("bos_token_id", "bos"), ("eos_token_id", "eos")):
+        token_id = file.metadata.get(f"tokenizer.ggml.{source}_token_id")
+        if token_id is not None:
+            config[key] = token_id
+    return config
+
+
+def _rope_scaling(meta: ConfigReader) -> dict[str, Any] | None:
+    kind = meta.text("rope.scaling.type", "none")
+    if kind in ("none", "longrope"):  # LongRoPE's factors are tensors, which its families read
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": meta.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = meta.integer(
+            "rope.scaling.original_context_length"
+        )
+        scaling["beta_fast"] = meta.number("rope.scaling.yarn_beta_fast", 32.0)
+        scaling["beta_slow"] = meta.number("rope.scaling.yarn_beta_slow", 1.0)
+    return scaling
+
+
+def rope_factors(
+    file: GGUFFile, short: str, long: str, original_context: int, attention_factor: float
+) -> dict[str, Any]:
+    """LongRoPE settings from the two tensors that hold the factors of the frequencies."""
+    return {
+        "rope_type": "longrope",
+        "short_factor": cast("Tensor", file.load(short)).tolist(),
+        "long_factor": cast("Tensor", file.load(long)).tolist(),
+        "original_max_position_embeddings": original_context,
+        "attention_factor": attention_factor,
+    }

@@ -1,0 +1,56 @@
+"""Llama 1 to 3, SmolLM 1 and 2, and the many models that took over their architecture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config, rope_factors
+from appliance.model.families.rope import read_rope
+from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
+
+if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
+    from appliance.model.families.reader import ConfigReader
+    from appliance.model.spec import DecoderSpec
+
+
+def _read(config: ConfigReader) -> DecoderSpec:
+    head_dim = read_head_dim(config)
+    bias = config.flag("attention_bias")
+    attention = read_attention(
+        config, read_rope(config, head_dim), head_dim, qkv_bias=bias, output_bias=bias
+    )
+    layers = [attention] * config.integer("num_hidden_layers")
+    return read_decoder(config, "llama", layers, mlp_bias=config.flag("mlp_bias"))
+
+
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "llama", _gguf_extra)
+
+
+def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
+    names = file.tensor_names()
+    config: dict[str, Any] = {
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in names,
+        "mlp_bias": "blk.0.ffn_gate.bias" in names,
+    }
+    if "rope_freqs.weight" in names:  # Llama 3.1's scaling, worked out when the file was written
+        config["rope_scaling"] = rope_factors(
+            file,
+            "rope_freqs.weight",
+            "rope_freqs.weight",
+            original_context=meta.integer("context_length"),
+            attention_factor=1.0,
+        )
+    return config
+
+
+LLAMA = Family(
+    name="llama",
+    model_type="llama",
+    architectures=("LlamaForCausalLM",),
+    read=_read,
+    gguf=GGUFMapping("llama", _gguf, GGUF_NAMES, interleaved_rope=True),
+)

@@ -1,0 +1,50 @@
+"""Qwen 3: Qwen 2 with a norm of each query and key head in place of the biases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from appliance.model.families.family import Family, GGUFMapping
+from appliance.model.families.gguf_config import GGUF_NAMES, gguf_config
+from appliance.model.families.qwen2 import read_windows
+from appliance.model.families.rope import read_rope
+from appliance.model.families.standard import read_attention, read_decoder, read_head_dim
+from appliance.model.spec import NormSpec
+
+if TYPE_CHECKING:
+    from appliance.gguf import GGUFFile
+    from appliance.model.families.reader import ConfigReader
+    from appliance.model.spec import DecoderSpec
+
+
+def _read(config: ConfigReader) -> DecoderSpec:
+    head_dim = read_head_dim(config, default=128)
+    rope = read_rope(config, head_dim)
+    bias = config.flag("attention_bias")
+    qk_norm = NormSpec(config.number("rms_norm_eps"))
+    layers = [
+        read_attention(
+            config,
+            rope,
+            head_dim,
+            window=window,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=qk_norm,
+        )
+        for window in read_windows(config)
+    ]
+    return read_decoder(config, "qwen3", layers)
+
+
+def _gguf(file: GGUFFile) -> dict[str, Any]:
+    return gguf_config(file, "qwen3", lambda meta, file: {"hidden_act": "silu"})
+
+
+QWEN3 = Family(
+    name="qwen3",
+    model_type="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    read=_read,
+    gguf=GGUFMapping("qwen3", _gguf, GGUF_NAMES),
+)

@@ -1,0 +1,148 @@
+"""Typed access to a model's settings that remembers what was read.
+
+Settings that change the arithmetic are either read by a family, and so honoured, or refused by
+name. Knows no family.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Settings of Hugging Face configs that change what a decoder computes, each with the values that
+# mean "as usual". `None` always does. A list is usual if all of its elements are.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "alibi": (False,),
+    "attention_bias": (False,),
+    "attention_chunk_size": (),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "is_encoder_decoder": (False,),
+    "layer_types": ("full_attention",),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "mlp_bias": (False,),
+    "n_routed_experts": (0,),
+    "no_rope_layers": (1,),  # 1 means that the layer has RoPE
+    "num_experts": (0,),
+    "num_local_experts": (0, 1),
+    "partial_rotary_factor": (1,),
+    "qk_layernorm": (False,),
+    "qkv_bias": (False,),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "sliding_window": (0,),
+    "use_bidirectional_attention": (False,),
+    "use_parallel_residual": (False,),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
+}
+
+
+class ConfigReader:
+    """Settings by name, checked for type as they are read; `null` counts as absent.
+
+    Args:
+        values: the settings.
+        origin: where they come from, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], origin: str) -> None:
+        self.origin = origin
+        self._values = values
+        self._read: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value as it is, of any type."""
+        self._read.add(key)
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        """A whole number."""
+        value = self.value(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._wrong(key, value, f"a whole number from {least} up")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above zero."""
+        value = self.value(key, default)
+        usable = isinstance(value, int | float) and not isinstance(value, bool)
+        if not usable or not math.isfinite(value) or value <= 0:
+            raise self._wrong(key, value, "a number above 0")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        """A number above zero, or None where it is absent."""
+        return None if self.value(key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.value(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self.value(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        """A list of so many numbers."""
+        value = self.value(key)
+        fits = isinstance(value, list) and len(value) == length
+        if not fits or not all(isinstance(item, int | float) for item in value):
+            raise self._wrong(key, value, f"a list of {length} numbers")
+        return tuple(float(item) for item in value)
+
+    def section(self, key: str) -> ConfigReader:
+        """The settings nested under a key; empty where it is absent."""
+        value = self.value(key, {})
+        if not isinstance(value, dict):
+            raise self._wrong(key, value, "an object")
+        return ConfigReader(value, f"{self.origin}: {key}")
+
+    def refuse(self, key: str, supported: str) -> UnsupportedModelError:
+        """The error for a value that no code here covers."""
+        return UnsupportedModelError(
+            f"{self.origin}: {key} = {self._values.get(key)!r} is not supported; "
+            f"supported is {supported}"
+        )
+
+    def refuse_unread(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> None:
+        """Raise for the first setting of a table that nobody read and that is not as usual."""
+        for key, usual in neutral.items():
+            value = self._values.get(key)
+            items = value if isinstance(value, list) else [value]
+            if key not in self._read and any(i is not None and i not in usual for i in items):
+                raise self.refuse(key, f"{usual[0]!r}" if usual else "only a model without it")
+
+    def refuse_unknown(self, harmless: frozenset[str]) -> None:
+        """Raise for the first setting that nobody read and that is not known to be harmless."""
+        for key in sorted(self._values.keys() - self._read - harmless):
+            if self._values[key] is not None:
+                raise self.refuse(key, "only a model without it")
+
+    def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
+        got = "is missing" if value is None else f"is {value!r}"
+        return CheckpointError(
+            f"{self.origin}: {key} {got}, but must be {expected}; fetch the model again"
+        )

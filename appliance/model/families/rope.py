@@ -1,0 +1,153 @@
+"""Rotary settings of Hugging Face configs, old style and new, as a `RopeSpec`.
+
+Old: `rope_theta` and `rope_scaling` beside the other settings. New: all of it in
+`rope_parameters`, perhaps once per layer type. Formulas of the attention factors: YaRN
+(arXiv 2309.00071), LongRoPE (arXiv 2402.13753). Knows no family.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from appliance.errors import UnsupportedModelError
+from appliance.model.spec import RopeScaling, RopeSpec
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from appliance.model.families.reader import ConfigReader
+
+_SCALINGS = {
+    "default": RopeScaling.NONE,
+    "linear": RopeScaling.LINEAR,
+    "llama3": RopeScaling.LLAMA3,
+    "longrope": RopeScaling.LONGROPE,
+    "su": RopeScaling.LONGROPE,  # its name before publication
+    "yarn": RopeScaling.YARN,
+}
+# Of these each scaling reads what it needs; the rest does nothing to it.
+_KNOWN_KEYS = frozenset(
+    {
+        "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
+        "long_factor", "low_freq_factor", "mscale", "mscale_all_dim", "short_factor", "truncate",
+        "original_max_position_embeddings", "partial_rotary_factor", "rope_theta", "rope_type",
+        "type",
+    }
+)  # fmt: skip
+
+
+def read_rope(config: ConfigReader, head_dim: int, *, partial: bool = False) -> RopeSpec:
+    """The rotary settings that all layers share.
+
+    Args:
+        config: the whole config.
+        head_dim: elements of a head.
+        partial: whether the family may rotate only part of a head.
+    """
+    scaling = config.section("rope_scaling")
+    new_style = config.section("rope_parameters")
+    chosen = scaling if config.value("rope_scaling") else new_style
+    return scaled_rope(config, chosen, config.number("rope_theta", 10000.0), head_dim, partial)
+
+
+def scaled_rope(
+    config: ConfigReader, section: ConfigReader, theta: float, head_dim: int, partial: bool = False
+) -> RopeSpec:
+    """One set of rotary settings.
+
+    Args:
+        config: the whole config.
+        section: the settings in question, perhaps empty.
+        theta: used where the section has none of its own.
+        head_dim: elements of a head.
+        partial: whether the family may rotate only part of a head.
+    """
+    kind = section.value("rope_type") or section.value("type") or "default"
+    if kind not in _SCALINGS:
+        key = "rope_type" if "rope_type" in section else "type"
+        raise section.refuse(key, ", ".join(_SCALINGS))
+    section.refuse_unknown(_KNOWN_KEYS)
+    share = section.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    if share != 1.0 and not partial:
+        owner = section if "partial_rotary_factor" in section else config
+        raise owner.refuse("partial_rotary_factor", "1.0 with this architecture")
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2:
+        raise UnsupportedModelError(
+            f"{config.origin}: {rotary_dim} elements of each head would rotate; RoPE pairs them, "
+            "so their number must be even"
+        )
+    scaling = _SCALINGS[kind]
+    return RopeSpec(
+        theta=section.number("rope_theta", theta),
+        rotary_dim=rotary_dim,
+        scaling=scaling,
+        **_READERS[scaling](config, section, rotary_dim),
+    )
+
+
+def _none(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[str, Any]:
+    return {}
+
+
+def _linear(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[str, Any]:
+    return {"factor": section.number("factor")}
+
+
+def _llama3(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[str, Any]:
+    return {
+        "factor": section.number("factor"),
+        "low_freq_factor": section.number("low_freq_factor"),
+        "high_freq_factor": section.number("high_freq_factor"),
+        "original_context": _original_context(config, section),
+    }
+
+
+def _longrope(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[str, Any]:
+    original = _original_context(config, section)
+    factor = section.number("factor", config.integer("max_position_embeddings") / original)
+    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "original_context": original,
+        "short_factors": section.numbers("short_factor", rotary_dim // 2),
+        "long_factors": section.numbers("long_factor", rotary_dim // 2),
+        "attention_factor": section.number("attention_factor", usual),
+    }
+
+
+def _yarn(config: ConfigReader, section: ConfigReader, rotary_dim: int) -> dict[str, Any]:
+    original = _original_context(config, section)
+    factor = section.number("factor", config.integer("max_position_embeddings") / original)
+    scale = section.optional_number("mscale")
+    scale_all = section.optional_number("mscale_all_dim")
+    usual = _yarn_attention(factor, 1.0)
+    if scale is not None and scale_all is not None:
+        usual = _yarn_attention(factor, scale) / _yarn_attention(factor, scale_all)
+    return {
+        "factor": factor,
+        "original_context": original,
+        "attention_factor": section.number("attention_factor", usual),
+        "beta_fast": section.number("beta_fast", 32.0),
+        "beta_slow": section.number("beta_slow", 1.0),
+        "truncate": section.flag("truncate", True),
+    }
+
+
+def _yarn_attention(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _original_context(config: ConfigReader, section: ConfigReader) -> int:
+    key = "original_max_position_embeddings"
+    beside = config.integer(key, config.integer("max_position_embeddings"))
+    return section.integer(key, beside)
+
+
+_READERS = {
+    RopeScaling.NONE: _none,
+    RopeScaling.LINEAR: _linear,
+    RopeScaling.LLAMA3: _llama3,
+    RopeScaling.LONGROPE: _longrope,
+    RopeScaling.YARN: _yarn,
+}

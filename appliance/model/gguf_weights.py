@@ -1,0 +1,81 @@
+"""A GGUF file's tensors as the Hugging Face checkpoint of the same model would hold them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.packed import PackedWeight
+from appliance.model.tensors import Role, TensorSlot, tensor_slots
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.gguf import GGUFFile
+    from appliance.model.families.family import Family
+    from appliance.model.spec import DecoderSpec
+
+_PACKED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # types that load as they are, without loss
+
+
+class GGUFWeights:
+    """Reads tensors by their Hugging Face names; quantized ones stay in their own codes.
+
+    Args:
+        file: an open file of the family.
+        family: has a GGUF mapping.
+        spec: what the file's metadata describes.
+    """
+
+    def __init__(self, file: GGUFFile, family: Family, spec: DecoderSpec) -> None:
+        assert family.gguf is not None
+        self._file = file
+        self._mapping = family.gguf
+        self._spec = spec
+        slots = tensor_slots(spec, family.names)
+        stored = tensor_slots(spec, family.gguf.names)
+        present = set(file.tensor_names())
+        self._slots: dict[str, tuple[TensorSlot, str]] = {
+            slot.name: (slot, source.name)
+            for slot, source in zip(slots, stored, strict=True)
+            if source.name in present
+        }
+
+    def tensor_names(self) -> list[str]:
+        """Hugging Face names of the tensors in the file."""
+        return list(self._slots)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, (out_features, in_features) of a linear."""
+        return tuple(self._file.shape(self._slots[name][1]))
+
+    def packed_bits(self, name: str) -> int | None:
+        """Bits of a packed weight's codes, None of a tensor that loads dense."""
+        return _PACKED_BITS.get(self._file.type_name(self._slots[name][1]))
+
+    def load(self, name: str) -> Tensor | PackedWeight:
+        """Read one tensor."""
+        slot, stored_name = self._slots[name]
+        tensor = self._file.load(stored_name)
+        if slot.role is Role.NORM and self._mapping.norm_shift:
+            assert not isinstance(tensor, PackedWeight), name
+            return tensor.float() - self._mapping.norm_shift
+        if slot.role in (Role.QUERY, Role.KEY) and self._mapping.interleaved_rope:
+            rows = halves_from_pairs(slot.shape[0], self._head_dim(slot))
+            return tensor.rows(rows) if isinstance(tensor, PackedWeight) else tensor[rows]
+        return tensor
+
+    def _head_dim(self, slot: TensorSlot) -> int:
+        assert slot.layer is not None
+        return self._spec.layers[slot.layer].attention.head_dim
+
+
+def halves_from_pairs(num_rows: int, head_dim: int) -> Tensor:
+    """Which stored row each row comes from, where heads are stored as interleaved pairs.
+
+    A stored head holds rows 0, d/2, 1, d/2 + 1, ... of the head; the result (num_rows,) int64
+    puts them back.
+    """
+    pairs = torch.arange(num_rows).view(-1, head_dim // 2, 2)
+    return pairs.transpose(1, 2).reshape(-1)

@@ -1,0 +1,83 @@
+"""One decoder layer, in the order of the paper: attention, then the gated MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.activation import Activation
+    from appliance.kernels.backend import Backend, Linear
+    from appliance.kernels.kv_cache import KVBlocks
+    from appliance.model.attention import Attention
+    from appliance.model.norm import Norm
+    from appliance.model.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """down(act(gate(x)) * up(x))."""
+
+    backend: Backend
+    activation: Activation
+    gate_up: Linear  # hidden to gate, then up
+    down: Linear
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Map hidden (num_tokens, hidden_size) to the same shape."""
+        return self.down(self.backend.gated_activation(self.gate_up(hidden), self.activation))
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Attention and MLP on a residual stream.
+
+    A layer takes its input normed already and norms its output for whoever comes next, so that
+    each addition to the stream is one operation with the norm after it.
+
+    Attributes:
+        attention_post_norm: of what attention returns; with `mlp_post_norm`, or neither.
+        mlp_norm: of the stream before the MLP.
+        mlp_post_norm: of what the MLP returns.
+        next_norm: of the stream after this layer: the next layer's, or the decoder's last.
+    """
+
+    backend: Backend
+    attention: Attention
+    mlp: MLP
+    mlp_norm: Norm
+    next_norm: Norm
+    attention_post_norm: Norm | None
+    mlp_post_norm: Norm | None
+
+    def __call__(
+        self, hidden: Tensor, stream: Tensor, step: Step, cache: KVBlocks, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer.
+
+        Args:
+            hidden: (num_tokens, hidden_size), the stream under this layer's first norm.
+            stream: (num_tokens, hidden_size), the sum so far.
+            step: what the step's layers share.
+            cache: this layer's blocks.
+            rows: the only rows that are needed after attention; None means all of them.
+
+        Returns:
+            The same two for what comes next, of the rows that were asked for.
+        """
+        added = self.attention(hidden, step, cache)
+        if rows is not None:
+            added, stream = added.index_select(0, rows), stream.index_select(0, rows)
+            if not rows.shape[0]:
+                return added, stream
+        hidden, stream = self._add(added, stream, self.attention_post_norm, self.mlp_norm)
+        return self._add(self.mlp(hidden), stream, self.mlp_post_norm, self.next_norm)
+
+    def _add(
+        self, added: Tensor, stream: Tensor, post_norm: Norm | None, norm: Norm
+    ) -> tuple[Tensor, Tensor]:
+        if post_norm is not None:
+            added = self.backend.rms_norm(added, post_norm.weight, post_norm.eps)
+        return self.backend.add_rms_norm(added, stream, norm.weight, norm.eps)

@@ -1,0 +1,88 @@
+"""Rotary frequencies of every scaling kind, and the cosines and sines of a step.
+
+Sources: linear (position interpolation, arXiv 2306.15595), YaRN (arXiv 2309.00071), LongRoPE
+(arXiv 2402.13753), Llama 3.1 (its reference code).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.model.spec import RopeScaling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.model.spec import RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """One kind of rotary embedding, shared by all layers that use it."""
+
+    frequencies: Tensor  # (rotary_dim / 2,) float32, radians per position
+    amplitude: float  # multiplies cosine and sine
+
+    @classmethod
+    def of(cls, spec: RopeSpec, context_length: int, device: torch.device) -> Rope:
+        """Work out the frequencies.
+
+        Args:
+            spec: what the model asks for.
+            context_length: most tokens a sequence may have. LongRoPE has one set of frequencies
+                for up to its original context and another beyond. The keys in a cache must all
+                have been rotated alike, so the limit decides, not the current length.
+            device: where the frequencies go.
+        """
+        return cls(_frequencies(spec, context_length).to(device), spec.attention_factor)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each position (num_tokens,): (num_tokens, rotary_dim / 2) float32."""
+        angles = positions.to(torch.float32).unsqueeze(1) * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.amplitude == 1.0 else (cos * self.amplitude, sin * self.amplitude)
+
+
+def _frequencies(spec: RopeSpec, context_length: int) -> Tensor:
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
+    plain = 1.0 / (spec.theta**exponents)  # (rotary_dim / 2,)
+    if spec.scaling is RopeScaling.NONE:
+        return plain
+    if spec.scaling is RopeScaling.LINEAR:
+        return plain / spec.factor
+    if spec.scaling is RopeScaling.LLAMA3:
+        return _llama3(spec, plain)
+    if spec.scaling is RopeScaling.YARN:
+        return _yarn(spec, plain)
+    assert spec.scaling is RopeScaling.LONGROPE
+    is_long = context_length > spec.original_context
+    factors = torch.tensor(spec.long_factors if is_long else spec.short_factors)
+    return 1.0 / (factors * spec.theta**exponents)
+
+
+def _llama3(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Keep short waves, stretch long ones by the factor, and blend in between."""
+    turns = spec.original_context * plain / (2 * math.pi)  # in the original context
+    blend = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * plain / spec.factor + blend * plain
+
+
+def _yarn(spec: RopeSpec, plain: Tensor) -> Tensor:
+    """Blend by dimension, between those that turn `beta_fast` and `beta_slow` times."""
+
+    def dimension(turns: float) -> float:
+        wavelength = spec.original_context / (turns * 2 * math.pi)
+        return spec.rotary_dim * math.log(wavelength) / (2 * math.log(spec.theta))
+
+    first, last = dimension(spec.beta_fast), dimension(spec.beta_slow)
+    if spec.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.rotary_dim - 1)
+    steps = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
+    stretched = ((steps - first) / (max(last - first, 0.001))).clamp(0, 1)
+    return plain / spec.factor * stretched + plain * (1 - stretched)

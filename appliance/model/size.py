@@ -1,0 +1,39 @@
+"""How many bytes a model's weights will take once they are laid out, before any is loaded."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.model.tensors import Role
+
+if TYPE_CHECKING:
+    from appliance.model.source import ModelSource
+
+# A 4-bit weight as the CPU kernel holds it: half a byte, and four bytes of scale and zero for
+# each group; groups of 32 are the smallest there are.
+_PACKED_BYTES_PER_WEIGHT = 0.5 + 4 / 32
+
+
+def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes of all weights, rounded up where the layout is the backend's choice.
+
+    4-bit weights stay packed on a CPU with bfloat16 activations; all other matrices are held in
+    the activations' type, and a packed embedding in its codes too.
+    """
+    stays_packed = device.type == "cpu" and dtype == torch.bfloat16
+    total = 0.0
+    for slot in source.slots():
+        count = math.prod(slot.shape)
+        bits = source.weights.packed_bits(slot.name)
+        if slot.role is Role.NORM:
+            total += 4 * count
+        elif slot.is_linear and bits == 4 and stays_packed:
+            total += count * _PACKED_BYTES_PER_WEIGHT
+        else:
+            total += count * dtype.itemsize
+        if slot.role is Role.EMBEDDING and (bits is not None or source.spec.tied_head):
+            total += count * (bits or 8 * dtype.itemsize) / 8 * 1.25
+    return math.ceil(total)

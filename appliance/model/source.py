@@ -1,0 +1,104 @@
+"""Opens a model on disk, whatever form it is in, and checks it before any weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.checkpoint import SafetensorsFolder
+from appliance.errors import CheckpointError
+from appliance.gguf import GGUFFile
+from appliance.model.families.registry import family_of_config, family_of_gguf
+from appliance.model.gguf_weights import GGUFWeights
+from appliance.model.tensors import TensorSlot, tensor_slots
+from appliance.quant.formats import WeightReader, open_weights
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.model.families.family import Family
+    from appliance.model.spec import DecoderSpec
+
+# Tensors that checkpoints carry along and that no arithmetic here needs.
+_UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A checked model whose weights can be read one by one.
+
+    Attributes:
+        path: the folder or file.
+        family: how its tensors are called.
+        config: its Hugging Face config; of a GGUF file, the one it would have.
+        spec: what to compute.
+        weights: tensors by their Hugging Face names, packed ones in their own codes.
+    """
+
+    path: Path
+    family: Family
+    config: dict[str, Any]
+    spec: DecoderSpec
+    weights: WeightReader
+
+    def slots(self) -> list[TensorSlot]:
+        """Every tensor that the decoder reads, under its Hugging Face name."""
+        return tensor_slots(self.spec, self.family.names)
+
+
+def open_model(path: Path) -> ModelSource:
+    """Open a GGUF file, or a folder with config.json and safetensors.
+
+    Raises:
+        CheckpointError: something is missing, cut or of the wrong shape; the first such thing.
+        UnsupportedModelError: an architecture or setting that no code here covers.
+    """
+    if path.is_dir():
+        source = _open_folder(path)
+    elif path.is_file() and path.suffix == ".gguf":
+        source = _open_gguf(path)
+    else:
+        raise CheckpointError(f"{path} is neither a .gguf file nor a folder with config.json")
+    _check(source)
+    return source
+
+
+def _open_folder(path: Path) -> ModelSource:
+    folder = SafetensorsFolder(path)
+    config = dict(folder.config)
+    family = family_of_config(config)
+    return ModelSource(path, family, config, family.spec(config), open_weights(folder))
+
+
+def _open_gguf(path: Path) -> ModelSource:
+    file = GGUFFile(path)
+    family = family_of_gguf(str(file.metadata.get("general.architecture")))
+    assert family.gguf is not None
+    config = family.gguf.config(file)
+    config |= {"architectures": list(family.architectures[:1]), "model_type": family.model_type}
+    spec = family.spec(config)
+    return ModelSource(path, family, config, spec, GGUFWeights(file, family, spec))
+
+
+def _check(source: ModelSource) -> None:
+    """Compare the tensors there are with the tensors the spec needs."""
+    present = set(source.weights.tensor_names())
+    where = f"{source.path.name}: "
+    for slot in source.slots():
+        if slot.name not in present:
+            raise CheckpointError(f"{where}tensor {slot.name} is missing; fetch the model again")
+        shape = tuple(source.weights.shape(slot.name))
+        if shape != slot.shape:
+            raise CheckpointError(
+                f"{where}tensor {slot.name} has shape {shape}, but the model's settings ask for "
+                f"{slot.shape}; fetch the model again"
+            )
+        present.discard(slot.name)
+    if source.spec.tied_head:
+        present.discard(f"{source.family.names.head}.weight")  # a copy of the embedding
+    for name in sorted(present):
+        if not name.endswith(_UNUSED_SUFFIXES):
+            raise CheckpointError(
+                f"{where}tensor {name} has no place in a {source.spec.architecture} model of "
+                f"{len(source.spec.layers)} layers; its config.json belongs to another model"
+            )

@@ -1,0 +1,87 @@
+"""Runs a whole list of tokens through a decoder without an engine, for tests and evaluation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.ragged import RaggedBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from appliance.model.decoder import Decoder
+
+BLOCK_SIZE = 16
+_UNQUANTIZED = {
+    torch.float32: KVFormat.FP32,
+    torch.float16: KVFormat.FP16,
+    torch.bfloat16: KVFormat.BF16,
+}
+
+
+def logits_of(
+    decoder: Decoder,
+    token_ids: Sequence[int],
+    *,
+    chunks: Sequence[int] | None = None,
+    format: KVFormat | None = None,
+    block_table: Sequence[int] | None = None,
+) -> Tensor:
+    """Logits after each of the tokens, teacher-forced: (num_tokens, vocab_size) float32.
+
+    Args:
+        decoder: the model.
+        token_ids: one sequence.
+        chunks: lengths of the steps it is run in, which sum to its length; one step by default.
+        format: of the KV cache; by default that of the activations.
+        block_table: blocks of the sequence in order; 0, 1, 2, ... by default.
+    """
+    steps = chunks or [len(token_ids)]
+    assert sum(steps) == len(token_ids), (steps, len(token_ids))
+    return torch.cat(list(_run(decoder, token_ids, steps, format, block_table)))
+
+
+def _run(
+    decoder: Decoder,
+    token_ids: Sequence[int],
+    steps: Sequence[int],
+    format: KVFormat | None,
+    block_table: Sequence[int] | None,
+) -> Iterator[Tensor]:
+    table = tuple(block_table or range(-(-len(token_ids) // BLOCK_SIZE)))
+    caches = decoder.allocate_caches(
+        format or _UNQUANTIZED[decoder.dtype], num_blocks=max(table) + 1, block_size=BLOCK_SIZE
+    )
+    start = 0
+    for length in steps:
+        end = start + length
+        yield decoder.forward(
+            torch.tensor(token_ids[start:end], device=decoder.device),
+            torch.arange(start, end, device=decoder.device),
+            one_sequence(table, start, end, decoder.device),
+            caches,
+        )
+        start = end
+
+
+def one_sequence(
+    block_table: tuple[int, ...], start: int, end: int, device: torch.device
+) -> RaggedBatch:
+    """A step of one sequence, from position `start` up to `end`."""
+    table = block_table[: -(-end // BLOCK_SIZE)]
+    slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)]
+    return RaggedBatch(
+        query_start=torch.tensor([0, end - start], dtype=torch.int32, device=device),
+        context_lens=torch.tensor([end], dtype=torch.int32, device=device),
+        block_tables=torch.tensor([table], dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        num_decodes=int(end - start == 1),
+        host_query_lens=(end - start,),
+        host_context_lens=(end,),
+        host_block_tables=(table,),
+    )

@@ -1,0 +1,37 @@
+"""From token ids to text, one choice at a time: detokenizer and stop strings together.
+
+Used by the server and by offline use alike, so that both end an answer at the same character.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.engine.request import FinishReason
+from appliance.tokenizer import DecodeStream, StopStringMatcher
+
+if TYPE_CHECKING:
+    from appliance.tokenizer import Tokenizer
+
+
+class ChoiceText:
+    """The growing text of one choice."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._decoder = DecodeStream(tokenizer)
+        self._matcher = StopStringMatcher(stop)
+
+    def push(
+        self, token_ids: tuple[int, ...], finish_reason: FinishReason | None
+    ) -> tuple[str, FinishReason | None]:
+        """Add tokens; returns the text that is now certain, and why the choice ended, if it did.
+
+        Text that could be the beginning of a stop string is held back until it is decided.
+        """
+        text, matched = self._matcher.push(self._decoder.push(token_ids))
+        if not matched and finish_reason is not None:
+            rest, matched = self._matcher.push(self._decoder.flush())
+            text += rest
+            if not matched:
+                text += self._matcher.flush()
+        return text, FinishReason.STOP if matched else finish_reason

@@ -1,0 +1,66 @@
+"""Progress of downloads, loading and quantizing for a person: a bar on a terminal, else lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+LINE_INTERVAL = 5.0  # seconds between lines where no bar can be drawn
+
+
+class ProgressLine:
+    """Callable as progress(stage, done, total); draws on stderr and leaves the terminal clean.
+
+    Totals of a million and more are shown as MiB: they count bytes.
+    """
+
+    def __init__(self) -> None:
+        self._on_terminal = sys.stderr.isatty()
+        self._stage = ""
+        self._last_line = 0.0
+        self._drawn = False
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show how far a stage has come; a total of 0 means unknown."""
+        now = time.monotonic()
+        new_stage = stage != self._stage
+        if self._on_terminal:
+            if new_stage:
+                self.close()
+            sys.stderr.write(f"\r\x1b[2K  {self._describe(stage, done, total, bar=True)}")
+            sys.stderr.flush()
+            self._drawn = True
+        elif new_stage or done >= total > 0 or now - self._last_line > LINE_INTERVAL:
+            sys.stderr.write(f"  {self._describe(stage, done, total, bar=False)}\n")
+            self._last_line = now
+        self._stage = stage
+
+    def close(self) -> None:
+        """End the line of a bar, if one was drawn."""
+        if self._drawn:
+            sys.stderr.write("\n")
+            sys.stderr.flush()
+            self._drawn = False
+
+    @staticmethod
+    def _describe(stage: str, done: int, total: int, *, bar: bool) -> str:
+        if total <= 0:
+            return stage
+        share = min(1.0, done / total)
+        amount = f"{done}/{total}"
+        if total >= 10**6:
+            amount = f"{done / 2**20:,.1f} of {total / 2**20:,.1f} MiB"
+        drawing = f"[{'=' * int(30 * share):<30}] " if bar else ""
+        return f"{stage:<24} {drawing}{share:4.0%}  {amount}"

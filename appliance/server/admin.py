@@ -1,0 +1,145 @@
+"""GET /admin/v1/events: the feed of the dashboard, see `appliance.events`.
+
+Costs the engine nothing, and this process something only while somebody watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Response
+
+from appliance import __version__
+from appliance.engine.messages import EngineInfo
+from appliance.errors import QueueFullError
+from appliance.events import Info, Sequences, Stats, encode_event
+from appliance.server.block_feed import BlockFeed
+from appliance.server.openapi import describes
+from appliance.server.stream import EventStream
+
+if TYPE_CHECKING:
+    from appliance.events import Event
+    from appliance.server.state import ServerState
+    from appliance.stats import EngineStats, SequenceView
+
+MAX_WATCHERS = 16
+TICK_SECONDS = 0.2
+STATS_SECONDS = 1.0
+
+
+def admin_router(state: ServerState) -> APIRouter:
+    """The routes, for one server."""
+    router = APIRouter()
+    watchers: set[Watcher] = set()
+
+    @router.get("/admin/v1/events", **describes(None, None, media_type="text/event-stream"))
+    async def events() -> Response:
+        if len(watchers) >= MAX_WATCHERS:
+            raise QueueFullError(f"{MAX_WATCHERS} dashboards watch already", retry_after=5)
+        watcher = Watcher(state)
+        watchers.add(watcher)
+        return EventStream(watcher.frames(), on_close=lambda: watchers.discard(watcher))
+
+    return router
+
+
+class Watcher:
+    """One dashboard: what it has been told, so that it is told only what is new."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._blocks = BlockFeed()
+        self._info: Info | None = None
+        self._sequences: tuple[SequenceView, ...] | None = None
+        self._next_stats = 0.0
+        self._rates = Rates()
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Frames for as long as the server runs; a slow reader gets fewer, not late ones."""
+        while not self._state.closing:
+            events = self.poll()
+            if events:
+                yield b"".join(map(encode_event, events))
+            await asyncio.sleep(TICK_SECONDS)
+
+    def poll(self) -> list[Event]:
+        """Events that are due."""
+        engine = self._state.engine
+        events: list[Event] = []
+        info = server_info(self._state)
+        if info != self._info:
+            self._info = info
+            events.append(info)
+        metadata = engine.metadata
+        if metadata is not None and engine.info is not None and info.state == "ready":
+            change = self._blocks.poll(metadata, engine.info)
+            events += [] if change is None else [change]
+        if engine.sequences is not self._sequences:
+            self._sequences = engine.sequences
+            events.append(Sequences(sequences=engine.sequences))
+        now = time.monotonic()
+        if now >= self._next_stats:
+            self._next_stats = now + STATS_SECONDS
+            events.append(self._stats())
+        return events
+
+    def _stats(self) -> Stats:
+        engine, metrics = self._state.engine, self._state.metrics
+        prompt_rate, generation_rate = self._rates.update(engine.stats, engine.stats_time)
+        now = time.time()
+        return Stats(
+            time=now,
+            uptime_seconds=now - self._state.started,
+            engine=engine.stats,
+            requests_running=engine.num_running,
+            requests_waiting=engine.num_waiting,
+            requests_finished=metrics.finished,
+            requests_failed=metrics.failed,
+            prompt_tokens_per_second=prompt_rate,
+            generation_tokens_per_second=generation_rate,
+            time_to_first_token=metrics.time_to_first_token.quantiles(),
+            inter_token_latency=metrics.inter_token_latency.quantiles(),
+        )
+
+
+class Rates:
+    """Tokens per second between two looks at the engine's counters."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, int, int] | None = None
+
+    def update(self, stats: EngineStats, when: float) -> tuple[float, float]:
+        """Rates of prompt and generated tokens since the last look; 0 if nothing is new.
+
+        Args:
+            stats: the engine's latest.
+            when: monotonic time at which they came.
+        """
+        now = (when, stats.prompt_tokens_total, stats.generation_tokens_total)
+        before, self._before = self._before, now
+        if before is None or when <= before[0]:
+            return 0.0, 0.0
+        seconds = when - before[0]
+        # Counters start again at 0 with another engine.
+        return max(0, now[1] - before[1]) / seconds, max(0, now[2] - before[2]) / seconds
+
+
+def server_info(state: ServerState) -> Info:
+    """How the server is, and what it serves once that is known."""
+    engine = state.engine
+    facts: dict[str, Any] = {}
+    if engine.info is not None:
+        shared = set(Info.__struct_fields__) & set(EngineInfo.__struct_fields__)
+        facts = {name: getattr(engine.info, name) for name in shared}
+        facts["precisions"] = (engine.info.kv_format,)
+    facts |= {
+        "version": __version__,
+        "model": state.model_id,
+        "state": engine.state.value,
+        "reason": engine.reason,
+        "restarts": engine.restarts,
+    }
+    return Info(**facts)

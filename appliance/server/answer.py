@@ -1,0 +1,204 @@
+"""All choices of one API request, from the engine's deltas to pieces of text.
+
+Knows nothing of any wire format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.engine.request import FinishReason
+from appliance.errors import EngineUnavailableError
+from appliance.output import ChoiceText
+from appliance.server.metrics import RequestTimer
+from appliance.server.responses import PromptTokensDetails, Usage
+
+if TYPE_CHECKING:
+    from appliance.engine.messages import SequenceDelta, TokenLogprobs
+    from appliance.engine.process.client import Generation
+    from appliance.engine.request import Request
+    from appliance.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What became certain of one choice: text, the tokens it came from, the end."""
+
+    choice: int
+    text: str
+    tokens: tuple[TokenLogprobs, ...]  # empty unless asked for
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class Whole:
+    """A choice from beginning to end."""
+
+    text: str = ""
+    tokens: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+@dataclass(slots=True)
+class _Choice:
+    text: ChoiceText
+    held: list[TokenLogprobs]  # of tokens whose text is not certain yet
+    ended: bool = False
+
+
+class Answer:
+    """The answers to one or several prompts; the requests are submitted on construction.
+
+    Choices are numbered prompt by prompt. Close it in every case; that aborts what still runs.
+
+    Raises:
+        EngineUnavailableError: the engine is not ready.
+    """
+
+    def __init__(self, state: ServerState, requests: Sequence[Request]) -> None:
+        info, tokenizer = state.serving()
+        sampling = requests[0].sampling
+        self.num_choices = len(requests) * sampling.n
+        self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.completion_tokens = 0
+        self._cached_tokens = [0] * len(requests)
+        self._metrics = state.metrics
+        self._timer = RequestTimer(state.metrics)
+        self._name = requests[0].request_id
+        self._n = sampling.n
+        self._ends = {*info.eos_token_ids, *sampling.stop_token_ids}
+        self._choices = [
+            _Choice(ChoiceText(tokenizer, sampling.stop), []) for _ in range(self.num_choices)
+        ]
+        for request in requests:
+            state.metrics.prompt_tokens.observe(len(request.prompt_token_ids))
+        self._generations: list[Generation] = []
+        try:
+            for request in requests:
+                self._generations.append(state.engine.generate(request))
+        except EngineUnavailableError:
+            self.close()
+            raise
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        details = PromptTokensDetails(self.cached_tokens)
+        return Usage(prompt, completion, prompt + completion, details)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return sum(self._cached_tokens)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Pieces of all choices as they come; each choice ends with a finish reason.
+
+        Raises:
+            RequestError: the engine refused the request.
+            EngineError: it failed, or the engine died.
+        """
+        async with aclosing(_merge(self._generations)) as deltas:
+            async for prompt, delta in deltas:
+                number = prompt * self._n + delta.index
+                self._cached_tokens[prompt] = max(
+                    self._cached_tokens[prompt], delta.num_cached_tokens
+                )
+                if piece := self._take(number, delta):
+                    if piece.finish_reason is not None and delta.finish_reason is None:
+                        self._generations[prompt].close_choice(delta.index)
+                    yield piece
+
+    async def whole(self) -> list[Whole]:
+        """Every choice, when all have ended; errors as for `pieces`."""
+        choices = [Whole() for _ in range(self.num_choices)]
+        async for piece in self.pieces():
+            choice = choices[piece.choice]
+            choice.text += piece.text
+            choice.tokens += piece.tokens
+            if piece.finish_reason is not None:
+                choice.finish_reason = piece.finish_reason.value
+        return choices
+
+    def close(self) -> None:
+        """End what still runs."""
+        for generation in self._generations:
+            generation.close()
+        complete = all(choice.ended for choice in self._choices)
+        self._timer.end(complete=complete)
+        logger.info(
+            "%s: %s, %d prompt tokens (%d cached), %d generated",
+            self._name,
+            "complete" if complete else "ended early",
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.completion_tokens,
+        )
+
+    def _take(self, number: int, delta: SequenceDelta) -> Piece | None:
+        """What a delta adds, or None if none of it can be shown yet."""
+        choice = self._choices[number]
+        self.completion_tokens += len(delta.token_ids)
+        self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
+        text, reason = choice.text.push(delta.token_ids, delta.finish_reason)
+        choice.held += self._shown(delta)
+        if not text and reason is None:
+            return None
+        tokens, choice.held = tuple(choice.held), []
+        if reason is not None:
+            choice.ended = True
+            self._metrics.count_choice(reason.value)
+        return Piece(number, text, tokens, reason)
+
+    def _shown(self, delta: SequenceDelta) -> tuple[TokenLogprobs, ...]:
+        """Log probabilities of a delta, without the token that only says that this is the end."""
+        logprobs = delta.logprobs or ()
+        if (
+            delta.finish_reason is FinishReason.STOP
+            and delta.token_ids
+            and delta.token_ids[-1] in self._ends
+        ):
+            return logprobs[:-1]
+        return logprobs
+
+
+async def _merge(
+    generations: Sequence[Generation],
+) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
+    """Deltas of several generations as they come, each with the number of its generation."""
+    if len(generations) == 1:
+        async for delta in generations[0]:
+            yield 0, delta
+        return
+    queue: asyncio.Queue[tuple[int, SequenceDelta] | Exception | None] = asyncio.Queue()
+
+    async def pump(number: int, generation: Generation) -> None:
+        try:
+            async for delta in generation:
+                queue.put_nowait((number, delta))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(generations)]
+    open_generations = len(tasks)
+    try:
+        while open_generations:
+            item = await queue.get()
+            if item is None:
+                open_generations -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,51 @@
+"""The API process's web application: the routes behind the door, every error in one shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from appliance import __version__
+from appliance.errors import ApplianceError
+from appliance.server import openapi
+from appliance.server.admin import admin_router
+from appliance.server.door import Door
+from appliance.server.errors import error_response
+from appliance.server.health import health_router
+from appliance.server.openai import openai_router
+from appliance.server.stream import ClientGoneError
+
+if TYPE_CHECKING:
+    from appliance.server.state import ServerState
+
+CLIENT_GONE_STATUS = 499  # nginx's number for a client that closed the connection
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """Build the application of one server."""
+    app = FastAPI(
+        title="Appliance",
+        version=__version__,
+        docs_url=None,  # they load scripts from a public host
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    for router in (openai_router(state), health_router(state), admin_router(state)):
+        app.include_router(router)
+    openapi.install(app, key_required=state.config.api_key is not None)
+    state.metrics.watch(state.engine)
+    app.add_middleware(Door, config=state.config, metrics=state.metrics)
+    for kind in (ApplianceError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    app.add_exception_handler(ClientGoneError, _answer_nobody)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE_STATUS)

@@ -1,0 +1,136 @@
+"""Request bodies: read within limits, then decoded so that nothing ambiguous gets through."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from appliance.errors import RequestError
+from appliance.server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError
+
+BODY_SECONDS = 30.0
+OFF_LOOP_BYTES = 64 * 1024  # larger bodies are decoded in a thread
+_MAX_NAMES_LOGGED = 100
+_MAX_DIGITS = 400
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+logger = logging.getLogger(__name__)
+_names_logged: set[str] = set()
+
+
+async def read_json(
+    request: Request, kind: type[StructT], *, max_bytes: int
+) -> tuple[StructT, dict[str, Any]]:
+    """Read and decode a body.
+
+    Returns:
+        The struct, and the object as it was sent, for fields that the struct does not have.
+
+    Raises:
+        RequestError: too large, too slow, not JSON or not of this kind.
+    """
+    body = await read_body(request, max_bytes=max_bytes)
+    if len(body) < OFF_LOOP_BYTES:
+        return decode_json(body, kind)
+    return await asyncio.to_thread(decode_json, body, kind)
+
+
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """The bytes of a JSON body, of which no more than `max_bytes` are ever held."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise MediaTypeError(f"the content type must be application/json, not {media_type!r}")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise MediaTypeError("compressed bodies are not accepted")
+    too_large = BodyTooLargeError(f"the body must have at most {max_bytes} bytes")
+    length = request.headers.get("content-length")
+    if length is not None and int(length) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise BodyTimeoutError(f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+    except ClientDisconnect:
+        raise BodyTimeoutError("the client went away before its body had arrived") from None
+    return bytes(body)
+
+
+def decode_json(body: bytes, kind: type[StructT]) -> tuple[StructT, dict[str, Any]]:
+    """Decode strictly: exact types, no NaN, no number out of range, no key twice.
+
+    Raises:
+        RequestError: it is something else; `param` names the field, if one is at fault.
+    """
+    try:
+        decoded = msgspec.json.decode(body, type=kind)
+        plain = json.loads(
+            body.decode("utf-8"),
+            object_pairs_hook=_refuse_duplicates,
+            parse_float=_finite_float,
+            parse_int=_bounded_int,
+        )
+    except msgspec.ValidationError as error:
+        raise _wrong_field(str(error)) from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError and json's own are this
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    assert isinstance(plain, dict)
+    return decoded, plain
+
+
+def note_ignored(fields: Mapping[str, Any], known: set[str]) -> None:
+    """Log names of fields that have no effect, each once."""
+    for name in fields.keys() - known - _names_logged:
+        if len(_names_logged) < _MAX_NAMES_LOGGED:
+            _names_logged.add(name)
+            logger.info("field %.100r of a request is not known and ignored", name)
+
+
+def _wrong_field(text: str) -> RequestError:
+    """From, for instance, "Expected `int`, got `str` - at `$.max_tokens`"."""
+    what, _, where = text.partition(" - at `$")
+    path = where.rstrip("`").removeprefix(".")
+    name = re.match(r"\w+", path) or re.search(r"(?<=required field `)\w+", what)
+    message = f"{path}: {what}" if path else what
+    return RequestError(message, param=name.group() if name else None)
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        _refuse(f"the key {twice!r} stands twice in one object")
+    return fields
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        _refuse(f"the number {text:.40} is out of range")
+    return number
+
+
+def _bounded_int(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        _refuse(f"a number of {len(text)} digits is out of range")
+    return int(text)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise RequestError(f"the body is not acceptable JSON: {message}")

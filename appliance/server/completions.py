@@ -1,0 +1,117 @@
+"""POST /v1/completions: pieces of an answer in the shape of text completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.server.responses import Completion, CompletionChoice, CompletionLogprobs
+from appliance.server.stream import DONE, data_frame
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from appliance.engine.messages import TokenLogprobs
+    from appliance.server.answer import Answer
+    from appliance.server.exchange import Exchange
+    from appliance.tokenizer import Tokenizer
+
+
+async def completion_frames(
+    exchange: Exchange, answer: Answer, *, include_usage: bool, echo: Sequence[str]
+) -> AsyncGenerator[bytes, None]:
+    """Frames: text, an empty text with the reason, usage, [DONE].
+
+    Args:
+        exchange: who asked for what.
+        answer: of the engine.
+        include_usage: whether a last chunk has the token counts.
+        echo: text that comes before each choice.
+    """
+    head = Completion(
+        id=exchange.id,
+        created=exchange.created,
+        model=exchange.model,
+        choices=[],
+        system_fingerprint=exchange.fingerprint,
+    )
+    if include_usage:
+        head.usage = None
+    offsets = [0] * answer.num_choices
+
+    def frame(
+        number: int,
+        text: str,
+        logprobs: CompletionLogprobs | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        head.choices = [CompletionChoice(number, text, logprobs, finish_reason)]
+        return data_frame(head)
+
+    begun: set[int] = set()
+    async for piece in answer.pieces():
+        number = piece.choice
+        frames = b""
+        if number not in begun:
+            begun.add(number)
+            if echo[number]:
+                frames += frame(number, echo[number])
+        if piece.text or piece.tokens:
+            logprobs = None
+            if exchange.logprobs:
+                logprobs = completion_logprobs(piece.tokens, exchange.tokenizer, offsets[number])
+                offsets[number] += sum(map(len, logprobs.tokens))
+            frames += frame(number, piece.text, logprobs)
+        if piece.finish_reason is not None:
+            frames += frame(number, "", None, piece.finish_reason.value)
+        yield frames
+    if include_usage:
+        head.choices = []
+        head.usage = answer.usage()
+        yield data_frame(head)
+    yield DONE
+
+
+async def whole_completion(
+    exchange: Exchange, answer: Answer, *, echo: Sequence[str]
+) -> Completion:
+    """The answer in one object; arguments as for `completion_frames`."""
+    choices = [
+        CompletionChoice(
+            index=number,
+            text=echo[number] + whole.text,
+            logprobs=(
+                completion_logprobs(whole.tokens, exchange.tokenizer, 0)
+                if exchange.logprobs
+                else None
+            ),
+            finish_reason=whole.finish_reason,
+        )
+        for number, whole in enumerate(await answer.whole())
+    ]
+    return Completion(
+        id=exchange.id,
+        created=exchange.created,
+        model=exchange.model,
+        choices=choices,
+        usage=answer.usage(),
+        system_fingerprint=exchange.fingerprint,
+    )
+
+
+def completion_logprobs(
+    tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer, offset: int
+) -> CompletionLogprobs:
+    """Log probabilities with the text of every token; the first one starts at `offset`."""
+    found = CompletionLogprobs([], [], [], [])
+    for token in tokens:
+        text = tokenizer.token_text(token.chosen.token_id)
+        top = {text: token.chosen.logprob}
+        for candidate in token.top:
+            # Of several tokens with the same text the likeliest comes first.
+            top.setdefault(tokenizer.token_text(candidate.token_id), candidate.logprob)
+        found.tokens.append(text)
+        found.token_logprobs.append(token.chosen.logprob)
+        found.top_logprobs.append(top)
+        found.text_offset.append(offset)
+        offset += len(text)
+    return found

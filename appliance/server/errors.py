@@ -1,0 +1,109 @@
+"""Every failure as OpenAI's error body, from one table."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from appliance.errors import (
+    ChatTemplateError,
+    EngineDiedError,
+    EngineError,
+    EngineUnavailableError,
+    QueueFullError,
+    RequestError,
+)
+
+RETRY_AFTER = 2  # seconds, while the engine loads or restarts
+
+
+class ForbiddenError(RequestError):
+    """A request that a browser was talked into, by its Host or Origin header."""
+
+    status = 403
+    type = "permission_error"
+
+
+class BodyTimeoutError(RequestError):
+    """The body did not arrive in time."""
+
+    status = 408
+
+
+class BodyTooLargeError(RequestError):
+    """The body has more bytes than are accepted."""
+
+    status = 413
+
+
+class MediaTypeError(RequestError):
+    """The body is not plain JSON."""
+
+    status = 415
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """The inside of an error body."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """What every refusal and failure looks like."""
+
+    error: ErrorDetail
+
+
+def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
+    """Status, body and extra headers for an error."""
+    match error:
+        case RequestError():
+            headers = {}
+            if isinstance(error, QueueFullError):
+                headers["retry-after"] = str(math.ceil(error.retry_after))
+            if error.status == 401:
+                headers["www-authenticate"] = "Bearer"
+            return error.status, _body(error.message, error.type, error.param, error.code), headers
+        case ChatTemplateError():
+            body = _body(str(error), "invalid_request_error", "messages", "chat_template_failed")
+            return 400, body, {}
+        case EngineDiedError() | EngineUnavailableError():
+            body = _body(str(error), "server_error", None, "engine_unavailable")
+            return 503, body, {"retry-after": str(RETRY_AFTER)}
+        case HTTPException():
+            code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+            body = _body(str(error.detail), "invalid_request_error", None, code)
+            return error.status_code, body, dict(error.headers or {})
+        case _:
+            # The text of an EngineError is meant for people; that of a bug is not.
+            text = str(error) if isinstance(error, EngineError) else "internal error; see the log"
+            return 500, _body(text, "server_error", None, "internal_error"), {}
+
+
+def error_response(error: Exception) -> Response:
+    """The whole response for an error."""
+    status, body, headers = describe(error)
+    return json_response(body, status=status, headers=headers)
+
+
+def json_response(
+    content: Any, *, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A JSON response of a msgspec struct."""
+    return Response(
+        msgspec.json.encode(content),
+        status_code=status,
+        headers=headers,
+        media_type="application/json",
+    )
+
+
+def _body(message: str, kind: str, param: str | None, code: str | None) -> ErrorBody:
+    return ErrorBody(ErrorDetail(message, kind, param, code))

@@ -1,0 +1,37 @@
+"""What every part of one answer repeats: id, time, model, fingerprint."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.server.state import ServerState
+    from appliance.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One API request and its answer."""
+
+    id: str
+    created: int  # Unix seconds
+    model: str
+    fingerprint: str
+    tokenizer: Tokenizer
+    logprobs: bool  # whether they were asked for
+
+    @classmethod
+    def begin(cls, state: ServerState, prefix: str, *, logprobs: bool) -> Exchange:
+        """A new one; its id starts with `prefix`."""
+        info, tokenizer = state.serving()
+        return cls(
+            id=f"{prefix}-{secrets.token_hex(12)}",
+            created=int(time.time()),
+            model=state.model_id,
+            fingerprint=info.fingerprint,
+            tokenizer=tokenizer,
+            logprobs=logprobs,
+        )

@@ -1,0 +1,55 @@
+"""Whether the server can answer: for people, supervisors, load balancers and Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from appliance.errors import EngineUnavailableError, QueueFullError
+from appliance.server.errors import error_response, json_response
+from appliance.server.openapi import describes
+
+if TYPE_CHECKING:
+    from appliance.server.state import ServerState
+
+
+class Health(msgspec.Struct):
+    """Answer of /health and /ready."""
+
+    status: str
+
+
+def health_router(state: ServerState) -> APIRouter:
+    """The routes, for one server."""
+    router = APIRouter()
+
+    @router.get("/health", **describes(None, Health))
+    async def health() -> Response:
+        """200 while the engine works, also while the server drains; else 503, in a word why."""
+        why = state.unavailable
+        if why in (None, "draining"):
+            return json_response(Health("ok"))
+        # Open to all, so it does not tell the reason of a failure.
+        return error_response(EngineUnavailableError(f"the engine is {why}"))
+
+    @router.get("/ready", **describes(None, Health))
+    async def ready() -> Response:
+        """200 if a request that comes now would be accepted."""
+        why = state.unavailable
+        try:
+            state.check_queue()
+        except QueueFullError:
+            why = why or "busy: the queue is full"
+        if why is None:
+            return json_response(Health("ready"))
+        return error_response(EngineUnavailableError(f"the server is {why}"))
+
+    @router.get("/metrics", **describes(None, None, media_type="text/plain"))
+    async def metrics() -> Response:
+        """Metrics in Prometheus' text format."""
+        return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    return router

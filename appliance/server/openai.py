@@ -1,0 +1,173 @@
+"""The routes of the OpenAI API: chat completions, text completions, models."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from appliance.engine import request as engine_request
+from appliance.errors import RequestError
+from appliance.server import unsupported
+from appliance.server.answer import Answer
+from appliance.server.body import note_ignored, read_json
+from appliance.server.chat import chat_frames, whole_chat
+from appliance.server.completions import completion_frames, whole_completion
+from appliance.server.errors import json_response
+from appliance.server.exchange import Exchange
+from appliance.server.openapi import describes
+from appliance.server.prompt import chat_prompt, completion_prompts, prompt_text
+from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
+from appliance.server.sampling import completion_budget, sampling_params
+from appliance.server.schema import ChatRequest, CompletionRequest
+from appliance.server.stream import EventStream, unless_disconnected
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    import msgspec
+
+    from appliance.server.schema import SamplingFields
+    from appliance.server.state import ServerState
+
+DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as OpenAI documents it
+
+
+def openai_router(state: ServerState) -> APIRouter:
+    """The routes, for one server."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions", **describes(ChatRequest, ChatCompletion, streams=True))
+    async def chat_completions(request: Request) -> Response:
+        state.serving()
+        state.check_queue()
+        body, fields = await read_json(request, ChatRequest, max_bytes=state.config.max_body_bytes)
+        _check_fields(state, body, fields, unsupported.CHAT)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        prompt = await chat_prompt(state, body.messages)
+        asked = (
+            body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        )
+        answer, exchange = _submit(
+            state, body, [prompt], asked, logprobs, prefix="chatcmpl", param="messages"
+        )
+        if body.stream:
+            frames = chat_frames(exchange, answer, include_usage=_include_usage(body))
+            return EventStream(frames, on_close=answer.close)
+        return await _whole(request, answer, whole_chat(exchange, answer))
+
+    @router.post("/v1/completions", **describes(CompletionRequest, Completion, streams=True))
+    async def completions(request: Request) -> Response:
+        state.serving()
+        state.check_queue()
+        body, fields = await read_json(
+            request, CompletionRequest, max_bytes=state.config.max_body_bytes
+        )
+        _check_fields(state, body, fields, unsupported.COMPLETION)
+        if body.echo and body.logprobs is not None:
+            raise RequestError(
+                "echo together with logprobs is not supported here; leave one of them out",
+                param="echo",
+                code="unsupported_parameter",
+            )
+        prompts = await completion_prompts(state, body.prompt)
+        texts = [""] * len(prompts)
+        if body.echo:
+            texts = prompt_text(body.prompt, state.serving()[1])
+        echo = [text for text in texts for _ in range(body.n or 1)]
+        answer, exchange = _submit(
+            state,
+            body,
+            prompts,
+            body.max_tokens,
+            body.logprobs,
+            prefix="cmpl",
+            param="prompt",
+            default=DEFAULT_COMPLETION_TOKENS,
+        )
+        if body.stream:
+            frames = completion_frames(
+                exchange, answer, include_usage=_include_usage(body), echo=echo
+            )
+            return EventStream(frames, on_close=answer.close)
+        return await _whole(request, answer, whole_completion(exchange, answer, echo=echo))
+
+    def card() -> ModelCard:
+        info, _ = state.serving()
+        return ModelCard(
+            id=state.model_id, created=int(state.started), max_model_len=info.context_length
+        )
+
+    @router.get("/v1/models", **describes(None, ModelList))
+    async def models() -> Response:
+        return json_response(ModelList(data=[card()]))
+
+    @router.get("/v1/models/{model_id:path}", **describes(None, ModelCard, path="model_id"))
+    async def model(request: Request) -> Response:
+        state.check_model(request.path_params["model_id"])
+        return json_response(card())
+
+    return router
+
+
+def _check_fields(
+    state: ServerState,
+    body: SamplingFields,
+    fields: dict[str, Any],
+    table: dict[str, tuple[Any, ...]],
+) -> None:
+    unsupported.refuse_unsupported(fields, table)
+    note_ignored(fields, {*body.__struct_fields__, *table, *unsupported.HARMLESS})
+    state.check_model(body.model)
+
+
+def _submit(
+    state: ServerState,
+    body: SamplingFields,
+    prompts: list[list[int]],
+    max_tokens: int | None,
+    logprobs: int | None,
+    *,
+    prefix: str,
+    param: str,
+    default: int | None = None,
+) -> tuple[Answer, Exchange]:
+    """Check lengths and queue, then hand one request per prompt to the engine."""
+    info, _ = state.serving()
+    exchange = Exchange.begin(state, prefix, logprobs=logprobs is not None)
+    salt = hashlib.sha256(body.cache_salt.encode()).hexdigest() if body.cache_salt else ""
+    requests = [
+        engine_request.Request(
+            request_id=f"{exchange.id}-{number}" if len(prompts) > 1 else exchange.id,
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling_params(
+                body,
+                info,
+                max_tokens=completion_budget(
+                    len(prompt), max_tokens, info, param=param, default=default
+                ),
+                logprobs=logprobs,
+            ),
+            cache_salt=salt,
+            owner="" if state.config.api_key is None else "key",
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    state.check_queue(len(requests))
+    return Answer(state, requests), exchange
+
+
+async def _whole(
+    request: Request, answer: Answer, work: Coroutine[Any, Any, msgspec.Struct]
+) -> Response:
+    try:
+        return json_response(await unless_disconnected(request.receive, work))
+    finally:
+        answer.close()
+
+
+def _include_usage(body: SamplingFields) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)

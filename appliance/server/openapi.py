@@ -1,0 +1,95 @@
+"""An honest /openapi.json: the schemas of the structs that really decode and encode."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi.openapi.utils import get_openapi
+
+from appliance.server.errors import ErrorBody
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_TEMPLATE = "#/components/schemas/{name}"
+_POST_ERRORS = {
+    400: "The request is wrong; `param` names the field.",
+    404: "The model is not served here.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not plain JSON.",
+    429: "Too many requests wait.",
+}
+_ANY_ERRORS = {
+    401: "The API key is missing or wrong.",
+    403: "Host or Origin is not allowed.",
+    500: "The server failed.",
+    503: "The engine is not ready.",
+}
+
+_described: set[type[msgspec.Struct]] = {ErrorBody}
+
+
+def describes(
+    takes: type[msgspec.Struct] | None,
+    gives: type[msgspec.Struct] | None,
+    *,
+    streams: bool = False,
+    path: str | None = None,
+    media_type: str = "application/json",
+) -> dict[str, Any]:
+    """Keyword arguments of a route that document it.
+
+    Args:
+        takes: the body.
+        gives: the answer; None means text of `media_type`.
+        streams: whether the answer may also be server-sent events.
+        path: name of the path parameter.
+        media_type: of an answer that is no struct.
+    """
+    content: dict[str, Any] = {media_type: {"schema": {"type": "string"}}}
+    if gives is not None:
+        content = {"application/json": {"schema": _reference(gives)}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    responses: dict[int | str, dict[str, Any]] = {
+        200: {"description": "Success.", "content": content}
+    }
+    errors = {**(_POST_ERRORS if takes else {404: "There is no such thing."}), **_ANY_ERRORS}
+    for status, text in errors.items():
+        schema = {"application/json": {"schema": _reference(ErrorBody)}}
+        responses[status] = {"description": text, "content": schema}
+    extra: dict[str, Any] = {}
+    if takes is not None:
+        body = {"application/json": {"schema": _reference(takes)}}
+        extra["requestBody"] = {"required": True, "content": body}
+    if path is not None:
+        extra["parameters"] = [
+            {"name": path, "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    return {"responses": responses, "openapi_extra": extra, "response_model": None}
+
+
+def install(app: FastAPI, *, key_required: bool) -> None:
+    """Make the app describe itself with the schemas of the structs."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            kinds = sorted(_described, key=lambda kind: kind.__name__)
+            _, schemas = msgspec.json.schema_components(kinds, ref_template=_TEMPLATE)
+            components = document.setdefault("components", {})
+            components["schemas"] = {**components.get("schemas", {}), **schemas}
+            if key_required:
+                components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+                document["security"] = [{"key": []}]
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _reference(kind: type[msgspec.Struct]) -> dict[str, str]:
+    _described.add(kind)
+    return {"$ref": _TEMPLATE.format(name=kind.__name__)}

@@ -1,0 +1,112 @@
+"""From the fields of a body to `SamplingParams`, with lengths checked against the context."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from appliance.engine.limits import check_prompt
+from appliance.engine.request import SamplingParams
+from appliance.errors import ContextLengthError, RequestError
+
+if TYPE_CHECKING:
+    from appliance.engine.messages import EngineInfo
+    from appliance.server.schema import SamplingFields
+
+
+def sampling_params(
+    fields: SamplingFields, info: EngineInfo, *, max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    """Translate; null means the default.
+
+    Args:
+        fields: of the body.
+        info: of the loaded model.
+        max_tokens: as `completion_budget` allows.
+        logprobs: alternatives per token to report, None for no report.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+    if fields.stream_options is not None and not fields.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    given: dict[str, Any] = {
+        "n": fields.n,
+        "min_tokens": fields.min_tokens,
+        "temperature": fields.temperature,
+        "top_k": None if fields.top_k is None else max(0, fields.top_k),
+        "top_p": fields.top_p,
+        "min_p": fields.min_p,
+        "repetition_penalty": fields.repetition_penalty,
+        "presence_penalty": fields.presence_penalty,
+        "frequency_penalty": fields.frequency_penalty,
+        "ignore_eos": fields.ignore_eos,
+    }
+    return SamplingParams(
+        **{name: value for name, value in given.items() if value is not None},
+        max_tokens=max_tokens,
+        seed=fields.seed,
+        stop=stop,
+        stop_token_ids=_token_ids("stop_token_ids", fields.stop_token_ids or (), info),
+        logit_bias=_logit_bias(fields.logit_bias or {}, info),
+        logprobs=logprobs,
+    )
+
+
+def completion_budget(
+    prompt_tokens: int,
+    max_tokens: int | None,
+    info: EngineInfo,
+    *,
+    param: str,
+    default: int | None = None,
+) -> int:
+    """How many tokens may be generated; a prompt is never cut.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        max_tokens: what the client asked for, if it did.
+        info: of the loaded model.
+        param: field of the prompt.
+        default: used when the client did not ask, as far as the context allows.
+
+    Raises:
+        ContextLengthError: prompt, or prompt and completion, do not fit.
+    """
+    context = info.context_length
+    try:
+        cache_tokens = info.num_blocks * info.block_size
+        check_prompt(prompt_tokens, context_length=context, cache_tokens=cache_tokens)
+    except RequestError as error:
+        raise ContextLengthError(error.message, param=param) from None
+    room = context - prompt_tokens
+    if max_tokens is None:
+        return room if default is None else min(default, room)
+    if max_tokens > room:
+        raise ContextLengthError(
+            f"the prompt has {prompt_tokens} tokens and {max_tokens} more are asked for, together "
+            f"{prompt_tokens + max_tokens}; the context of this model holds {context}",
+            param=param,
+        )
+    return max_tokens
+
+
+def _logit_bias(bias: dict[str, float], info: EngineInfo) -> dict[int, float]:
+    for key in bias:
+        if not re.fullmatch(r"[0-9]{1,10}", key, re.ASCII):
+            raise RequestError(
+                f"logit_bias has the key {key[:40]!r}; keys are token ids", param="logit_bias"
+            )
+    ids = _token_ids("logit_bias", [int(key) for key in bias], info)
+    return dict(zip(ids, bias.values(), strict=True))
+
+
+def _token_ids(name: str, ids: list[int] | tuple[int, ...], info: EngineInfo) -> tuple[int, ...]:
+    for token_id in ids:
+        if token_id >= info.vocab_size:
+            raise RequestError(
+                f"{name} has the token id {token_id}; this model has {info.vocab_size} tokens",
+                param=name,
+            )
+    return tuple(ids)

@@ -1,0 +1,182 @@
+"""The API process from start to end: listen, start the engine, serve, drain, leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import uvicorn
+
+from appliance.engine.process.child import ENGINE_COMMAND
+from appliance.engine.process.client import EngineClient
+from appliance.errors import EngineUnavailableError
+from appliance.server.listener import HttpProtocol, bind, url_of
+from appliance.server.metrics import Metrics
+from appliance.server.state import ServerState
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from appliance.config import Settings
+    from appliance.engine.messages import EngineInfo
+    from appliance.engine.process.supervisor import ProgressCallback
+
+DRAIN_SECONDS = 30.0  # for streams in flight when the server is told to end
+KEEP_ALIVE_SECONDS = 30  # for connections without a request
+_CLOSE_SECONDS = 2  # for responses that have just been ended
+
+logger = logging.getLogger(__name__)
+
+ReadyCallback = Callable[[str, str, "EngineInfo"], object]
+
+
+class FoundModel(Protocol):
+    """A model on this machine."""
+
+    @property
+    def path(self) -> Path:
+        """File or folder."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """What it is called, unless the settings say otherwise."""
+        ...
+
+
+def run_server(
+    settings: Settings,
+    model: FoundModel,
+    *,
+    on_progress: ProgressCallback,
+    on_ready: ReadyCallback,
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+) -> None:
+    """Serve until a signal ends it.
+
+    SIGTERM and SIGINT let streams in flight finish for a while; a second signal ends at once.
+
+    Args:
+        settings: of engine and server.
+        model: what to serve.
+        on_progress: called with stage, done, total while the model loads.
+        on_ready: called with the URL, the model's id and what was loaded.
+        engine_command: starts the engine process.
+
+    Raises:
+        ConfigError: the address cannot be had.
+        ApplianceError: the model cannot be loaded.
+    """
+    sock = bind(settings.server)
+    with sock:
+        engine_config = msgspec.structs.replace(settings.engine, model=str(model.path))
+        engine = EngineClient(engine_config, command=engine_command)
+        asyncio.run(_Server(settings, model, engine, sock).run(on_progress, on_ready))
+
+
+class _Server:
+    """One run of the API process."""
+
+    def __init__(
+        self, settings: Settings, model: FoundModel, engine: EngineClient, sock: socket.socket
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._socket = sock
+        self._url = url_of(settings.server, sock)
+        name = settings.server.served_model_name or model.name
+        self._state = ServerState(settings.server, engine, name, Metrics(name))
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self, on_progress: ProgressCallback, on_ready: ReadyCallback) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        # The engine's process imports for a while; everything else is done meanwhile.
+        await self._engine.prepare()
+        web = self._web_server()
+        serving = asyncio.create_task(web.serve(sockets=[self._socket]))
+        loading = asyncio.create_task(self._load(on_progress))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await _first_of(loading, stopping, serving)
+            if loading.done():
+                on_ready(self._url, self._state.model_id, loading.result())
+                await _first_of(stopping, serving)
+                await self._drain()
+        finally:
+            self._state.draining = self._state.closing = True
+            loading.cancel()
+            stopping.cancel()
+            await asyncio.gather(loading, stopping, return_exceptions=True)
+            await self._engine.close(now=self._stop_now.is_set())
+            web.should_exit = True
+            web.force_exit = self._stop_now.is_set()
+            await serving
+            self._state.text_pool.shutdown(wait=False, cancel_futures=True)
+
+    def _web_server(self) -> uvicorn.Server:
+        from appliance.server.app import create_app  # slow to import
+
+        log = logging.getLogger("uvicorn")
+        log.handlers[:] = logging.getLogger("appliance").handlers
+        log.setLevel(logging.WARNING)
+        return _WebServer(
+            uvicorn.Config(
+                create_app(self._state),
+                http=HttpProtocol,
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=_CLOSE_SECONDS,
+            )
+        )
+
+    async def _load(self, on_progress: ProgressCallback) -> EngineInfo:
+        tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._model.path)
+        info = await self._engine.start(tokenizer.eos_token_ids, on_progress)
+        self._state.tokenizer = tokenizer
+        return info
+
+    async def _drain(self) -> None:
+        """Take nothing new, and give what is in flight some time."""
+        self._state.draining = True
+        if self._engine.num_running + self._engine.num_waiting:
+            logger.info("finishing requests in flight; another signal ends at once")
+        end = asyncio.get_running_loop().time() + DRAIN_SECONDS
+        while self._engine.num_running + self._engine.num_waiting:
+            if self._stop_now.is_set() or asyncio.get_running_loop().time() > end:
+                break
+            await asyncio.sleep(0.05)
+        self._engine.fail_all(EngineUnavailableError("the server is shutting down"))
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+
+class _WebServer(uvicorn.Server):
+    """Leaves signals to `_Server`."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _first_of(*tasks: asyncio.Task[Any]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

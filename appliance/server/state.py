@@ -1,0 +1,95 @@
+"""What the routes share: the engine's client, the tokenizer, settings and metrics."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.engine.process.supervisor import EngineState
+from appliance.errors import EngineUnavailableError, QueueFullError, UnknownModelError
+
+if TYPE_CHECKING:
+    from appliance.config import ServerConfig
+    from appliance.engine.messages import EngineInfo
+    from appliance.engine.process.client import EngineClient
+    from appliance.server.metrics import Metrics
+    from appliance.tokenizer import Tokenizer
+
+QUEUE_RETRY_AFTER = 2  # seconds
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One server.
+
+    Attributes:
+        model_id: the only id under which the model is served.
+        tokenizer: None until it is read.
+        draining: no new requests; those in flight go on.
+        closing: streams without an end are to end.
+        text_pool: threads for templates and tokenizers, so that long texts stall nobody.
+    """
+
+    config: ServerConfig
+    engine: EngineClient
+    model_id: str
+    metrics: Metrics
+    tokenizer: Tokenizer | None = None
+    draining: bool = False
+    closing: bool = False
+    started: float = field(default_factory=time.time)  # Unix seconds
+    text_pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
+    )
+
+    @property
+    def unavailable(self) -> str | None:
+        """In a word why requests are not accepted, if they are not."""
+        if self.draining:
+            return "draining"
+        if self.engine.state is EngineState.READY and self.tokenizer is not None:
+            return None
+        state = self.engine.state
+        return EngineState.LOADING.value if state is EngineState.READY else state.value
+
+    def serving(self) -> tuple[EngineInfo, Tokenizer]:
+        """What is loaded.
+
+        Raises:
+            EngineUnavailableError: nothing is, at the moment.
+        """
+        why = self.unavailable
+        info, tokenizer = self.engine.info, self.tokenizer
+        if why is None and info is not None and tokenizer is not None:
+            return info, tokenizer
+        reason = f" ({self.engine.reason})" if self.engine.reason else ""
+        retry = "" if self.engine.state is EngineState.FAILED else "; try again in a moment"
+        raise EngineUnavailableError(f"the server is not ready: {why}{reason}{retry}")
+
+    def check_model(self, name: str | None) -> None:
+        """Accept the served model only.
+
+        Raises:
+            UnknownModelError: it is another.
+        """
+        if name is not None and name != self.model_id:
+            raise UnknownModelError(
+                f"the model {name[:100]!r} is not served here; the one that is: {self.model_id!r}"
+            )
+
+    def check_queue(self, requests: int = 1) -> None:
+        """Whether that many more requests may come.
+
+        Raises:
+            QueueFullError: too many wait already.
+        """
+        engine = self.engine
+        slots = 0 if engine.info is None else engine.info.max_num_seqs
+        room = self.config.max_queue + max(0, slots - engine.num_running_sequences)
+        if engine.num_waiting + requests > room:
+            raise QueueFullError(
+                f"{engine.num_waiting} requests wait already; try again in a moment",
+                retry_after=QUEUE_RETRY_AFTER,
+            )

@@ -1,0 +1,115 @@
+"""A model's chat template: messages to the text that the model was trained on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import Template, TemplateSyntaxError
+
+from appliance.errors import ChatTemplateError
+from appliance.tokenizer.sandbox import BUDGET, Budget, TemplateEnvironment
+
+logger = logging.getLogger(__name__)
+
+MAX_TEMPLATE_BYTES = 64 * 1024
+# A rendered chat may be this many times as long as what goes into it, plus a fixed allowance.
+MAX_GROWTH = 8
+GROWTH_ALLOWANCE = 64 * 1024
+MAX_NESTING = 64  # of messages and tools
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: Jinja text by Hugging Face's conventions.
+        variables: texts that the template may use, such as bos_token and eos_token.
+        tool_source: a template for chats that offer tools, if the model has one of its own.
+
+    Raises:
+        ChatTemplateError: it is too large or is not valid Jinja.
+    """
+
+    def __init__(
+        self, source: str, variables: Mapping[str, str], *, tool_source: str | None = None
+    ) -> None:
+        self.source = source
+        self.tool_source = tool_source
+        self.variables = dict(variables)
+        self._template = _compile(source)
+        self._tool_template = self._template if tool_source is None else _compile(tool_source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The chat as one text.
+
+        Args:
+            messages: dicts with `role` and `content`, and what else the template reads.
+            tools: tool definitions that the model may use.
+            add_generation_prompt: end with the beginning of the assistant's turn.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages, fails, or takes too long.
+        """
+        try:
+            length = _text_length(messages) + _text_length(tools)
+            budget = Budget(max_chars=MAX_GROWTH * length + GROWTH_ALLOWANCE)
+            template = self._tool_template if tools else self._template
+            pieces, total = [], 0
+            for piece in template.generate(
+                **self.variables,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{BUDGET: budget},
+            ):
+                total += len(piece)
+                budget.check_length(total)
+                pieces.append(piece)
+        except Exception as error:
+            # A template can raise anything that Python can.
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ChatTemplateError(
+                f"the model's chat template does not accept these messages: {reason}"
+            ) from error
+        return "".join(pieces)
+
+
+def _compile(source: str) -> Template:
+    size = len(source.encode())
+    if size > MAX_TEMPLATE_BYTES:
+        raise ChatTemplateError(
+            f"the model's chat template has {size} bytes, more than {MAX_TEMPLATE_BYTES}; "
+            "replace it with a smaller one"
+        )
+    try:
+        return TemplateEnvironment().from_string(source)
+    except TemplateSyntaxError as error:
+        raise ChatTemplateError(
+            f"the model's chat template is wrong in line {error.lineno}: {error.message}"
+        ) from error
+    except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
+        raise ChatTemplateError(
+            f"the model's chat template cannot be compiled: {type(error).__name__}"
+        ) from error
+
+
+def _text_length(value: Any, nesting: int = 0) -> int:
+    """Characters of all strings in messages or tools, and one for everything else."""
+    if nesting > MAX_NESTING:
+        raise ValueError(f"they are nested more than {MAX_NESTING} deep")
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(str(k)) + _text_length(v, nesting + 1) for k, v in value.items())
+    if isinstance(value, list | tuple):
+        return sum(_text_length(item, nesting + 1) for item in value)
+    return 1

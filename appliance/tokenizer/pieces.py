@@ -1,0 +1,38 @@
+"""The bytes that a token stands for, in the two spellings that vocabularies use."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+SPACE_MARK = "\u2581"  # how SentencePiece spells a space
+
+
+class Spelling(Enum):
+    """How a vocabulary writes bytes as text."""
+
+    BYTE_LEVEL = "byte-level"  # each byte is one printable character (GPT-2)
+    SENTENCEPIECE = "sentencepiece"  # plain text, spaces marked, odd bytes as <0xXX>
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the rest from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def piece_bytes(piece: str, spelling: Spelling) -> bytes:
+    """Bytes of a vocabulary entry that is not an added token."""
+    if spelling is Spelling.BYTE_LEVEL:
+        return b"".join(
+            bytes((_BYTE_OF[c],)) if c in _BYTE_OF else c.encode("utf-8", "replace") for c in piece
+        )
+    if match := _BYTE_TOKEN.fullmatch(piece):
+        return bytes.fromhex(match[1])
+    return piece.replace(SPACE_MARK, " ").encode()

@@ -1,0 +1,49 @@
+"""Stop strings in text that arrives in pieces."""
+
+from __future__ import annotations
+
+
+class StopStringMatcher:
+    """Finds the first stop string to be complete, and lets nothing of it through.
+
+    The result does not depend on how the text is cut into pieces.
+
+    Args:
+        stop: strings that end the text; none of them is empty.
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        assert all(stop), stop
+        self._stop = stop
+        self._held = ""  # a suffix of the text that could still become a stop string
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Add text.
+
+        Returns:
+            What is now certain to stand before any stop string, and whether one is complete. After
+            a match the rest of the text is dropped.
+        """
+        text = self._held + text
+        self._held = ""
+        found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
+        if found:
+            _, start = min(found)
+            return text[:start], True
+        held = self._length_to_hold(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+    def flush(self) -> str:
+        """The text still held back, once it is known that no more will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _length_to_hold(self, text: str) -> int:
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(text)), longest, -1):
+                if text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

@@ -1,0 +1,185 @@
+"""The tokenizer of a model: text to ids, ids to text, chats to ids."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import AddedToken
+
+from appliance.errors import ChatTemplateError, ModelError, RequestError
+from appliance.tokenizer.control_tokens import ContentGuard, ControlTokens, Occurrence
+from appliance.tokenizer.from_folder import load_from_folder
+from appliance.tokenizer.from_gguf import load_from_gguf
+from appliance.tokenizer.pieces import Spelling, piece_bytes
+
+if TYPE_CHECKING:
+    from appliance.tokenizer.source import TokenizerSource
+
+
+class Tokenizer:
+    """Safe to use from several threads.
+
+    Attributes:
+        vocab_size: one more than the highest token id.
+        bos_token_id: the token that begins a text, if there is one.
+        eos_token_ids: tokens that end an answer.
+        add_bos: whether `add_special_tokens` puts BOS in front.
+        chat_template: None for a base model.
+    """
+
+    def __init__(self, source: TokenizerSource) -> None:
+        self._backend = source.backend
+        self.bos_token_id = source.bos_token_id
+        self.eos_token_ids = source.eos_token_ids
+        self.chat_template = source.chat_template
+
+        added: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
+        self.vocab_size = max(self._backend.get_vocab_size(), *(i + 1 for i in added), 0)
+        self._added_text = {token_id: token.content for token_id, token in added.items()}
+        control = {token_id: token for token_id, token in added.items() if token.special}
+        self._control_ids = frozenset(control)
+        self._control_tokens = ControlTokens(control)
+        self._spelling = _spelling(self._backend.decoder)
+        self._bytes: dict[int, bytes] = {}
+
+        # The library finds control tokens in all of a text or in none of it. It is told: in none;
+        # where they are wanted a separator stands in for them, which no text can contain.
+        self._separator = f"\uf8ff{secrets.token_hex(16)}\uf8ff"
+        self._backend.encode_special_tokens = True
+        self._backend.add_tokens([AddedToken(self._separator, normalized=False, special=False)])
+        self._separator_id = self._backend.token_to_id(self._separator)
+        self.add_bos = self.bos_token_id is not None and self.encode("", add_special_tokens=True)[
+            :1
+        ] == [self.bos_token_id]
+
+    @classmethod
+    def from_path(cls, path: Path) -> Tokenizer:
+        """The tokenizer of a GGUF file or of a Hugging Face folder.
+
+        Raises:
+            ModelError: there is none, or it is damaged; the message names the file.
+        """
+        return cls(load_from_folder(path) if path.is_dir() else load_from_gguf(path))
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool, allow_special: bool = True
+    ) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any text.
+            add_special_tokens: put BOS in front, if the model wants it.
+            allow_special: whether `<|im_end|>` in the text means the control token; if not, it is
+                plain text like any other.
+
+        Raises:
+            RequestError: the text holds lone surrogates.
+        """
+        occurrences = self._control_tokens.find(_valid(text)) if allow_special else []
+        pieces = _split(text, occurrences)
+        return self._encode_pieces(pieces, occurrences, add_special_tokens)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a chat in the model's own format.
+
+        Control tokens come from the template alone: what looks like one in a message stays text.
+
+        Raises:
+            ChatTemplateError: the model has no chat template, or it refuses the messages.
+            RequestError: a message holds lone surrogates.
+        """
+        if self.chat_template is None:
+            raise ChatTemplateError(
+                "this model has no chat template; use completions with a prompt instead"
+            )
+        guard = ContentGuard(self._control_tokens)
+        text = self.chat_template.render(
+            guard.hide(messages),
+            tools=guard.hide(tools),
+            add_generation_prompt=add_generation_prompt,
+        )
+        occurrences = self._control_tokens.find(_valid(text))
+        pieces = [_valid(guard.restore(piece)) for piece in _split(text, occurrences)]
+        return self._encode_pieces(pieces, occurrences, add_special_tokens=False)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of a whole sequence, without control tokens."""
+        known = [token_id for token_id in token_ids if 0 <= token_id < self.vocab_size]
+        text: str = self._backend.decode(known, skip_special_tokens=True)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """A token by itself, control tokens included; U+FFFD where it is part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token, control tokens included; none for an id outside the vocabulary."""
+        if (cached := self._bytes.get(token_id)) is None:
+            cached = self._bytes[token_id] = self._find_bytes(token_id)
+        return cached
+
+    def visible_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to an answer: none for control tokens."""
+        return b"" if token_id in self._control_ids else self.token_bytes(token_id)
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        if token_id in self._added_text:
+            return self._added_text[token_id].encode()
+        piece = self._backend.id_to_token(token_id)
+        return b"" if piece is None else piece_bytes(piece, self._spelling)
+
+    def _encode_pieces(
+        self, pieces: list[str], between: list[Occurrence], add_special_tokens: bool
+    ) -> list[int]:
+        """Ids of texts with a control token between each two."""
+        # Batches, even of one, let other threads run meanwhile; a single text does not.
+        (encoding,) = self._backend.encode_batch_fast(
+            [self._separator.join(pieces)], add_special_tokens=add_special_tokens
+        )
+        ids: list[int] = encoding.ids
+        if not between:
+            return ids
+        control = iter(between)
+        return [next(control).token_id if i == self._separator_id else i for i in ids]
+
+
+def _split(text: str, occurrences: list[Occurrence]) -> list[str]:
+    """The texts before, between and after some control tokens."""
+    starts = [0, *(occurrence.end for occurrence in occurrences)]
+    ends = [*(occurrence.start for occurrence in occurrences), len(text)]
+    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _valid(text: str) -> str:
+    """The text itself, if it can be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text is not valid Unicode: lone surrogate at character {error.start}"
+        ) from error
+    return text
+
+
+def _spelling(decoder: Any) -> Spelling:
+    """How the vocabulary writes bytes, judged by the decoder that would undo it."""
+    steps = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()))
+    if '"ByteLevel"' in steps:
+        return Spelling.BYTE_LEVEL
+    if '"ByteFallback"' in steps or '"Metaspace"' in steps or "\\u2581" in steps:
+        return Spelling.SENTENCEPIECE
+    raise ModelError(
+        "the tokenizer is neither byte-level nor SentencePiece; use a model of a supported family"
+    )

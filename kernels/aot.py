@@ -1,0 +1,147 @@
+"""Compile kernels ahead of time, with no GPU, and read what resources the machine code takes.
+
+    python -m appliance.kernels.aot RESOURCES.json --capability 86 90
+
+A process that interprets kernels (TRITON_INTERPRET=1) cannot compile them, so this runs in one of
+its own. The disassemblers are those of the triton wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from appliance.kernels.signature import CAPABILITIES, KernelSignature
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SPECS = ("appliance.kernels.paged_attention.spec", "appliance.kernels.kv_write.spec")
+WARP_SIZE = 32
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Opcodes in SASS, the machine code.
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+_WIDE_LOAD = re.compile(r"LD(?:G|GSTS)\..*\b128\b")
+_MATRIX_PRODUCT = re.compile(r"[HIQO]G?MMA\b|DMMA\b")
+_SPILL = re.compile(r"(?:STL|LDL)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one kernel takes on one architecture."""
+
+    registers: int  # per thread
+    stack: int  # bytes per thread; more than 0 means that registers were spilled
+    spills: int  # instructions that store to or load from that stack
+    shared: int  # bytes per program, dynamic included
+    instructions: int
+    wide_loads: int  # instructions that load 16 bytes per thread from global memory
+    matrix_products: int  # tensor core instructions
+    matrix_kinds: tuple[str, ...]  # their opcodes, such as HMMA or HGMMA
+
+
+def compile_kernel(signature: KernelSignature, capability: int) -> Resources:
+    """Compile a kernel for one compute capability (86 is 8.6) and disassemble it."""
+    function = getattr(importlib.import_module(signature.module), signature.function)
+    names = function.arg_names
+    unknown = set(names) ^ (signature.types.keys() | signature.constexprs.keys())
+    assert not unknown, f"{signature.name}: {sorted(unknown)} stand on one side only"
+    source = ASTSource(
+        function,
+        signature={name: signature.types.get(name, "constexpr") for name in names},
+        constexprs={
+            (i,): signature.constexprs[name]
+            for i, name in enumerate(names)
+            if name in signature.constexprs
+        },
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(names)
+            if name in signature.multiples_of_16
+            or (signature.aligned and signature.types.get(name, "").startswith("*"))
+        },
+    )
+    options: dict[str, int] = {
+        "num_warps": signature.num_warps,
+        "num_stages": signature.num_stages,
+    }
+    if signature.max_registers is not None:
+        options["maxnreg"] = signature.max_registers
+    target = GPUTarget("cuda", capability, WARP_SIZE)
+    compiled = triton.compile(source, target=target, options=options)
+    return _read(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def _read(cubin: bytes, shared: int) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
+        sass = _run("nvdisasm", "--print-code", file.name)
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
+    opcodes = _INSTRUCTION.findall(sass)
+    products = [code for code in opcodes if _MATRIX_PRODUCT.match(code)]
+    return Resources(
+        registers=int(registers),
+        stack=int(stack),
+        spills=sum(bool(_SPILL.match(code)) for code in opcodes),
+        # The cubin knows the static part only; triton asks for the rest at launch.
+        shared=shared,
+        instructions=len(opcodes),
+        wide_loads=sum(bool(_WIDE_LOAD.match(code)) for code in opcodes),
+        matrix_products=len(products),
+        matrix_kinds=tuple(sorted({code.split(".")[0] for code in products})),
+    )
+
+
+def _run(tool: str, *arguments: str) -> str:
+    command = [str(_TOOLS / tool), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def compile_specs(
+    specs: Sequence[str], capabilities: Sequence[int]
+) -> dict[str, dict[int, Resources]]:
+    """Compile every signature that these spec modules list: name -> capability -> resources."""
+    resources: dict[str, dict[int, Resources]] = {}
+    for module in map(importlib.import_module, specs):
+        for capability in capabilities:
+            for signature in module.signatures(capability):
+                found = compile_kernel(signature, capability)
+                resources.setdefault(signature.name, {})[capability] = found
+    return resources
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write a table of resources as JSON, one line for each kernel and capability."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES)
+    parser.add_argument("--spec", nargs="+", default=SPECS)
+    options = parser.parse_args(arguments)
+    table = compile_specs(options.spec, options.capability)
+    rows = [
+        f"  {json.dumps(name)}: {{\n"
+        + ",\n".join(f'   "{cc}": {json.dumps(asdict(found))}' for cc, found in row.items())
+        + "\n  }"
+        for name, row in table.items()
+    ]
+    kernels = ",\n".join(rows)
+    options.output.write_text(
+        f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{kernels}\n }}\n}}\n'
+    )
+
+
+if __name__ == "__main__":
+    main()

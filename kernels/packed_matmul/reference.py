@@ -1,0 +1,66 @@
+"""Packed matmul as it is defined: dequantize the weight, multiply in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from appliance.kernels.packed import PackedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLinear:
+    """x @ weight.T + bias in the weight's dtype, whatever the dtype of x."""
+
+    weight: Tensor  # (out_features, in_features)
+    bias: Tensor | None  # (out_features,), dtype of weight
+
+    @property
+    def in_features(self) -> int:
+        """Width of x."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Width of the result."""
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight and bias take."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(num_tokens, in_features) -> (num_tokens, out_features), dtype of x."""
+        return functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+
+
+def prepare_linear(
+    weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> DenseLinear:
+    """Lay a weight out for the reference: dense float32, for activations of any `dtype`.
+
+    Args:
+        weight: (out_features, in_features), dense or packed.
+        bias: (out_features,) or None.
+        dtype: dtype of the activations.
+    """
+    assert dtype.is_floating_point, dtype
+    return dense_linear(weight, bias, torch.float32)
+
+
+def dense_linear(
+    weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> DenseLinear:
+    """Dequantize a weight to `dtype` and multiply in it."""
+    return DenseLinear(dense(weight, dtype), None if bias is None else bias.to(dtype))
+
+
+def dense(weight: Tensor | PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight itself, (out_features, in_features), in `dtype`."""
+    if isinstance(weight, PackedWeight):
+        return weight.dequantize(dtype)
+    return weight.to(dtype)

@@ -1,0 +1,167 @@
+"""Paged attention on the CPU: gather a call's keys and values, then torch's flash kernel.
+
+Reading blocks in place where they lie in a row gained at most a sixth for one sequence and lost
+for several: the gather is about a tenth of the time. Only slots that the batch owns are read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from appliance.kernels.paged_attention.cpu_plan import (
+    CpuAttentionWork,
+    DecodeGroup,
+    PrefillSegment,
+    plan_attention,
+)
+
+if TYPE_CHECKING:
+    from appliance.kernels.kv_cache import KVBlocks
+
+__all__ = ["paged_attention", "plan_attention"]
+
+# With fewer rows the matrix products take a path whose order of summation varies with the number
+# of rows and with where the operands happen to lie; from four on it is one and the same, so that
+# a token has the same bits whether it was decoded or is recomputed as part of a prompt.
+MIN_ROWS = 4
+
+
+def paged_attention(
+    query: Tensor,
+    cache: KVBlocks,
+    work: object,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend from every row to its own sequence; see `reference.paged_attention`.
+
+    INT8 keys and values are dequantized to float32 and the arithmetic is float32, which the CPU
+    does faster than bfloat16 from integers; otherwise it is in the wider of the two dtypes.
+
+    Args:
+        query: (num_tokens, num_heads, head_dim).
+        cache: blocks of this layer, with this step's keys and values written.
+        work: what `plan_attention` returned.
+        scale: multiplies q . k.
+        window: a row sees this many latest positions, its own included; None is all.
+        softcap: scores become softcap * tanh(scores / softcap).
+
+    Returns:
+        (num_tokens, num_heads, head_dim), dtype of query.
+    """
+    assert isinstance(work, CpuAttentionWork)
+    out = query.new_empty(query.shape)
+    if cache.format.is_quantized:
+        query = query.float()
+    else:
+        query = query.to(torch.promote_types(query.dtype, cache.keys.dtype))
+    decodes = work.batch.num_decodes
+    layout = work.layout(window)
+    for group in layout.groups:
+        if group.rows is None:
+            out[:decodes] = _decode(query[:decodes], cache, group, scale, softcap)
+        else:
+            rows = _decode(query.index_select(0, group.rows), cache, group, scale, softcap)
+            out.index_copy_(0, group.rows, rows.to(out.dtype))
+    for chunk in layout.chunks:
+        keys, values = _gather(cache, chunk.slots, query.dtype)
+        for segment in chunk.segments:
+            out[segment.start : segment.stop] = _prefill(
+                query, keys[segment.keys], values[segment.keys], segment, scale, softcap
+            )
+    return out
+
+
+def _gather(cache: KVBlocks, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values in the slots, dequantized: (len(slots), num_kv_heads, head_dim) each."""
+    return (
+        _gather_one(cache.keys, cache.key_scales, slots, dtype),
+        _gather_one(cache.values, cache.value_scales, slots, dtype),
+    )
+
+
+def _gather_one(blocks: Tensor, scales: Tensor | None, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    gathered = blocks.flatten(0, 1).index_select(0, slots).to(dtype)
+    if scales is None:
+        return gathered
+    scales = scales.flatten(0, 1).index_select(0, slots).to(dtype)
+    return gathered.mul_(scales.unsqueeze(-1))
+
+
+def _decode(
+    query: Tensor, cache: KVBlocks, group: DecodeGroup, scale: float, softcap: float | None
+) -> Tensor:
+    """One row of each sequence of a group: (group, num_heads, head_dim), also the result.
+
+    The query heads of a KV head are the rows of its matrix products.
+    """
+    size, num_heads, head_dim = query.shape
+    num_kv_heads = cache.keys.shape[2]
+    heads = num_heads // num_kv_heads
+    keys, values = _gather(cache, group.slots, query.dtype)
+    shape = (size, -1, num_kv_heads, head_dim)
+    query = query.view(size, num_kv_heads, heads, head_dim)
+    if heads < MIN_ROWS:
+        query = functional.pad(query, (0, 0, 0, MIN_ROWS - heads))
+    out = _attend(
+        query,
+        keys.view(shape).transpose(1, 2),
+        values.view(shape).transpose(1, 2),
+        group.mask,
+        scale,
+        softcap,
+    )
+    return out[:, :, :heads].reshape(size, num_heads, head_dim)
+
+
+def _prefill(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    segment: PrefillSegment,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """The rows of a segment: (rows, num_heads, head_dim).
+
+    KV heads are the batch and their query heads the heads, so that keys are not repeated.
+    """
+    rows, padded = segment.stop - segment.start, segment.mask.shape[0]
+    num_keys, num_kv_heads, head_dim = keys.shape
+    tiles = query[segment.start : segment.stop]
+    if rows < padded:
+        tail = padded - segment.lead - rows
+        tiles = functional.pad(tiles, (0, 0, 0, 0, segment.lead, tail))
+    heads = tiles.shape[1] // num_kv_heads
+    shape = (num_kv_heads, heads, num_keys, head_dim)
+    out = _attend(
+        tiles.view(padded, num_kv_heads, heads, head_dim).permute(1, 2, 0, 3),
+        keys.transpose(0, 1).unsqueeze(1).expand(shape),
+        values.transpose(0, 1).unsqueeze(1).expand(shape),
+        segment.mask,
+        scale,
+        softcap,
+    )
+    out = out.permute(2, 0, 1, 3)[segment.lead : segment.lead + rows]
+    return out.reshape(rows, num_kv_heads * heads, head_dim)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """Softmax attention of (batch, heads, rows, head_dim) over (batch, heads, keys, head_dim)."""
+    if softcap is None:
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask, scale=scale
+        )[0]
+        return out
+    # The flash kernel has no place between the scores and the softmax.
+    scores = torch.matmul(query.float(), key.float().transpose(-1, -2)).mul_(scale)
+    weights = scores.div_(softcap).tanh_().mul_(softcap).add_(mask).softmax(dim=-1)
+    return torch.matmul(weights, value.float()).to(query.dtype)

@@ -1,0 +1,90 @@
+"""Paged attention as it is defined: one sequence at a time, gather, dequantize, softmax, sum."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.ragged import RaggedBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.kv_cache import KVBlocks
+
+
+def plan_attention(batch: RaggedBatch, block_size: int) -> RaggedBatch:
+    """Prepare a step: the reference works straight from the batch."""
+    assert block_size > 0
+    return batch
+
+
+def paged_attention(
+    query: Tensor,
+    cache: KVBlocks,
+    work: object,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Attend from every row to its own sequence, causally.
+
+    Query head h reads KV head h // (num_heads / num_kv_heads). All arithmetic is float32, or
+    float64 if the query is float64.
+
+    Args:
+        query: (num_tokens, num_heads, head_dim).
+        cache: blocks of this layer, with this step's keys and values written.
+        work: the RaggedBatch from `plan_attention`.
+        scale: multiplies q . k.
+        window: a row sees this many latest positions, its own included; None is all.
+        softcap: scores become softcap * tanh(scores / softcap).
+
+    Returns:
+        (num_tokens, num_heads, head_dim), dtype of query.
+    """
+    assert isinstance(work, RaggedBatch)
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    out = torch.empty_like(query)
+    row = 0
+    for rows, context, table in zip(
+        work.host_query_lens, work.host_context_lens, work.host_block_tables, strict=True
+    ):
+        q = query[row : row + rows].to(dtype)  # (rows, num_heads, head_dim)
+        k = gather_context(cache.keys, cache.key_scales, table, context, dtype)
+        v = gather_context(cache.values, cache.value_scales, table, context, dtype)
+        group = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(group, dim=1)  # (context, num_heads, head_dim)
+        v = v.repeat_interleave(group, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = visible(context - rows, rows, context, window, device=query.device)
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        out[row : row + rows] = torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
+        row += rows
+    return out
+
+
+def gather_context(
+    blocks: Tensor, scales: Tensor | None, table: tuple[int, ...], context: int, dtype: torch.dtype
+) -> Tensor:
+    """Collect one sequence's keys or values: (context, num_kv_heads, head_dim) in `dtype`."""
+    used = -(-context // blocks.shape[1])
+    index = torch.tensor(table[:used], dtype=torch.int64, device=blocks.device)
+    x = blocks[index].flatten(0, 1)[:context].to(dtype)
+    if scales is None:
+        return x
+    return x * scales[index].flatten(0, 1)[:context].to(dtype).unsqueeze(-1)
+
+
+def visible(
+    first: int, rows: int, context: int, window: int | None, *, device: torch.device
+) -> Tensor:
+    """Which keys the rows at positions first .. first + rows - 1 see: (rows, context) bool."""
+    position = torch.arange(first, first + rows, device=device).unsqueeze(1)
+    key = torch.arange(context, device=device)
+    seen = key <= position
+    return seen if window is None else seen & (key > position - window)

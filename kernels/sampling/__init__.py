@@ -1,0 +1,5 @@
+"""From logits to token ids, one independent row per sequence."""
+
+from appliance.kernels.sampling.rows import SamplingRows
+
+__all__ = ["SamplingRows"]

@@ -1,0 +1,63 @@
+"""What a finished quantization has to say. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.quant.scheme import WeightScheme
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeReport:
+    """Sizes of the result, and whatever was not done as asked.
+
+    Attributes:
+        out: the folder that was written.
+        architecture: family of the model.
+        method: how codes were chosen.
+        scheme: what was asked for.
+        num_quantized: linear weights that were quantized.
+        quantized_parameters: numbers in them.
+        quantized_bytes: their codes, scales and zero points.
+        parameters: numbers in the whole model.
+        weight_bytes: all tensors.
+        seconds: from opening the model to the finished folder.
+        notes: one line for each thing worth knowing.
+    """
+
+    out: Path
+    architecture: str
+    method: str
+    scheme: WeightScheme
+    num_quantized: int
+    quantized_parameters: int
+    quantized_bytes: int
+    parameters: int
+    weight_bytes: int
+    seconds: float
+    notes: tuple[str, ...]
+
+    @property
+    def quantized_bits_per_weight(self) -> float:
+        """Of the quantized weights, scales and zero points included."""
+        return self.quantized_bytes * 8 / self.quantized_parameters
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of the whole model, embeddings and head included."""
+        return self.weight_bytes * 8 / self.parameters
+
+    def summary(self) -> str:
+        """The report for a person."""
+        lines = [
+            f"quantized {self.num_quantized} weights of a {self.architecture} model"
+            f" ({self.method}, {self.scheme}) in {self.seconds:.1f} s",
+            f"{self.out}: {self.weight_bytes / 2**20:,.1f} MiB,"
+            f" {self.quantized_bits_per_weight:.2f} bits per quantized weight,"
+            f" {self.bits_per_weight:.2f} per weight of the whole model",
+        ]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])

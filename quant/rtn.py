@@ -1,0 +1,75 @@
+"""Round to nearest: the quantizer that needs no data. Every weight goes to the closest code.
+
+The scale is rounded to its stored type first and the codes are computed with that, so what is
+stored is the best choice for the scale that is stored.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.quant.pack import pack_codes
+
+if TYPE_CHECKING:
+    from appliance.quant.scheme import WeightScheme
+
+
+def quantize(
+    weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype = torch.bfloat16
+) -> PackedWeight:
+    """Quantize one linear weight.
+
+    Symmetric: the weight of a group that is farthest from 0 gets the lowest code, which is one
+    step farther out than the highest, so the scale has the opposite sign of that weight and may
+    be negative. The farthest weight is then exact but for the rounding of the scale. Against a
+    positive scale of max / 7.5, the mean KL divergence in groups of 64 was 28 % lower on
+    SmolLM2-135M and 9 % lower on Gemma-3-270M (Python's help texts, 4,088 and 764 tokens). The
+    error is at most half a step, except that weights beyond 7.5 steps on the other side are cut
+    to 7, a whole step at most.
+
+    Asymmetric: the range of a group, stretched to hold 0, is divided into 2 ** bits - 1 steps;
+    the zero point is a code, so 0 is exact. The error is at most half a step.
+
+    Both bounds grow by the rounding of the scale: 2 ** -9 of the weight for bfloat16.
+
+    Args:
+        weight: (out_features, in_features), finite, of any float type.
+        scheme: its group size divides in_features.
+        scale_dtype: bfloat16 or float16, the type of the model's other weights.
+
+    Returns:
+        Codes, scales and offsets; (out_features, in_features) as before.
+    """
+    out_features, in_features = weight.shape
+    group_size = scheme.group_size or in_features
+    assert in_features % group_size == 0, (in_features, group_size)
+    groups = weight.to(torch.float32).reshape(out_features, -1, group_size)
+    low, high = groups.aminmax(dim=-1)  # (out_features, in_features / group_size)
+    if scheme.symmetric:
+        farthest = torch.where(high > -low, high, low)
+        scale = _stored(-farthest / scheme.zero_code, scale_dtype)
+        zero_point = torch.full_like(scale, scheme.zero_code)
+    else:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scale = _stored((high - low) / scheme.max_code, scale_dtype)
+        zero_point = torch.round(-low / scale.float()).clamp(0, scheme.max_code).to(scale_dtype)
+    steps = torch.round(groups / scale.float().unsqueeze(-1))
+    codes = steps.add_(zero_point.float().unsqueeze(-1)).clamp_(0, scheme.max_code)
+    return PackedWeight(
+        codes=pack_codes(codes.to(torch.uint8).view(out_features, in_features), scheme.bits),
+        scale=scale,
+        offset=-scheme.zero_code * scale if scheme.symmetric else zero_point,
+        offset_kind=OffsetKind.ADDITIVE if scheme.symmetric else OffsetKind.ZERO_POINT,
+        bits=scheme.bits,
+        group_size=group_size,
+    )
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round scales to the type they are stored in; a group of zeros gets 1, which divides."""
+    rounded = scale.to(dtype)
+    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)

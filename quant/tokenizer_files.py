@@ -1,0 +1,87 @@
+"""Carries tokenizer, chat template and generation settings from a model to its quantized form."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from appliance.tokenizer.from_gguf import load_from_gguf
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.tokenizer.source import TokenizerSource
+
+# What tokenizers and generation settings are made of in Hugging Face folders, and the licence.
+_CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "LICENSE",
+    "LICENSE.txt",
+    "LICENSE.md",
+    "NOTICE",
+)
+
+
+def write_tokenizer_files(model_path: Path, folder: Path) -> None:
+    """Copy what a folder has of them, or write what a GGUF file says in Hugging Face's form.
+
+    Args:
+        model_path: a .gguf file or a model folder.
+        folder: where to; exists.
+
+    Raises:
+        ModelError: the GGUF file's tokenizer is damaged or of an unknown kind.
+    """
+    if model_path.is_dir():
+        for name in _CARRIED:
+            if (model_path / name).is_file():
+                shutil.copyfile(model_path / name, folder / name)
+        return
+    source = load_from_gguf(model_path)
+    (folder / "tokenizer.json").write_text(source.backend.to_str(), encoding="utf-8")
+    _write_json(folder / "tokenizer_config.json", _tokenizer_config(source))
+    _write_json(folder / "generation_config.json", _generation_config(source))
+
+
+def _tokenizer_config(source: TokenizerSource) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    ids = {"bos_token": source.bos_token_id, "eos_token": next(iter(source.eos_token_ids), None)}
+    for key, token_id in ids.items():
+        if token_id is not None:
+            config[key] = source.backend.id_to_token(token_id)
+    template = source.chat_template
+    if template is not None:
+        config |= template.variables
+        config["chat_template"] = (
+            template.source
+            if template.tool_source is None
+            else [
+                {"name": "default", "template": template.source},
+                {"name": "tool_use", "template": template.tool_source},
+            ]
+        )
+    return config
+
+
+def _generation_config(source: TokenizerSource) -> dict[str, Any]:
+    config: dict[str, Any] = {"eos_token_id": list(source.eos_token_ids)}
+    if source.bos_token_id is not None:
+        config["bos_token_id"] = source.bos_token_id
+    return config
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

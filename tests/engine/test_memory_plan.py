@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from appliance.engine.memory_plan import MemoryRequest, plan_memory
+from appliance.errors import ConfigError, MemoryPlanError
+from appliance.kernels.activation import Activation
+from appliance.model.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    NormSpec,
+    RopeSpec,
+)
+
+MIB = 2**20
+
+
+def request(**changes: object) -> MemoryRequest:
+    attention = AttentionSpec(
+        num_heads=4, num_kv_heads=2, head_dim=64, scale=0.125, rope=RopeSpec(1e4, 64)
+    )
+    layer = LayerSpec(attention, MLPSpec(512, Activation.SILU), NormSpec(1e-6))
+    spec = DecoderSpec(
+        architecture="llama",
+        hidden_size=256,
+        vocab_size=1000,
+        context_length=8192,
+        layers=(layer,) * 4,
+        final_norm=NormSpec(1e-6),
+        tied_head=True,
+    )
+    base = MemoryRequest(
+        spec=spec,
+        weight_bytes=100 * MIB,
+        kv_bytes_per_token=4 * 2 * 2 * 64 * 2,
+        kv_format="bf16",
+        block_size=16,
+        activation_bytes=2,
+        budget_bytes=300 * MIB,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        max_model_len=None,
+        kv_cache_memory=None,
+        fill=False,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_a_cpu_gets_four_contexts_and_a_gpu_all_that_is_left() -> None:
+    assert plan_memory(request()).num_blocks == 4 * 512
+    filled = plan_memory(request(fill=True))
+    assert filled.num_blocks > 4 * 512
+    used = filled.weight_bytes + filled.kv_bytes + filled.workspace_bytes
+    assert used <= filled.budget_bytes < used + 16 * 2048
+
+
+def test_memory_asked_for_is_memory_used() -> None:
+    plan = plan_memory(request(kv_cache_memory=20 * MIB))
+    assert plan.kv_bytes == 20 * MIB
+
+
+def test_a_longer_context_than_the_models_is_refused() -> None:
+    with pytest.raises(ConfigError, match="8,192"):
+        plan_memory(request(max_model_len=8193))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"budget_bytes": 112 * MIB},
+        {"kv_cache_memory": 8 * MIB},
+        {"kv_cache_memory": 250 * MIB},
+        {"budget_bytes": 90 * MIB},
+    ],
+)
+def test_a_refusal_names_settings_that_then_fit(changes: dict[str, int]) -> None:
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_memory(request(**changes))
+    message = str(caught.value)
+    assert "\n" not in message
+    if found := re.search(r"--max-model-len (\d+)", message):
+        plan_memory(request(**changes, max_model_len=int(found[1])))
+    if found := re.search(r"--kv-cache-memory (\d+)MiB", message):
+        plan_memory(request(kv_cache_memory=int(found[1]) * MIB))
+    if "int8" in message:
+        plan_memory(request(**changes, kv_format="int8", kv_bytes_per_token=4 * 2 * 2 * (64 + 2)))
+    if changes == {"budget_bytes": 90 * MIB}:
+        assert "quantize" in message

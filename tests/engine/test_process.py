@@ -1,0 +1,332 @@
+"""The engine process under supervision, with an engine that repeats its prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from appliance.config import EngineConfig
+from appliance.engine.process.client import MAX_BACKLOG, EngineClient
+from appliance.engine.process.supervisor import EngineState, SupervisionLimits
+from appliance.engine.request import Request, SamplingParams
+from appliance.errors import EngineDiedError, EngineError, MemoryPlanError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+ECHO = (sys.executable, str(Path(__file__).parent / "echo_worker.py"))
+EOS = 256
+DIE, REFUSE, BREAK, HANG, FAIL = 264, 265, 266, 267, 268  # see echo_worker.py
+LIMITS = SupervisionLimits(step_timeout=30.0, backoff=0.01)
+ids = itertools.count()
+
+
+@asynccontextmanager
+async def running(
+    model: str = "", limits: SupervisionLimits = LIMITS, **config: Any
+) -> AsyncIterator[EngineClient]:
+    client = EngineClient(EngineConfig(model=model, **config), command=ECHO, limits=limits)
+    await client.start((EOS,), lambda stage, done, total: None)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def request(*prompt: int, **sampling: Any) -> Request:
+    return Request(
+        request_id=f"r{next(ids)}",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**{"max_tokens": 8, **sampling}),
+    )
+
+
+async def tokens(client: EngineClient, asked: Request) -> list[int]:
+    found: list[int] = []
+    async with aclosing(client.generate(asked)) as deltas:
+        async for delta in deltas:
+            found += delta.token_ids
+    return found
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - it looks at another process
+            await asyncio.sleep(0.005)
+
+
+def idle(client: EngineClient) -> bool:
+    stats = client.stats
+    return stats.running == stats.waiting == stats.blocks_active == 0 and not any(
+        client.metadata or [1]
+    )
+
+
+async def test_deltas_progress_info_and_block_metadata() -> None:
+    seen: list[tuple[str, int, int]] = []
+    client = EngineClient(EngineConfig(model="step_seconds=0.005"), command=ECHO)
+    info = await client.start((EOS,), lambda *progress: seen.append(progress))
+    try:
+        assert seen == [("reading weights", 1, 2), ("reading weights", 2, 2)]
+        assert client.state is EngineState.READY
+        assert client.info == info
+        assert info.eos_token_ids == (EOS,)
+        assert client.metadata is not None
+        assert len(client.metadata) == info.num_blocks
+        async with aclosing(client.generate(request(5, 6, 7, max_tokens=4))) as deltas:
+            found = [await anext(deltas)]
+            assert any(client.metadata), "the running sequence owns a block"
+            found += [delta async for delta in deltas]
+        assert [delta.token_ids for delta in found] == [(5,), (6,), (7,), (5,)]
+        assert found[0].queue_seconds is not None
+        await until(lambda: client.stats.generation_tokens_total == 4 and idle(client))
+    finally:
+        await client.close()
+    assert client.state.value == "stopped"
+
+
+async def test_nobody_listens_on_the_network() -> None:
+    async with running() as client:
+        assert client.pid is not None
+        engine = psutil.Process(client.pid)
+        assert engine.net_connections(kind="inet") == []
+        assert engine.children() == []
+        mine = psutil.Process().net_connections(kind="inet")
+        assert [c for c in mine if c.status == psutil.CONN_LISTEN] == []
+
+
+async def test_an_idle_engine_uses_no_processor_time() -> None:
+    async with running() as client:
+        await tokens(client, request(1))
+        await until(lambda: client.stats.generation_tokens_total == 8 and idle(client))
+        assert client.pid is not None
+        engine = psutil.Process(client.pid)
+        await asyncio.sleep(0.1)
+        before = engine.cpu_times()
+        switches = engine.num_ctx_switches().voluntary
+        await asyncio.sleep(0.5)
+        after = engine.cpu_times()
+        assert after.user + after.system - before.user - before.system <= 0.01
+        assert engine.num_ctx_switches().voluntary - switches <= 2
+
+
+async def test_one_bad_request_does_not_touch_the_others() -> None:
+    async with running("step_seconds=0.005") as client:
+        good = [asyncio.create_task(tokens(client, request(1, 2, 3))) for _ in range(3)]
+        with pytest.raises(RequestError, match="refused at the engine's door"):
+            await tokens(client, request(REFUSE))
+        with pytest.raises(EngineError, match="broken by this request"):
+            await tokens(client, request(BREAK, n=3))
+        with pytest.raises(EngineError, match="no valid token"):
+            await tokens(client, request(FAIL))
+        for task in good:
+            assert await task == [1, 2, 3, 1, 2, 3, 1, 2]
+        await until(lambda: idle(client))
+        assert client.restarts == 0
+
+
+async def test_closing_early_frees_blocks_queued_in_prefill_and_decoding() -> None:
+    async with running("step_seconds=0.01", max_num_seqs=1, max_num_batched_tokens=16) as client:
+        decoding = client.generate(request(1, max_tokens=500))
+        await anext(decoding)
+        queued = client.generate(request(2))
+        await until(lambda: client.num_running == 1 and client.num_waiting == 1)
+        steps = client.stats.steps_total
+        await queued.aclose()
+        await decoding.aclose()
+        await until(lambda: idle(client))
+        assert client.stats.generation_tokens_total < 100
+        prefilling = client.generate(request(*[3] * 400))
+        await until(lambda: client.num_running == 1)
+        await prefilling.aclose()
+        await until(lambda: client.stats.aborted_total == 3 and idle(client))
+        assert client.stats.steps_total > steps
+        assert client.stats.prompt_tokens_total == 401  # the queued one was never looked at
+
+
+async def test_a_consumer_that_does_not_keep_up_is_given_up() -> None:
+    async with running("num_blocks=20000") as client:
+        generation = client.generate(request(1, n=8, max_tokens=10_000))
+        await until(lambda: client.num_running == 0 and client.stats.aborted_total == 8)
+        assert generation.backlog < 2 * MAX_BACKLOG
+        with pytest.raises(EngineError, match="too slowly"):
+            async for _ in generation:
+                pass
+        assert await tokens(client, request(1, max_tokens=2)) == [1, 1]
+
+
+async def test_one_choice_ends_and_the_other_goes_on() -> None:
+    async with running("step_seconds=0.005") as client:
+        found: dict[int, int] = {0: 0, 1: 0}
+        async with aclosing(client.generate(request(1, 2, n=2, max_tokens=20))) as deltas:
+            async for delta in deltas:
+                found[delta.index] += 1
+                if delta.index == 0:
+                    deltas.close_choice(0)
+        assert found == {0: 1, 1: 20}
+        await until(lambda: idle(client))
+        assert client.stats.generation_tokens_total < 30
+
+
+async def test_kill_fails_what_runs_and_serves_what_waits() -> None:
+    async with running("step_seconds=0.01", max_num_seqs=2) as client:
+        first, second, third = (client.generate(request(n, max_tokens=100)) for n in (1, 2, 3))
+        await anext(first)
+        await anext(second)
+        first_process = client.pid
+        assert first_process is not None
+        os.kill(first_process, signal.SIGKILL)
+        for generation in (first, second):
+            with pytest.raises(EngineDiedError, match="SIGKILL"):
+                async for _ in generation:
+                    pass
+            await generation.aclose()
+        assert client.state.value == "restarting"
+        with pytest.raises(EngineError, match="restarting"):
+            client.generate(request(4))
+        assert sum([len(delta.token_ids) async for delta in third]) == 100
+        assert client.state.value == "ready"
+        assert client.reason == ""
+        assert client.restarts == 1
+        assert client.stats.generation_tokens_total <= 100, "the numbers are the new engine's"
+        assert client.pid != first_process
+        assert not psutil.pid_exists(first_process)
+
+
+async def test_a_request_that_kills_engines_is_not_tried_forever() -> None:
+    async with running() as client:
+        with pytest.raises(EngineDiedError):
+            await tokens(client, request(DIE))
+        await until(lambda: client.state is EngineState.READY)
+        assert client.restarts == 2
+        assert await tokens(client, request(1, max_tokens=2)) == [1, 1]
+
+
+async def test_three_deaths_and_it_stays_down_with_the_reason() -> None:
+    async with running() as client:
+        for _ in range(3):
+            await until(lambda: client.state is EngineState.READY)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: client.state is not EngineState.READY)
+        await until(lambda: client.state is EngineState.FAILED)
+        assert "SIGKILL" in client.reason
+        assert "stays down" in client.reason
+        with pytest.raises(EngineError, match="failed"):
+            client.generate(request(1))
+
+
+async def test_sigterm_ends_the_process_in_order() -> None:
+    async with running() as client:
+        await tokens(client, request(1))
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGTERM)
+        await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
+        await until(lambda: client.stats.steps_total == 0 and idle(client))
+        assert await tokens(client, request(1, max_tokens=1)) == [1]
+
+
+async def test_a_stopped_process_is_replaced() -> None:
+    limits = SupervisionLimits(step_timeout=0.4, backoff=0.01)
+    async with running("step_seconds=0.01", limits) as client:
+        generation = client.generate(request(1, max_tokens=400))
+        await anext(generation)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        with pytest.raises(EngineDiedError):
+            async for _ in generation:
+                pass
+        await generation.aclose()
+        await until(lambda: client.state is EngineState.READY)
+        assert await tokens(client, request(1, max_tokens=2)) == [1, 1]
+
+
+async def test_a_step_that_never_ends_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
+    async with running("", SupervisionLimits(step_timeout=0.3, backoff=0.01)) as client:
+        await asyncio.sleep(0.7)
+        assert client.restarts == 0, "idle is not hung"
+        with pytest.raises(EngineDiedError):
+            await tokens(client, request(HANG))
+    assert "in advance" in capfd.readouterr().err, "the stack of the hung step was dumped"
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "exit_code", "text"),
+    [
+        ("does_not_fit", MemoryPlanError, 4, "needs 9 GiB"),
+        ("breaks", EngineError, 6, "a bug"),
+        ("dies", EngineDiedError, 6, "exited with code 7"),
+    ],
+)
+async def test_what_cannot_start_says_why(
+    model: str, kind: type[Exception], exit_code: int, text: str
+) -> None:
+    client = EngineClient(EngineConfig(model=model), command=ECHO)
+    with pytest.raises(kind, match=text) as caught:
+        await client.start((EOS,), lambda stage, done, total: None)
+    assert caught.value.exit_code == exit_code  # type: ignore[attr-defined]
+    assert client.state is EngineState.FAILED
+    await client.close()
+
+
+async def test_a_process_that_talks_nonsense_is_refused() -> None:
+    code = "import sys, os; os.write(int(sys.argv[2]), b'HTTP/1.1 200 OK')"
+    client = EngineClient(EngineConfig(), command=(sys.executable, "-c", code))
+    with pytest.raises(EngineError, match="bytes"):
+        await client.start((EOS,), lambda stage, done, total: None)
+
+
+async def test_ending_while_it_loads_leaves_nothing() -> None:
+    client = EngineClient(EngineConfig(model="slow_load"), command=ECHO)
+    start = asyncio.create_task(client.start((EOS,), lambda stage, done, total: None))
+    await until(lambda: client.pid is not None)
+    await asyncio.sleep(0.2)
+    assert client.pid is not None
+    process = psutil.Process(client.pid)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert not process.is_running()
+
+
+PARENT = """
+import asyncio, sys, time
+from appliance.config import EngineConfig
+from appliance.engine.process.client import MAX_BACKLOG, EngineClient
+async def main():
+    client = EngineClient(EngineConfig(model=sys.argv[2]), command=(sys.executable, sys.argv[1]))
+    start = asyncio.create_task(client.start((1,), print))
+    while client.pid is None or (sys.argv[2] == "" and not start.done()):
+        await asyncio.sleep(0.01)
+    print(client.pid, flush=True)
+    time.sleep(100)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("model", ["", "slow_load"])
+def test_the_engine_does_not_outlive_its_parent(model: str) -> None:
+    command = [sys.executable, "-c", PARENT, ECHO[1], model]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        line = ""
+        while not line.strip().isdigit():
+            line = parent.stdout.readline()
+        engine = psutil.Process(int(line))
+        assert engine.is_running()
+        if model == "":
+            time.sleep(0.1)
+        parent.kill()
+    psutil.wait_procs([engine], timeout=3)
+    assert not engine.is_running()

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from appliance.engine.request import Request, SamplingParams
+from appliance.engine.sampler import Sampler, uniform_number
+from appliance.engine.sequence import Sequence
+
+EOS = 7
+VOCAB = 50
+
+
+def sequence(prompt: tuple[int, ...] = (1, 2), answer: tuple[int, ...] = (), **sampling: object):  # type: ignore[no-untyped-def]
+    request = Request(
+        request_id="r",
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(**{"temperature": 0.0, "seed": 5, **sampling}),  # type: ignore[arg-type]
+    )
+    return Sequence(request, token_ids=[*prompt, *answer])
+
+
+def choose(logits: list[float] | torch.Tensor, *sequences: Sequence):  # type: ignore[no-untyped-def]
+    rows = torch.as_tensor(logits, dtype=torch.float32).reshape(len(sequences), -1).clone()
+    return Sampler((EOS,)).sample(rows, sequences)
+
+
+def peaked(*peaks: tuple[int, float]) -> list[float]:
+    logits = [0.0] * VOCAB
+    for token_id, value in peaks:
+        logits[token_id] = value
+    return logits
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    assert choose(peaked((3, 2.0)), sequence())[0].token_id == 3
+
+
+def test_repetition_penalty_counts_prompt_and_answer_and_knows_the_sign() -> None:
+    logits = peaked((1, 2.0), (9, 1.9))
+    assert choose(logits, sequence(prompt=(1,), repetition_penalty=1.2))[0].token_id == 9
+    negative = [-1.0] * VOCAB
+    assert choose(negative, sequence(prompt=(0,), repetition_penalty=2.0))[0].token_id == 1
+
+
+def test_presence_and_frequency_count_the_answer_only() -> None:
+    logits = peaked((1, 2.0), (9, 1.0))
+    assert choose(logits, sequence(prompt=(1,), presence_penalty=2.0))[0].token_id == 1
+    assert choose(logits, sequence(answer=(1,), presence_penalty=2.0))[0].token_id == 9
+    once = choose(logits, sequence(answer=(1,), frequency_penalty=0.6))[0]
+    twice = choose(logits, sequence(answer=(1, 1), frequency_penalty=0.6))[0]
+    assert (once.token_id, twice.token_id) == (1, 9)
+
+
+def test_logit_bias_moves_one_token() -> None:
+    assert choose(peaked((3, 2.0)), sequence(logit_bias={4: 3.0}))[0].token_id == 4
+
+
+def test_min_tokens_bans_every_way_to_stop() -> None:
+    logits = peaked((EOS, 5.0), (8, 4.0), (9, 3.0))
+    early = sequence(min_tokens=1, stop_token_ids=(8,))
+    late = sequence(answer=(3,), min_tokens=1, stop_token_ids=(8,))
+    assert choose(logits, early)[0].token_id == 9
+    assert choose(logits, late)[0].token_id == EOS
+
+
+def test_logprobs_are_of_the_untouched_distribution() -> None:
+    logits = peaked((3, 2.0), (4, 1.0))
+    result = choose(logits, sequence(logprobs=2, logit_bias={4: 5.0}))[0]
+    expected = torch.log_softmax(torch.tensor(logits), 0)
+    assert result.token_id == 4
+    assert result.logprobs is not None
+    assert result.logprobs.chosen.logprob == pytest.approx(expected[4].item())
+    assert [candidate.token_id for candidate in result.logprobs.top] == [3, 4]
+
+
+def test_a_broken_row_ends_that_sequence_alone() -> None:
+    rows = torch.tensor([peaked((3, 2.0)), [math.nan] * VOCAB, peaked((5, 1.0))])
+    good, bad, other = choose(rows, sequence(), sequence(), sequence())
+    assert (good.token_id, other.token_id) == (3, 5)
+    assert bad.error is not None
+    assert "finite" in bad.error
+
+
+def test_one_nan_among_numbers_is_broken_too() -> None:
+    logits = peaked((3, 2.0))
+    logits[40] = math.nan
+    assert choose(logits, sequence())[0].error is not None
+
+
+def test_seeded_choice_ignores_the_batch_and_varies_with_everything_else() -> None:
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    seeded = sequence(temperature=1.0)
+    alone = choose(logits, seeded)[0].token_id
+    crowd = [sequence(temperature=0.5, top_p=0.5), seeded, sequence()]
+    assert choose(logits.expand(3, -1), *crowd)[1].token_id == alone
+    numbers = {uniform_number(s, i, p) for s in range(10) for i in range(8) for p in range(50)}
+    assert len(numbers) == 10 * 8 * 50
+    assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.02)
+    assert uniform_number(-(2**63), 0, 0) >= 0

@@ -1,0 +1,145 @@
+"""A stand-in for a model hub on loopback: the few endpoints that huggingface_hub asks for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class HubServer(ThreadingHTTPServer):
+    """Repositories, and what was asked of them.
+
+    Attributes:
+        repos: files by repository.
+        refused: repositories that answer 401 without a token.
+        cut_after: bytes after which the next answers for a file break off, by file.
+        shortened: files of which an answer holds all but the last byte.
+        requests: method, path and Range header of each request.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.refused: set[str] = set()
+        self.cut_after: dict[str, list[int]] = {}
+        self.shortened: set[str] = set()
+        self.requests: list[tuple[str, str, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        """The endpoint."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def downloaded(self) -> list[str]:
+        """Files whose content was asked for, once for each answer."""
+        gets = [path for method, path, _ in self.requests if method == "GET"]
+        return [path.split("/resolve/")[1].split("/", 1)[1] for path in gets if "/resolve/" in path]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: HubServer
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing on stderr."""
+
+    def _answer(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.server.requests.append((self.command, self.path, self.headers.get("Range")))
+        for repo, files in self.server.repos.items():
+            if path.startswith((f"/api/models/{repo}", f"/{repo}/resolve/")):
+                if repo in self.server.refused and "Authorization" not in self.headers:
+                    return self._error(401, "GatedRepo", "Access is restricted")
+                if path.startswith("/api/"):
+                    return self._describe(repo, files, path)
+                name = path.split("/", 5)[5]
+                if name in files:
+                    return self._send_file(name, files[name])
+                return self._error(404, "EntryNotFound", "Entry not found")
+        return self._error(404, "RepoNotFound", "Repository not found")
+
+    def _describe(self, repo: str, files: dict[str, bytes], path: str) -> None:
+        if "/tree/" in path:
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": _etag(data)}
+                for name, data in files.items()
+            ]
+            return self._json(entries)
+        siblings = [
+            {"rfilename": name, "size": len(data), "blobId": _etag(data)}
+            for name, data in files.items()
+        ]
+        return self._json({"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings,
+                           "private": False, "tags": [], "downloads": 0, "likes": 0})  # fmt: skip
+
+    def _send_file(self, name: str, data: bytes) -> None:
+        start = 0
+        full_etag = _etag(data)
+        if name in self.server.shortened and self.command == "GET":
+            data = data[:-1]
+        if wanted := self.headers.get("Range"):
+            start = int(wanted.removeprefix("bytes=").split("-")[0])
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(data) - start))
+        self.send_header("ETag", f'"{full_etag}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
+        if self.command == "GET":
+            cuts = self.server.cut_after.get(name, [])
+            end = start + cuts.pop(0) if cuts else len(data)
+            self.wfile.write(data[start:end])
+            if end < len(data):
+                self.wfile.flush()
+                self.close_connection = True
+
+    def _json(self, value: Any) -> None:
+        self._send(200, json.dumps(value).encode(), "application/json")
+
+    def _error(self, status: int, code: str, message: str) -> None:
+        self._send(status, b"", "text/plain", {"X-Error-Code": code, "X-Error-Message": message})
+
+    def _send(
+        self, status: int, body: bytes, kind: str, headers: dict[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        for key, value in (headers or {}).items():
+            self.send_header(key, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()

@@ -1,0 +1,178 @@
+"""Downloads from a stand-in for the hub, each in a process of its own as a user would run it:
+huggingface_hub reads its environment once, when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.errors import ModelError
+from appliance.hub.remote import choose_files
+
+RESOLVE = """
+import json, sys
+from pathlib import Path
+from appliance.errors import ModelError
+from appliance.hub import resolve_model
+progress = []
+report = lambda *values: progress.append(values)
+try:
+    found = resolve_model(sys.argv[1], cache_dir=Path(sys.argv[2]), progress=report)
+    print(json.dumps({"path": str(found.path), "name": found.name, "progress": progress}))
+except ModelError as error:
+    print(json.dumps({"error": str(error)}))
+"""
+
+WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
+FOLDER = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": WEIGHTS,
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "pytorch_model.bin": b"\x80\x04.",
+    "modeling_custom.py": b"print('run')",
+    "README.md": b"# model",
+    "onnx/model.onnx": b"onnx",
+    "original/model.safetensors": b"other",
+}
+GGUFS = {"a-Q4_0.gguf": b"GGUF" + bytes(100), "a-Q8_0.gguf": b"GGUF" + bytes(200)}
+
+
+def resolve(model: str, endpoint: str, home: Path, **environment: str) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RESOLVE, model, str(home / "cache")],
+        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+def test_folder_without_what_could_run(hub: Any, tmp_path: Path) -> None:
+    hub.repos["org/model"] = FOLDER
+    found = resolve("org/model", hub.url, tmp_path)
+    path = Path(found["path"])
+    assert found["name"] == "org/model"
+    assert sorted(file.name for file in path.iterdir()) == [
+        "chat_template.jinja", "config.json", "model.safetensors", "tokenizer.json"
+    ]  # fmt: skip
+    assert (path / "model.safetensors").read_bytes() == WEIGHTS
+    total = sum(len(FOLDER[file.name]) for file in path.iterdir())
+    stages = {tuple(report) for report in found["progress"]}
+    assert ("download org/model", 0, total) in stages
+    assert ("download org/model", total, total) in stages
+
+    before = len(hub.downloaded())
+    again = resolve("org/model", hub.url, tmp_path)
+    assert again["path"] == found["path"]
+    assert len(hub.downloaded()) == before  # nothing is fetched twice
+
+
+def test_cached_models_work_without_the_hub(hub: Any, tmp_path: Path) -> None:
+    hub.repos["org/model"] = FOLDER
+    found = resolve("org/model", hub.url, tmp_path)
+    nowhere = "http://127.0.0.1:9"
+    assert resolve("org/model", nowhere, tmp_path)["path"] == found["path"]
+    assert resolve("org/model", hub.url, tmp_path, HF_HUB_OFFLINE="1")["path"] == found["path"]
+
+
+def test_a_cut_connection_is_resumed_where_it_broke(hub: Any, tmp_path: Path) -> None:
+    mib = 2**20
+    weights = WEIGHTS * 24
+    hub.repos["org/model"] = {**FOLDER, "model.safetensors": weights}
+    hub.cut_after["model.safetensors"] = [13 * mib]
+    found = resolve("org/model", hub.url, tmp_path)
+    assert (Path(found["path"]) / "model.safetensors").read_bytes() == weights
+    ranges = [r for m, p, r in hub.requests if m == "GET" and p.endswith("/model.safetensors")]
+    # huggingface_hub stores chunks of 10 MiB.
+    assert ranges == [None, f"bytes={10 * mib}-"]
+
+
+def test_a_failed_download_keeps_complete_files_only(hub: Any, tmp_path: Path) -> None:
+    hub.repos["org/model"] = FOLDER
+    hub.shortened.add("model.safetensors")
+    failed = resolve("org/model", hub.url, tmp_path)["error"]
+    assert "the download of org/model failed" in failed
+    assert "start again" in failed
+    kept = {file.name for file in tmp_path.glob("hub/models--org--model/snapshots/*/*")}
+    assert "model.safetensors" not in kept
+    assert not list(tmp_path.glob("hub/models--org--model/blobs/*.incomplete"))
+
+    hub.shortened.clear()
+    before = len(hub.downloaded())
+    found = resolve("org/model", hub.url, tmp_path)
+    assert (Path(found["path"]) / "model.safetensors").read_bytes() == WEIGHTS
+    assert set(hub.downloaded()[before:]).isdisjoint(kept)
+
+
+def test_one_gguf_file_of_several(hub: Any, tmp_path: Path) -> None:
+    hub.repos["org/model-GGUF"] = {**GGUFS, "README.md": b"#"}
+    found = resolve("org/model-GGUF:a-Q4_0.gguf", hub.url, tmp_path)
+    assert Path(found["path"]).read_bytes() == GGUFS["a-Q4_0.gguf"]
+    assert hub.downloaded() == ["a-Q4_0.gguf"]
+    assert "several GGUF files; name one as org/model-GGUF:FILE" in resolve(
+        "org/model-GGUF", hub.url, tmp_path
+    )["error"]  # fmt: skip
+
+
+def test_missing_and_refused_repositories(hub: Any, tmp_path: Path) -> None:
+    missing = resolve("org/none", hub.url, tmp_path)["error"]
+    assert "the hub has no model org/none" in missing
+    hub.repos["org/gated"] = FOLDER
+    hub.refused.add("org/gated")
+    assert "set HF_TOKEN" in resolve("org/gated", hub.url, tmp_path)["error"]
+    assert hub.downloaded() == []
+    assert "path" in resolve("org/gated", hub.url, tmp_path, HF_TOKEN="hf_secret")
+
+
+def test_no_way_to_the_hub(tmp_path: Path) -> None:
+    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
+        message = resolve("org/model", "http://127.0.0.1:9", tmp_path, **environment)["error"]
+        assert "cannot reach the hub for org/model" in message
+        assert "give a folder or a .gguf file" in message
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("names", "filename", "chosen"),
+    [
+        (list(FOLDER), None,
+         ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"]),
+        (["model-1-of-2.safetensors", "model-2-of-2.safetensors", "consolidated.safetensors",
+          "model.safetensors.index.json"], None,
+         ["model-1-of-2.safetensors", "model-2-of-2.safetensors", "model.safetensors.index.json"]),
+        (["a.gguf", "README.md"], None, ["a.gguf"]),
+        (["sub/a.gguf", "b.gguf"], "sub/a.gguf", ["sub/a.gguf"]),
+    ],
+)  # fmt: skip
+def test_choice_of_files(names: list[str], filename: str | None, chosen: list[str]) -> None:
+    assert choose_files("org/m", names, filename) == chosen
+
+
+@pytest.mark.parametrize(
+    ("names", "filename", "reason"),
+    [
+        (["pytorch_model.bin", "config.json"], None, "only pickled weights"),
+        (["README.md"], None, "neither safetensors nor GGUF"),
+        (["a.gguf", "b.gguf"], None, "several GGUF files"),
+        (["a.gguf"], "c.gguf", "no GGUF file 'c.gguf'; it has a.gguf"),
+        (["model.safetensors"], "c.gguf", "try org/m without a file name"),
+    ],
+)
+def test_repositories_with_nothing_to_use(
+    names: list[str], filename: str | None, reason: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        choose_files("org/m", names, filename)
+    assert reason in str(caught.value)

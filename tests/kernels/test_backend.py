@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from appliance.kernels.backend import CPU, REFERENCE, select_backend
+
+
+def test_choice_follows_the_device() -> None:
+    assert select_backend(torch.device("cpu"), "auto") is CPU
+    assert select_backend(torch.device("cpu"), "reference") is REFERENCE
+    assert select_backend(torch.device("cuda", 1), "reference") is REFERENCE
+
+
+def test_cuda_gets_the_triton_launchers(caplog: pytest.LogCaptureFixture) -> None:
+    from appliance.kernels.kv_write.launch import write_kv
+    from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
+
+    backend = select_backend(torch.device("cuda"), "auto")
+    assert backend.name == "triton"
+    assert backend.write_kv is write_kv
+    assert backend.plan_attention is plan_attention
+    assert backend.paged_attention is paged_attention
+    assert "dense" in caplog.text
+
+
+@pytest.mark.parametrize(("device", "choice"), [("mps", "auto"), ("cpu", "fast")])
+def test_a_miss_says_what_was_given_and_what_there_is(device: str, choice: str) -> None:
+    with pytest.raises(ValueError, match=f"{device}.*{choice}.*'reference'"):
+        select_backend(torch.device(device), choice)
+
+
+def test_tables_are_complete_and_frozen() -> None:
+    for backend in (CPU, REFERENCE):
+        for field in dataclasses.fields(backend):
+            assert getattr(backend, field.name) is not None
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            backend.name = "other"  # type: ignore[misc]

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from appliance.kernels.activation import Activation
+from appliance.kernels.gated_activation import cpu, reference
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def exact(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    if activation is Activation.SILU:
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize(
+    ("dtype", "rtol"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 2**-6), (torch.float16, 2**-9)],
+    ids=["fp32", "bf16", "fp16"],
+)
+@pytest.mark.parametrize("implementation", [reference, cpu], ids=["reference", "cpu"])
+def test_act_of_gate_times_up(
+    implementation: object, dtype: torch.dtype, rtol: float, activation: Activation
+) -> None:
+    gate_up = (torch.randn(7, 2 * 100) * 3).to(dtype)
+    before = gate_up.clone()
+    result = implementation.gated_activation(gate_up, activation)  # type: ignore[attr-defined]
+    assert result.shape == (7, 100)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), exact(gate_up, activation), rtol=rtol, atol=1e-6)
+    assert torch.equal(gate_up, before)
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    gate_up = torch.randn(60, 2 * 1536).bfloat16()
+    for activation in Activation:
+        together = cpu.gated_activation(gate_up, activation)
+        for start, stop in ((0, 1), (1, 4), (20, 60)):
+            part = cpu.gated_activation(gate_up[start:stop], activation)
+            assert torch.equal(part, together[start:stop])

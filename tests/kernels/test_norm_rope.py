@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from appliance.kernels.norm_rope import cpu, reference
+
+SIZES = [(1, 576), (16, 640), (5, 33)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+STEP = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # one rounding
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def angles(num_tokens: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = 10000.0 ** (-torch.arange(half) / half)
+    turned = torch.arange(num_tokens).unsqueeze(1) * frequencies
+    return turned.cos(), turned.sin()
+
+
+@pytest.mark.parametrize(("num_tokens", "dim"), SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm(num_tokens: int, dim: int, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(num_tokens, dim).to(dtype) * 3, torch.rand(dim)
+    expected = functional.rms_norm(x.double(), (dim,), weight.double(), 1e-5)
+    for implementation in (reference, cpu):
+        result = implementation.rms_norm(x, weight, 1e-5)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), expected, rtol=STEP[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", [reference, cpu])
+def test_rms_norm_of_zeros_is_zero(implementation: object) -> None:
+    result = implementation.rms_norm(torch.zeros(2, 64), torch.ones(64), 1e-6)  # type: ignore[attr-defined]
+    assert torch.equal(result, torch.zeros(2, 64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_add_rms_norm(dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(3, 96).to(dtype), torch.randn(3, 96).to(dtype), torch.rand(96)
+    for implementation in (reference, cpu):
+        normed, total = implementation.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(total, x + residual)
+        assert torch.equal(normed, implementation.rms_norm(total, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 32), (256, 256)])
+def test_rotary_is_a_complex_product(head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
+    half = rotary_dim // 2
+    x = torch.randn(7, 3, head_dim).to(dtype)
+    cos, sin = angles(7, half)
+    turned = torch.complex(x[..., :half].double(), x[..., half:rotary_dim].double())
+    turned = turned * torch.complex(cos.double(), sin.double()).unsqueeze(1)
+    expected = torch.cat((turned.real, turned.imag, x[..., rotary_dim:].double()), dim=-1)
+    for implementation in (reference, cpu):
+        result = implementation.rotary(x, cos, sin)
+        assert result.dtype == dtype
+        assert torch.equal(result[..., rotary_dim:], x[..., rotary_dim:])
+        torch.testing.assert_close(result.double(), expected, rtol=STEP[dtype], atol=1e-6)
+
+
+def test_rotary_leaves_its_input_and_takes_views() -> None:
+    fused = torch.randn(4, 5 * 64)
+    x = fused[:, 64:].view(4, 4, 64)
+    cos, sin = angles(4, 32)
+    before = fused.clone()
+    assert torch.equal(cpu.rotary(x, cos, sin), cpu.rotary(x.contiguous(), cos, sin))
+    assert torch.equal(fused, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(200, 576).to(dtype), torch.rand(576)
+    heads, (cos, sin) = torch.randn(200, 4, 64).to(dtype), angles(200, 32)
+    normed, turned = cpu.rms_norm(x, weight, 1e-5), cpu.rotary(heads, cos, sin)
+    for start, stop in ((0, 1), (3, 5), (7, 40), (100, 200)):
+        rows = slice(start, stop)
+        assert torch.equal(cpu.rms_norm(x[rows], weight, 1e-5), normed[rows])
+        assert torch.equal(cpu.rotary(heads[rows], cos[rows], sin[rows]), turned[rows])

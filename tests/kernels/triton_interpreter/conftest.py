@@ -1,0 +1,174 @@
+"""The tests of this folder run in a child process whose Triton interprets kernels on the CPU.
+
+Triton decides when it is imported whether it compiles or interprets, and a process that interprets
+cannot compile: so this process collects the tests, a child pytest runs all those that were
+selected, and every test here passes or fails as it did there. Fixtures are set up in both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from appliance.kernels.kv_cache import KVBlocks, KVFormat
+from appliance.kernels.kv_write.reference import write_kv
+from appliance.kernels.ragged import RaggedBatch
+
+HERE = Path(__file__).parent
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+CHILD_TIMEOUT = 280  # seconds, below the limit for a single test of the parent
+CHILD = pytest.StashKey["Child"]()
+
+
+@dataclass(frozen=True)
+class Child:
+    """What the child said."""
+
+    outcomes: dict[str, dict[str, str]]  # by the test's id
+    output: str
+
+
+def run_child(session: pytest.Session) -> Child:
+    tests = [item.nodeid for item in session.items if item.path.is_relative_to(HERE)]
+    path = os.pathsep.join(filter(None, (str(HERE / "plugins"), os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "outcomes.jsonl"
+        lines.touch()
+        command = [sys.executable, "-m", "pytest", "-p", "interpreter_arithmetic", "-p", "outcome_lines"]
+        command += ["-p", "no:cacheprovider", "-q", f"--outcome-lines={lines}", *tests]
+        try:
+            finished = subprocess.run(
+                command,
+                env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+                cwd=session.config.rootpath,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=CHILD_TIMEOUT,
+            )
+            output = finished.stdout.decode()
+        except subprocess.TimeoutExpired as expired:
+            output = f"{(expired.stdout or b'').decode()}\nended after {CHILD_TIMEOUT} s"
+        outcomes = [json.loads(line) for line in lines.read_text().splitlines()]
+    return Child({outcome["test"]: outcome for outcome in outcomes}, output)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if INTERPRETS:
+        return None
+    session = pyfuncitem.session
+    if CHILD not in session.stash:
+        session.stash[CHILD] = run_child(session)
+    child = session.stash[CHILD]
+    result = child.outcomes.get(pyfuncitem.nodeid)
+    if result is None:
+        pytest.fail(f"the child did not run this test; it said:\n{child.output}", pytrace=False)
+    if result["outcome"] == "failed":
+        pytest.fail(result["text"], pytrace=False)
+    if result["outcome"] == "skipped":
+        pytest.skip(result["text"])
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _uninitialized_memory_is_nan() -> Iterator[None]:
+    """So that what a kernel reads before it was written, or never writes, is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of ragged sequences over a cache that is NaN wherever they hold no token."""
+
+    query: torch.Tensor  # (num_tokens, num_heads, head_dim)
+    cache: KVBlocks
+    batch: RaggedBatch
+
+
+@pytest.fixture(scope="session")
+def make_case() -> Callable[..., Case]:
+    return build_case
+
+
+def build_case(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    num_heads: int = 3,
+    num_kv_heads: int = 1,
+    head_dim: int = 32,
+    kv_format: KVFormat = KVFormat.FP16,
+    dtype: torch.dtype = torch.float16,
+    block_size: int = 16,
+    blocks_seed: int = 0,
+) -> Case:
+    """Random queries and keys, the same ones wherever the blocks lie."""
+    lengths = [-(-context // block_size) for context in context_lens]
+    num_blocks = sum(lengths) + 3
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(blocks_seed))
+    tables = [tuple(table.tolist()) for table in order[: sum(lengths)].split(lengths)]
+    cache = KVBlocks.allocate(
+        kv_format,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        device=torch.device("cpu"),
+    )
+    for stored, scales in (
+        (cache.keys, cache.key_scales),
+        (cache.values, cache.value_scales),
+    ):
+        (stored if scales is None else scales).fill_(torch.nan)
+    queries = []
+    for i, (rows, context, table) in enumerate(zip(query_lens, context_lens, tables, strict=True)):
+        random = torch.Generator().manual_seed(i)
+        shape = (context, num_heads + 2 * num_kv_heads, head_dim)
+        parts = torch.randn(shape, generator=random).to(dtype)
+        query, key, value = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        write_kv(key, value, cache, slots_of(table, 0, context, block_size))
+        queries.append(query[context - rows :])
+    return Case(torch.cat(queries), cache, build_batch(query_lens, context_lens, tables, block_size))
+
+
+def build_batch(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    tables: Sequence[tuple[int, ...]],
+    block_size: int,
+) -> RaggedBatch:
+    width = max(map(len, tables))
+    return RaggedBatch(
+        query_start=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32),
+        block_tables=torch.tensor(
+            [table + (0,) * (width - len(table)) for table in tables], dtype=torch.int32
+        ),
+        slot_mapping=torch.cat(
+            [
+                slots_of(table, context - rows, context, block_size)
+                for rows, context, table in zip(query_lens, context_lens, tables, strict=True)
+            ]
+        ),
+        num_decodes=len(list(itertools.takewhile(lambda rows: rows == 1, query_lens))),
+        host_query_lens=tuple(query_lens),
+        host_context_lens=tuple(context_lens),
+        host_block_tables=tuple(tables),
+    )
+
+
+def slots_of(table: tuple[int, ...], start: int, stop: int, block_size: int) -> torch.Tensor:
+    positions = torch.arange(start, stop)
+    return torch.tensor(table)[positions // block_size] * block_size + positions % block_size

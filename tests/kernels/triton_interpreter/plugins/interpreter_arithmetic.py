@@ -1,0 +1,73 @@
+"""Gives Triton's interpreter bfloat16 arithmetic, and matrix products without an order of summation.
+
+A pytest plugin of the child that interprets kernels. Without it the bits of bfloat16 are taken for
+integers; it covers casts, matrix products and elementwise arithmetic, while reductions stay wrong
+(kernels reduce in float32). And numpy's products depend on where in a tile a row stands, which
+those of a tensor core do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
+
+_CAST = InterpreterBuilder.cast_impl
+_BINARY = InterpreterBuilder.binary_op
+_UNARY = InterpreterBuilder.unary_op
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 as uint16 -> float32, exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(x: np.ndarray) -> np.ndarray:
+    """float32 -> bfloat16 as uint16, to nearest, halves to even; NaN stays NaN."""
+    x = np.ascontiguousarray(x, dtype=np.float32)
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
+
+
+def is_bf16(handle: TensorHandle) -> bool:
+    return handle.dtype.scalar == tl.bfloat16
+
+
+def create_dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any) -> Any:
+    left, right = (widen(x.data) if is_bf16(x) else x.data for x in (a, b))
+    product = left.astype(np.float64) @ right.astype(np.float64) + d.data
+    return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+
+def cast_impl(self: Any, source: TensorHandle, target_type: Any) -> TensorHandle:
+    target = target_type.scalar
+    if is_bf16(source) == (target == tl.bfloat16):
+        return _CAST(self, source, target_type)
+    if is_bf16(source):
+        return TensorHandle(widen(source.data).astype(_get_np_dtype(target)), target)
+    return TensorHandle(narrow(source.data), tl.bfloat16)
+
+
+def binary_op(self: Any, left: TensorHandle, right: TensorHandle, op: Callable) -> TensorHandle:
+    if not is_bf16(left):
+        return _BINARY(self, left, right, op)
+    result = op(widen(left.data), widen(right.data))
+    if result.dtype == bool:
+        return TensorHandle(result, tl.int1)
+    return TensorHandle(narrow(result), tl.bfloat16)
+
+
+def unary_op(self: Any, x: TensorHandle, op: Callable) -> TensorHandle:
+    if not is_bf16(x):
+        return _UNARY(self, x, op)
+    return TensorHandle(narrow(op(widen(x.data))), tl.bfloat16)
+
+
+InterpreterBuilder.create_dot = create_dot
+InterpreterBuilder.cast_impl = cast_impl
+InterpreterBuilder.binary_op = binary_op
+InterpreterBuilder.unary_op = unary_op

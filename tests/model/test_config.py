@@ -1,0 +1,189 @@
+"""Reading configs: old and new spellings, and what is refused instead of ignored."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import appliance
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.model.families.registry import FAMILIES, family_of_config, family_of_gguf
+from appliance.model.spec import DecoderSpec, RopeScaling
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+GEMMA3 = BASE | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 16,
+    "sliding_window": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+def spec_of(config: dict[str, Any]) -> DecoderSpec:
+    return family_of_config(config).spec(config)
+
+
+def test_rope_settings_of_both_styles_mean_the_same() -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    old = {"rope_theta": 5e5, "rope_scaling": scaling | {"type": "llama3"}}
+    new = {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}}
+    spec = spec_of(BASE | new)
+    assert spec == spec_of(BASE | old)
+    assert spec.layers[0].attention.rope.scaling is RopeScaling.LLAMA3
+    assert spec.layers[0].attention.rope.theta == 5e5
+
+
+def test_rope_settings_per_layer_type_of_both_styles_mean_the_same() -> None:
+    old = {
+        "rope_theta": 2e6,
+        "rope_local_base_freq": 3e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window_pattern": 3,
+    }
+    new = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+        },
+        "layer_types": ["full_attention" if i in (2, 5) else "sliding_attention" for i in range(7)],
+    }
+    spec = spec_of(GEMMA3 | new)
+    assert spec == spec_of(GEMMA3 | old)
+    assert [layer.attention.window for layer in spec.layers] == [32, 32, None, 32, 32, None, 32]
+    assert [layer.attention.rope.theta for layer in spec.layers[1:3]] == [3e4, 2e6]
+    assert [layer.attention.rope.factor for layer in spec.layers[1:3]] == [1.0, 8.0]
+
+
+def test_settings_that_configs_leave_out() -> None:
+    assert not spec_of(BASE).tied_head
+    assert spec_of(GEMMA3).tied_head
+    assert spec_of(GEMMA3).embedding_scale == 8.0
+    assert [layer.attention.window for layer in spec_of(GEMMA3).layers][-2:] == [None, 32]
+    mistral = BASE | {"architectures": ["MistralForCausalLM"]}
+    assert spec_of(mistral).layers[0].attention.window == 4096
+    assert spec_of(mistral | {"sliding_window": None}).layers[0].attention.window is None
+    qwen = BASE | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8}
+    assert spec_of(qwen).layers[-1].attention.window is None
+    windowed = spec_of(qwen | {"use_sliding_window": True, "max_window_layers": 5})
+    assert [layer.attention.window for layer in windowed.layers] == [None] * 5 + [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "'proportional'"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1, 2]}}, "mrope_section"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"head_dim": 15}, "15 elements"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"sliding_window": 16}, "sliding_window"),
+        ({"layer_types": ["sliding_attention"] * 7}, "layer_types"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"num_local_experts": 8}, "num_local_experts"),
+        ({"hidden_act": "relu"}, "hidden_act"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"attention_multiplier": 0.1}, "attention_multiplier"),
+        ({"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
+        ({"architectures": ["Qwen2ForCausalLM"], "mlp_bias": True}, "mlp_bias"),
+        ({"architectures": ["Qwen2ForCausalLM"], "attention_bias": True}, "attention_bias"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["sliding_attention"] * 7},
+            "use_sliding_window",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 5.0}},
+            "rope_theta",
+        ),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_scaling",
+        ),
+    ],
+)
+def test_what_changes_the_arithmetic_is_refused_by_name(
+    settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        spec_of(BASE | settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention_dropout": 0.1, "torch_dtype": "bfloat16", "pretraining_tp": 4},
+        {"sliding_window": None, "layer_types": ["full_attention"] * 7, "mlp_bias": False},
+        {"rope_scaling": None, "rope_parameters": None, "partial_rotary_factor": 1.0},
+    ],
+)
+def test_what_does_not_change_the_arithmetic_is_accepted(settings: dict[str, Any]) -> None:
+    assert spec_of(BASE | settings) == spec_of(BASE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size is '64', but must be a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"architectures": ["Qwen2ForCausalLM"], "max_window_layers": -1}, "max_window_layers"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+        ({"rope_scaling": [1]}, "rope_scaling is"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "a list of 8 numbers"),
+    ],
+)
+def test_a_damaged_config_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        spec_of(BASE | settings)
+
+
+@pytest.mark.parametrize("config", [{"architectures": ["FalconForCausalLM"]}, {}])
+def test_an_unknown_architecture_names_the_supported_ones(config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*Phi3ForCausalLM"):
+        family_of_config(config)
+    with pytest.raises(UnsupportedModelError, match=r"'falcon'.*llama.*phi3"):
+        family_of_gguf("falcon")
+
+
+def test_no_other_code_knows_a_family_by_name() -> None:
+    names = {
+        name for f in FAMILIES for name in (f.name, f.model_type, *f.architectures)
+    }  # fmt: skip
+    root = Path(appliance.__file__).parent
+    files = [
+        path
+        for folder in ("model", "engine", "kernels", "quant")
+        for path in (root / folder).rglob("*.py")
+        if "families" not in path.parts
+    ]
+    assert len(files) > 20
+    for path in files:
+        strings = {
+            node.value for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }  # fmt: skip
+        assert not strings & names, path

@@ -1,0 +1,180 @@
+"""Every family against transformers, on small random models in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from appliance.kernels.backend import CPU, REFERENCE, Backend
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+from appliance.model.teacher import logits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SCALED_YARN = YARN | {
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0}
+
+
+def longrope(half: int, original: int, **extra: Any) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 1000.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(half)],
+        "long_factor": [2.0 + 0.5 * i for i in range(half)],
+        "original_max_position_embeddings": original,
+    } | extra
+
+
+# model_type, settings
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied-biases": (
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama-head-dim": ("llama", {"head_dim": 16, "num_key_value_heads": 6}),
+    "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-scaled": ("llama", {"rope_parameters": SCALED_YARN}),
+    "llama-longrope": ("llama", {"rope_parameters": longrope(5, 32, factor=4.0)}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
+    "qwen3-window-bias": (
+        "qwen3",
+        {
+            "head_dim": 12,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 12,
+            "num_hidden_layers": 7,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+        },
+    ),
+    "gemma3-capped": (
+        "gemma3_text",
+        {
+            "head_dim": 12,
+            "sliding_window": 7,
+            "tie_word_embeddings": False,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "phi3-window": ("phi3", {"sliding_window": 7}),
+    "phi3-longrope-partial": (
+        "phi3",
+        {
+            "rope_parameters": longrope(3, 32, partial_rotary_factor=0.6),
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
+    """Logits of transformers (num_tokens, vocab_size), with Gemma's cap of scores applied.
+
+    transformers has the setting, but passes it on only if the caller does.
+    """
+    extra = {}
+    if (cap := getattr(model.config, "attn_logit_softcapping", None)) is not None:
+        extra["softcap"] = cap
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids]), **extra).logits[0]
+    return logits
+
+
+def our_logits(
+    path: Path, backend: Backend, token_ids: list[int], context_length: int | None = None
+) -> torch.Tensor:
+    decoder = load_decoder(
+        open_model(path),
+        backend,
+        torch.device("cpu"),
+        torch.float32,
+        context_length=context_length,
+    )
+    return logits_of(decoder, token_ids)
+
+
+def assert_equal_logits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert theirs.std() > 0.5  # a model that says something
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    assert (ours.argmax(-1) == theirs.argmax(-1)).float().mean() >= 0.99
+
+
+@pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=["reference", "cpu"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(
+    case: str,
+    backend: Backend,
+    make_model: Callable[..., Any],
+    save: Callable[[Any], Path],
+    token_ids: list[int],
+) -> None:
+    model_type, settings = CASES[case]
+    model = make_model(model_type, **settings)
+    assert_equal_logits(
+        our_logits(save(model), backend, token_ids), reference_logits(model, token_ids)
+    )
+
+
+def test_longrope_is_short_where_the_context_is(
+    make_model: Callable[..., Any], save: Callable[[Any], Path], token_ids: list[int]
+) -> None:
+    settings = {
+        "rope_parameters": longrope(5, 64),
+        "original_max_position_embeddings": 64,
+    }
+    model = make_model("phi3", **settings)
+    path = save(model)
+    theirs = reference_logits(model, token_ids)  # 45 tokens: transformers takes the short factors
+    assert_equal_logits(our_logits(path, REFERENCE, token_ids, context_length=64), theirs)
+    long = our_logits(path, REFERENCE, token_ids, context_length=65)
+    assert (long - theirs).abs().max() > 0.1

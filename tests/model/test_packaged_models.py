@@ -1,0 +1,118 @@
+"""The packaged models against transformers, which dequantizes and computes them in float32."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn import functional
+
+from appliance.kernels.backend import CPU, REFERENCE, Backend
+from appliance.kernels.kv_cache import KVFormat
+from appliance.model.loader import load_decoder
+from appliance.model.size import estimate_weight_bytes
+from appliance.model.source import open_model
+from appliance.model.teacher import logits_of
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+pytestmark = pytest.mark.model
+
+NUM_TOKENS = 401  # 400 that are predicted
+CPU_DEVICE = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """A packaged model, some text and what transformers makes of it."""
+
+    path: Path
+    token_ids: list[int]
+    logits: Tensor  # (NUM_TOKENS, vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How near our logits are to those of an oracle."""
+
+    error: float  # largest difference of a logit
+    same_top: float  # share of positions with the same likeliest token
+    perplexity_ratio: float  # ours to theirs
+
+    @classmethod
+    def of(cls, ours: Tensor, oracle: Oracle) -> Agreement:
+        targets = torch.tensor(oracle.token_ids[1:])
+        loss = functional.cross_entropy(ours[:-1], targets).item()
+        their_loss = functional.cross_entropy(oracle.logits[:-1], targets).item()
+        return cls(
+            error=(ours - oracle.logits).abs().max().item(),
+            same_top=(ours.argmax(-1) == oracle.logits.argmax(-1)).float().mean().item(),
+            perplexity_ratio=math.exp(loss - their_loss),
+        )
+
+
+@pytest.fixture(scope="module", params=["smollm2_gguf", "gemma3_gguf"])
+def oracle(request: pytest.FixtureRequest) -> Oracle:
+    from transformers import AutoModelForCausalLM
+
+    path: Path = request.getfixturevalue(request.param)
+    text = "\n\n".join(topics[name] for name in sorted(topics))[:8000]
+    token_ids = Tokenizer.from_path(path).encode(text, add_special_tokens=True)[:NUM_TOKENS]
+    assert len(token_ids) == NUM_TOKENS
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    with torch.inference_mode():
+        logits = model(torch.tensor([token_ids])).logits[0]
+    return Oracle(path, token_ids, logits)
+
+
+def agreement(
+    oracle: Oracle, backend: Backend, dtype: torch.dtype, format: KVFormat | None = None
+) -> Agreement:
+    decoder = load_decoder(open_model(oracle.path), backend, CPU_DEVICE, dtype)
+    chunks = [256, NUM_TOKENS - 256]
+    return Agreement.of(logits_of(decoder, oracle.token_ids, chunks=chunks, format=format), oracle)
+
+
+@pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=["reference", "cpu"])
+def test_float32_equals_transformers(oracle: Oracle, backend: Backend) -> None:
+    result = agreement(oracle, backend, torch.float32)
+    assert result.error <= 1e-3
+    assert result.same_top >= 0.99
+    assert abs(result.perplexity_ratio - 1) <= 0.001
+
+
+def test_the_fast_path_stays_near_transformers(oracle: Oracle) -> None:
+    result = agreement(oracle, CPU, torch.bfloat16)
+    assert result.same_top >= 0.95
+    assert abs(result.perplexity_ratio - 1) <= 0.005
+
+
+def test_an_int8_cache_costs_little_quality(oracle: Oracle) -> None:
+    result = agreement(oracle, CPU, torch.bfloat16, KVFormat.INT8)
+    assert result.same_top >= 0.93
+    assert abs(result.perplexity_ratio - 1) <= 0.02
+
+
+def test_the_estimate_of_memory_covers_what_is_loaded(
+    smollm2_gguf: Path, gemma3_gguf: Path
+) -> None:
+    for path in (smollm2_gguf, gemma3_gguf):
+        source = open_model(path)
+        estimate = estimate_weight_bytes(source, CPU_DEVICE, torch.bfloat16)
+        loaded = load_decoder(source, CPU, CPU_DEVICE, torch.bfloat16).weight_bytes
+        assert loaded <= estimate <= 1.25 * loaded
+
+
+def test_the_format_of_weights_is_told(smollm2_gguf: Path) -> None:
+    decoder = load_decoder(open_model(smollm2_gguf), CPU, CPU_DEVICE, torch.bfloat16)
+    assert decoder.weight_format == "4-bit g32 + 8-bit g32 head"

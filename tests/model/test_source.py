@@ -1,0 +1,144 @@
+"""Opening models: whatever is wrong with one is named before its weights are read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.backend import REFERENCE
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+from appliance.model.teacher import logits_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    Tensors = dict[str, torch.Tensor]
+    Rebuild = Callable[[Callable[[Tensors], object], dict[str, Any]], Path]
+
+GATE = "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.fixture
+def rebuild(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Rebuild:
+    """Copy the small model with tensors changed in place and settings replaced."""
+
+    def build(change: Callable[[Tensors], object], settings: dict[str, Any]) -> Path:
+        folder = tmp_path_factory.mktemp("changed") / "model"
+        shutil.copytree(tiny_llama, folder)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | settings))
+        return folder
+
+    return build
+
+
+def unchanged(tensors: Tensors) -> None:
+    pass
+
+
+def logits(path: Path) -> torch.Tensor:
+    cpu = torch.device("cpu")
+    return logits_of(load_decoder(open_model(path), REFERENCE, cpu, torch.float32), [5, 6, 7])
+
+
+def test_slots_are_the_tensors_of_the_checkpoint(tiny_llama: Path) -> None:
+    source = open_model(tiny_llama)
+    assert {slot.name for slot in source.slots()} == set(source.weights.tensor_names())
+    linears = [slot for slot in source.slots() if slot.is_linear]
+    assert len(linears) == 2 * 7
+    assert {slot.layer for slot in linears} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        (lambda t: t.pop(GATE), {}, f"tensor {GATE} is missing"),
+        (
+            lambda t: t.update({GATE: t[GATE][:-8].clone()}),
+            {},
+            rf"tensor {GATE} has shape \(120, 64\), .* ask for \(128, 64\)",
+        ),
+        (unchanged, {"vocab_size": 600}, r"embed_tokens.* shape \(512, 64\), .* \(600, 64\)"),
+        (unchanged, {"num_key_value_heads": 4}, r"k_proj.* shape \(32, 64\), .* \(64, 64\)"),
+        (unchanged, {"num_hidden_layers": 3}, r"layers\.2\.input_layernorm.weight is missing"),
+        (unchanged, {"num_hidden_layers": 1}, r"layers\.1\..* has no place .* 1 layers"),
+        (
+            lambda t: t.pop("lm_head.weight"),
+            {"tie_word_embeddings": False},
+            "lm_head.weight is",
+        ),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+            {},
+            "q_proj.bias has no place",
+        ),
+    ],
+)
+def test_the_first_problem_is_named(
+    rebuild: Rebuild,
+    change: Callable[[Tensors], object],
+    settings: dict[str, Any],
+    message: str,
+) -> None:
+    path = rebuild(change, settings)
+    with pytest.raises(CheckpointError, match=message):
+        open_model(path)
+
+
+def test_leftovers_of_training_do_not_matter(rebuild: Rebuild) -> None:
+    tied = {"tie_word_embeddings": True}
+
+    def remove(tensors: Tensors) -> None:
+        tensors.pop("lm_head.weight", None)
+
+    def add(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = torch.zeros(512, 64)  # not used: the model is tied
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    assert torch.equal(logits(rebuild(add, tied)), logits(rebuild(remove, tied)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", [GATE, "model.norm.weight", "model.embed_tokens.weight"])
+def test_weights_that_are_not_finite_are_named(rebuild: Rebuild, name: str, value: float) -> None:
+    path = rebuild(lambda tensors: tensors[name].view(-1)[3:4].fill_(value), {})
+    with pytest.raises(CheckpointError, match=f"tensor {name} holds NaN or infinity"):
+        logits(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_of_a_type_without_meaning_are_refused(
+    rebuild: Rebuild, dtype: torch.dtype
+) -> None:
+    path = rebuild(lambda tensors: tensors.update({GATE: tensors[GATE].to(dtype)}), {})
+    with pytest.raises(UnsupportedModelError, match=f"tensor {GATE} has type {dtype}"):
+        logits(path)
+
+
+def test_large_but_finite_weights_are_accepted(rebuild: Rebuild) -> None:
+    path = rebuild(lambda tensors: tensors[GATE].fill_(3e38), {})
+    load_decoder(open_model(path), REFERENCE, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["nothing", "file.bin"])
+def test_a_path_that_is_no_model_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file.bin").write_bytes(b"123")
+    with pytest.raises(CheckpointError, match=r"neither a \.gguf file nor a folder"):
+        open_model(tmp_path / name)
+
+
+def test_a_folder_of_another_architecture_names_the_supported_ones(rebuild: Rebuild) -> None:
+    path = rebuild(unchanged, {"architectures": ["FalconForCausalLM"]})
+    with pytest.raises(UnsupportedModelError, match="FalconForCausalLM is not supported"):
+        open_model(path)

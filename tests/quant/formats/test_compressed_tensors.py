@@ -1,0 +1,187 @@
+"""What we write is what the compressed-tensors package reads, bit for bit, and what we read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.quant.formats.compressed_tensors import decode, encode, encoded_layout
+from appliance.quant.formats.compressed_tensors_config import (
+    declared_schemes,
+    quantization_config,
+)
+from appliance.quant.pack import pack_codes
+from appliance.quant.scheme import WeightScheme
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+MODULE = NAME.removesuffix(".weight")
+SCHEMES = [
+    WeightScheme(bits, group_size, symmetric)
+    for bits, group_size, symmetric in product((4, 8), (32, 64, 128, None), (True, False))
+]
+schemes = st.sampled_from(SCHEMES)
+scale_dtypes = st.sampled_from([torch.bfloat16, torch.float16])
+
+
+def random_weight(
+    scheme: WeightScheme, out_features: int, in_features: int, scale_dtype: torch.dtype, seed: int
+) -> PackedWeight:
+    """Any codes with any scales, also such that no quantizer would choose."""
+    generator = torch.Generator().manual_seed(seed)
+    group_size = scheme.group_size or in_features
+    groups = (out_features, in_features // group_size)
+    shape = (out_features, in_features)
+    codes = torch.randint(0, scheme.max_code + 1, shape, generator=generator, dtype=torch.uint8)
+    scale = torch.randn(groups, generator=generator).to(scale_dtype)
+    zero_points = torch.randint(0, scheme.max_code + 1, groups, generator=generator)
+    return PackedWeight(
+        codes=pack_codes(codes, scheme.bits),
+        scale=scale,
+        offset=-scheme.zero_code * scale if scheme.symmetric else zero_points.to(scale_dtype),
+        offset_kind=OffsetKind.ADDITIVE if scheme.symmetric else OffsetKind.ZERO_POINT,
+        bits=scheme.bits,
+        group_size=group_size,
+    )
+
+
+def assert_same(left: PackedWeight, right: PackedWeight) -> None:
+    assert (left.bits, left.group_size, left.offset_kind) == (
+        right.bits,
+        right.group_size,
+        right.offset_kind,
+    )
+    for part in ("codes", "scale", "offset"):
+        one, other = getattr(left, part), getattr(right, part)
+        assert one.dtype == other.dtype, part
+        assert torch.equal(one, other), part
+
+
+weights = st.tuples(
+    schemes, st.integers(1, 19), st.sampled_from([128, 256]), scale_dtypes, st.integers(0, 10**6)
+).map(lambda drawn: (drawn[0], random_weight(*drawn)))
+
+
+@given(weights)
+@settings(deadline=None, derandomize=True)
+def test_round_trip(drawn: tuple[WeightScheme, PackedWeight]) -> None:
+    scheme, weight = drawn
+    assert_same(decode(NAME, weight.shape, encode(NAME, weight), [scheme]), weight)
+
+
+@given(weights)
+@settings(deadline=None, derandomize=True)
+def test_the_compressed_tensors_package_reads_the_same_values(
+    drawn: tuple[WeightScheme, PackedWeight],
+) -> None:
+    scheme, weight = drawn
+    config = QuantizationConfig.model_validate(quantization_config({MODULE: scheme}, ["lm_head"]))
+    local = {key.replace(MODULE + ".", ""): tensor for key, tensor in encode(NAME, weight).items()}
+    read = BaseCompressor.get_value_from_registry(config.format).decompress(
+        local, config.config_groups["group_0"]
+    )["weight"]
+    assert read.dtype == weight.scale.dtype
+    assert torch.equal(read, weight.dequantize(weight.scale.dtype))
+
+
+@given(weights)
+@settings(deadline=None, derandomize=True)
+def test_the_layout_is_known_beforehand(drawn: tuple[WeightScheme, PackedWeight]) -> None:
+    scheme, weight = drawn
+    found = {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in encode(NAME, weight).items()
+    }
+    assert found == encoded_layout(NAME, weight.shape, scheme, weight.scale.dtype)
+
+
+@given(st.lists(schemes, min_size=1, max_size=4, unique=True))
+@settings(deadline=None, derandomize=True)
+def test_the_config_says_which_schemes_there_are(used: list[WeightScheme]) -> None:
+    config = quantization_config({f"m{i}": scheme for i, scheme in enumerate(used)}, ["lm_head"])
+    assert declared_schemes(config) == tuple(used)
+    parsed = QuantizationConfig.model_validate(config)
+    assert parsed.quantization_status == "compressed"
+    assert parsed.ignore == ["lm_head"]
+    for scheme, group in zip(used, parsed.config_groups.values(), strict=True):
+        assert group.weights.num_bits == scheme.bits
+        assert group.weights.group_size == scheme.group_size
+        assert group.weights.symmetric == scheme.symmetric
+
+
+def test_one_scheme_targets_all_linears_and_several_name_their_modules() -> None:
+    small, large = WeightScheme(4, 32), WeightScheme(4, 64)
+    one = quantization_config({"a": small, "b": small}, [])
+    assert [group["targets"] for group in one["config_groups"].values()] == [["Linear"]]
+    two = quantization_config({"a": small, "b": large, "c": small}, [])
+    assert [g["targets"] for g in two["config_groups"].values()] == [["a", "c"], ["b"]]
+
+
+SCHEME = WeightScheme(4, 32, symmetric=False)
+DAMAGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "a wrong width": lambda t: t | {NAME + "_packed": t[NAME + "_packed"][:, :-1]},
+    "a wrong type": lambda t: t | {NAME + "_packed": t[NAME + "_packed"].long()},
+    "too few scales": lambda t: t | {NAME + "_scale": t[NAME + "_scale"][:, :1]},
+    "integer scales": lambda t: t | {NAME + "_scale": t[NAME + "_scale"].int()},
+    "no zero points": lambda t: {k: v for k, v in t.items() if not k.endswith("zero_point")},
+    "NaN": lambda t: t | {NAME + "_scale": t[NAME + "_scale"] * torch.nan},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_tensors_are_refused_by_name(damage: str) -> None:
+    weight = random_weight(SCHEME, 8, 64, torch.bfloat16, 0)
+    damaged = DAMAGES[damage](encode(NAME, weight))
+    with pytest.raises(CheckpointError, match=NAME):
+        decode(NAME, weight.shape, damaged, [SCHEME])
+
+
+def change(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    *parents, last = path.split("/")
+    inner = config
+    for key in parents:
+        inner = inner[key]
+    inner[last] = value
+    return config
+
+
+W = "config_groups/group_0/weights"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        ("format", "float-quantized", "float-quantized"),
+        ("config_groups/group_0/format", "nvfp4-pack-quantized", "nvfp4"),
+        ("quantization_status", "frozen", "frozen"),
+        ("config_groups", {}, "config_groups"),
+        ("config_groups/group_0", ["Linear"], "without weights"),
+        (f"{W}/type", "float", "float"),
+        (f"{W}/num_bits", 3, "3 bits"),
+        (f"{W}/group_size", 48, "48"),
+        (f"{W}/strategy", "block", "block"),
+        (f"{W}/actorder", "group", "activation order"),
+        ("config_groups/group_0/input_activations", {"num_bits": 8}, "input_activations"),
+    ],
+)
+def test_what_is_not_supported_is_named_with_what_is(path: str, value: object, named: str) -> None:
+    config = change(quantization_config({MODULE: SCHEME}, []), path, value)
+    with pytest.raises(UnsupportedModelError, match="supported are compressed") as caught:
+        declared_schemes(config)
+    assert named in str(caught.value)
+
+
+def test_a_missing_strategy_follows_from_the_group_size() -> None:
+    config = change(quantization_config({MODULE: SCHEME}, []), f"{W}/strategy", None)
+    assert declared_schemes(config) == (SCHEME,)
+    config = change(config, f"{W}/group_size", -1)
+    assert declared_schemes(config) == (WeightScheme(4, None, symmetric=False),)

@@ -1,0 +1,79 @@
+"""Which reader a folder gets, and what it shows of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from appliance.checkpoint import SafetensorsFolder, write_safetensors
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.packed import PackedWeight
+from appliance.quant.formats import open_weights
+from appliance.quant.formats.compressed_tensors import encode
+from appliance.quant.formats.compressed_tensors_config import quantization_config
+from appliance.quant.rtn import quantize
+from appliance.quant.scheme import WeightScheme
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+SCHEME = WeightScheme(4, 32)
+WEIGHT = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+
+
+def folder(path: Path, tensors: dict[str, torch.Tensor], quantization: object) -> SafetensorsFolder:
+    config = {} if quantization is None else {"quantization_config": quantization}
+    (path / "config.json").write_text(json.dumps(config))
+    write_safetensors(path / "model.safetensors", tensors)
+    return SafetensorsFolder(path)
+
+
+def packed_folder(path: Path, *, without: str = "none") -> SafetensorsFolder:
+    tensors = encode(NAME, quantize(WEIGHT, SCHEME)) | {"model.norm.weight": torch.ones(6)}
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(without)}
+    return folder(path, kept, quantization_config({NAME.removesuffix(".weight"): SCHEME}, []))
+
+
+def test_plain_tensors_come_as_they_are(tmp_path: Path) -> None:
+    reader = open_weights(folder(tmp_path, {NAME: WEIGHT.bfloat16()}, None))
+    assert reader.tensor_names() == [NAME]
+    assert reader.shape(NAME) == (6, 64)
+    loaded = reader.load(NAME)
+    assert isinstance(loaded, torch.Tensor)
+    assert torch.equal(loaded, WEIGHT.bfloat16())
+
+
+def test_packed_tensors_come_under_the_name_of_their_weight(tmp_path: Path) -> None:
+    reader = open_weights(packed_folder(tmp_path))
+    assert reader.tensor_names() == [NAME, "model.norm.weight"]
+    assert reader.shape(NAME) == (6, 64)
+    loaded = reader.load(NAME)
+    assert isinstance(loaded, PackedWeight)
+    assert torch.equal(loaded.dequantize(), quantize(WEIGHT, SCHEME).dequantize())
+    assert reader.shape("model.norm.weight") == (6,)
+    assert isinstance(reader.load("model.norm.weight"), torch.Tensor)
+
+
+@pytest.mark.parametrize("part", ["_scale", "_shape"])
+def test_a_missing_part_is_named(tmp_path: Path, part: str) -> None:
+    reader = open_weights(packed_folder(tmp_path, without=part))
+    with pytest.raises(CheckpointError, match=f"{NAME}{part} is missing"):
+        reader.load(NAME)
+
+
+@pytest.mark.parametrize("shape", [[6], [6, 64, 1], [0, 64], [-6, 64]])
+def test_an_impossible_shape_is_refused(tmp_path: Path, shape: list[int]) -> None:
+    tensors = encode(NAME, quantize(WEIGHT, SCHEME)) | {NAME + "_shape": torch.tensor(shape)}
+    config = quantization_config({NAME.removesuffix(".weight"): SCHEME}, [])
+    reader = open_weights(folder(tmp_path, tensors, config))
+    with pytest.raises(CheckpointError, match="no shape of a matrix"):
+        reader.shape(NAME)
+
+
+@pytest.mark.parametrize("quantization", [{"quant_method": "awq"}, {}, "gptq", ["fp8"]])
+def test_other_methods_are_refused_with_what_is_supported(
+    tmp_path: Path, quantization: object
+) -> None:
+    with pytest.raises(UnsupportedModelError, match="supported are unquantized weights and comp"):
+        open_weights(folder(tmp_path, {NAME: WEIGHT}, quantization))

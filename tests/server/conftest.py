@@ -1,0 +1,170 @@
+"""A real server in this process in front of an engine that repeats its prompt.
+
+The tokenizer is byte-level: token n < 256 is byte n, so answers can be foretold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+import tokenizers
+import uvicorn
+from tokenizers import decoders, models, pre_tokenizers
+
+from appliance.config import EngineConfig, ServerConfig
+from appliance.engine.process.client import EngineClient
+from appliance.engine.process.supervisor import SupervisionLimits
+from appliance.server.app import create_app
+from appliance.server.listener import HttpProtocol, bind, url_of
+from appliance.server.metrics import Metrics
+from appliance.server.state import ServerState
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+ECHO = (sys.executable, str(Path(__file__).parent.parent / "engine" / "echo_worker.py"))
+SPECIAL = ["<eos>", "<|im_start|>", "<|im_end|>", *(f"<spare{n}>" for n in range(259, 272))]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    vocabulary = {chr(byte) if byte in alphabet else chr(next(others)): byte for byte in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE})
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer.from_path(tokenizer_folder)
+
+
+@dataclass
+class Running:
+    """A server that runs, and ways to talk to it."""
+
+    url: str
+    state: ServerState
+    http: httpx.AsyncClient
+    openai: openai.AsyncOpenAI
+
+    async def chat(self, text: str = "hi", **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, prompt: Any = "hi", **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"prompt": prompt, **fields})
+
+    async def frames(self, path: str, **fields: Any) -> list[str]:
+        """The data of every frame of a stream."""
+        async with self.http.stream("POST", path, json={"stream": True, **fields}) as response:
+            assert response.status_code == 200, await response.aread()
+            return [
+                line.removeprefix("data: ")
+                async for line in response.aiter_lines()
+                if line.startswith("data: ")
+            ]
+
+    def idle(self) -> bool:
+        """Whether the engine holds nothing for anybody."""
+        engine, stats = self.state.engine, self.state.engine.stats
+        return (
+            engine.num_running + engine.num_waiting == 0
+            and stats.running + stats.waiting + stats.blocks_active == 0
+            and not any(engine.metadata or [1])
+        )
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110 - it looks at another process
+                await asyncio.sleep(0.005)
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+class QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@pytest.fixture
+def serve(byte_tokenizer: Tokenizer) -> Serve:
+    @asynccontextmanager
+    async def start(
+        model: str = "",
+        *,
+        command: Sequence[str] = ECHO,
+        tokenizer: Tokenizer = byte_tokenizer,
+        limits: SupervisionLimits | None = None,
+        server: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+        **engine_options: Any,
+    ) -> AsyncIterator[Running]:
+        config = ServerConfig(port=0, **(server or {}))
+        limits = limits or SupervisionLimits(step_timeout=30.0, backoff=0.01)
+        engine = EngineClient(
+            EngineConfig(model=model, **engine_options), command=command, limits=limits
+        )
+        state = ServerState(config, engine, "echo", Metrics("echo"))
+        sock = bind(config)
+        web = QuietServer(
+            uvicorn.Config(
+                create_app(state),
+                http=HttpProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        url = url_of(config, sock)
+        serving = asyncio.create_task(web.serve(sockets=[sock]))
+        try:
+            await engine.start(tokenizer.eos_token_ids, lambda stage, done, total: None)
+            state.tokenizer = tokenizer
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=30, headers=headers) as http,
+                openai.AsyncOpenAI(
+                    base_url=f"{url}/v1",
+                    api_key=config.api_key or "unused",
+                    max_retries=0,
+                    timeout=30,
+                ) as client,
+            ):
+                yield Running(url, state, http, client)
+        finally:
+            state.closing = True
+            await engine.close(now=True)
+            web.should_exit = True
+            await serving
+            state.text_pool.shutdown()
+
+    return start

@@ -1,0 +1,56 @@
+"""`run_server` as the command line calls it, in front of the engine that repeats its prompt."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance import log
+from appliance.config import load_settings
+from appliance.errors import ApplianceError
+from appliance.server import listener
+from appliance.server.serve import run_server
+
+if TYPE_CHECKING:
+    from appliance.engine.messages import EngineInfo
+
+
+@dataclass
+class Found:
+    path: Path
+    name: str
+
+
+def ready(url: str, name: str, info: EngineInfo) -> None:
+    sys.stdout.write(f"ready {url} {name} {info.num_blocks}\n")
+    sys.stdout.flush()
+
+
+def progress(stage: str, done: int, total: int) -> None:
+    sys.stdout.write(f"progress {stage} {done} {total}\n")
+    sys.stdout.flush()
+
+
+def main(folder: str, echo: str, port: str, knobs: str) -> int:
+    log.configure()
+    if knobs.startswith("header_seconds="):
+        listener.HEADER_SECONDS = float(knobs.partition("=")[2])
+    settings = load_settings({"port": int(port)})
+    try:
+        run_server(
+            settings,
+            Found(Path(folder), "echo"),
+            on_progress=progress,
+            on_ready=ready,
+            engine_command=(sys.executable, echo, knobs),
+        )
+    except ApplianceError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,259 @@
+"""Everything a client can get wrong: a 4xx in OpenAI's shape, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
+
+    from tests.server.conftest import Serve
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+JSON = {"content-type": "application/json"}
+USER = {"role": "user", "content": "hi"}
+
+
+def check_error(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert "\n" not in error["message"]
+    return error  # type: ignore[no-any-return]
+
+
+BAD_BODIES = [
+    b"",
+    b"[]",
+    b"null",
+    b'"x"',
+    b"{",
+    b'{"prompt": "x"} {}',
+    b'{"prompt": "x", "seed": NaN}',
+    b'{"prompt": "x", "other": NaN}',
+    b'{"prompt": "x", "other": Infinity}',
+    b'{"prompt": "x", "other": 1e400}',
+    b'{"prompt": "x", "temperature": 1e400}',
+    b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    b'{"prompt": "x", "other": ' + b"9" * 5000 + b"}",
+    b'{"prompt": "x", "n": 1, "n": 2}',
+    b'{"prompt": "x", "other": {"a": 1, "a": 2}}',
+    b'\xef\xbb\xbf{"prompt": "x"}',
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "\\ud800 and more"}',
+    b'{"prompt": "a\x00b"}',
+    b'{"prompt": "x", "other": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b"[" * 100_000,
+    '{"prompt": "x"}'.encode("utf-16"),
+]
+
+
+async def test_what_is_not_strict_json(serve: Serve) -> None:
+    async with serve() as running:
+        for body in BAD_BODIES:
+            response = await running.http.post(COMPLETIONS, content=body, headers=JSON)
+            check_error(response, 400)
+        assert (await running.complete("\x00\x01", max_tokens=2)).json()["choices"][0][
+            "text"
+        ] == "\x00\x01"
+
+
+CHAT_FIELDS: list[tuple[str, Any]] = [
+    ("messages", []),
+    ("messages", "hi"),
+    ("messages", [USER] * 257),
+    ("messages", [{"content": "hi"}]),
+    ("messages", [{"role": "robot", "content": "hi"}]),
+    ("messages", [{"role": "tool", "content": "hi"}]),
+    ("messages", [{"role": "user", "content": 5}]),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+    ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
+    ("n", 0),
+    ("n", -1),
+    ("n", 9),
+    ("n", 10**9),
+    ("n", True),
+    ("n", "2"),
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", 2**63),
+    ("max_tokens", 1.5),
+    ("max_tokens", "5"),
+    ("max_tokens", True),
+    ("max_completion_tokens", 0),
+    ("min_tokens", -1),
+    ("temperature", -1),
+    ("temperature", 2.01),
+    ("temperature", "hot"),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_k", -2),
+    ("min_p", -0.1),
+    ("seed", 1.5),
+    ("seed", 2**64),
+    ("stop", ""),
+    ("stop", ["a", "b", "c", "d", "e"]),
+    ("stop", ["x" * 257]),
+    ("stop", [1]),
+    ("stop_token_ids", [272]),
+    ("stop_token_ids", [-1]),
+    ("presence_penalty", 2.1),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"²": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"272": 1}),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {str(n): 1 for n in range(301)}),
+    ("logprobs", 5),
+    ("top_logprobs", 21),
+    ("top_logprobs", 5),  # without logprobs
+    ("stream", "yes"),
+    ("stream_options", {"include_usage": True}),  # without stream
+    ("ignore_eos", 1),
+    # What is not supported is refused by name, never swallowed.
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"),
+    ("functions", [{"name": "f"}]),
+    ("response_format", {"type": "json_object"}),
+    ("audio", {"voice": "alloy"}),
+    ("modalities", ["text", "audio"]),
+    ("chat_template", "{{ 1 }}"),
+    ("chat_template_kwargs", {"a": 1}),
+    ("guided_json", {"type": "object"}),
+    ("add_generation_prompt", False),
+    ("skip_special_tokens", False),
+]
+
+
+async def test_wrong_fields_are_named(serve: Serve) -> None:
+    async with serve() as running:
+        for name, value in CHAT_FIELDS:
+            body = {"messages": [USER], name: value}
+            error = check_error(await running.http.post(CHAT, json=body), 400)
+            assert error["param"] == name, (name, value, error)
+        assert running.state.engine.stats.steps_total == 0, "none of it reached the engine"
+        for seed in (-(2**53), 2**63 - 1):
+            assert (await running.chat(seed=seed, max_tokens=1)).status_code == 200
+        assert (await running.chat(temperature=1e-320, max_tokens=1)).status_code == 200
+        assert (await running.chat(top_k=10**6, max_tokens=1)).status_code == 200
+
+
+PROMPTS: list[Any] = [
+    [], [-1], [272], [10**9], [[]], [[1], []], ["a", 1], [["a"]], {}, None, 5, ["a"] * 65, "",
+]  # fmt: skip
+
+
+async def test_wrong_prompts(serve: Serve) -> None:
+    async with serve() as running:
+        for prompt in PROMPTS:
+            error = check_error(await running.complete(prompt), 400)
+            assert error["param"] == "prompt", prompt
+        assert (await running.http.post(COMPLETIONS, json={})).json()["error"]["param"] == "prompt"
+
+
+async def test_min_tokens_above_max_tokens_on_every_route(serve: Serve) -> None:
+    async with serve() as running:
+        for response in (
+            await running.chat(min_tokens=9, max_tokens=8),
+            await running.chat(min_tokens=9, max_tokens=8, stream=True),
+            await running.complete(min_tokens=9, max_tokens=8),
+        ):
+            assert check_error(response, 400)["param"] == "min_tokens"
+
+
+async def test_echo_with_logprobs_is_refused_by_name(serve: Serve) -> None:
+    async with serve() as running:
+        error = check_error(await running.complete(echo=True, logprobs=1), 400)
+        assert error["code"] == "unsupported_parameter"
+        assert check_error(await running.complete(best_of=3), 400)["param"] == "best_of"
+        assert check_error(await running.complete(suffix="x"), 400)["param"] == "suffix"
+
+
+async def test_a_prompt_longer_than_the_context_is_never_cut(serve: Serve) -> None:
+    async with serve(max_model_len=64) as running:
+        assert (await running.complete("x" * 63)).json()["usage"]["completion_tokens"] == 1
+        for length in (64, 65, 5000):
+            error = check_error(await running.complete("x" * length), 400)
+            assert error["code"] == "context_length_exceeded"
+            assert str(length) in error["message"]
+            assert "64" in error["message"]
+        both = check_error(await running.complete("x" * 60, max_tokens=5), 400)
+        assert both["code"] == "context_length_exceeded"
+        assert all(number in both["message"] for number in ("60", "5", "65", "64"))
+        streamed = await running.chat("x" * 100, stream=True)
+        assert check_error(streamed, 400)["param"] == "messages"
+
+
+async def test_a_prompt_that_the_cache_cannot_hold(serve: Serve) -> None:
+    async with serve("num_blocks=2", max_model_len=64) as running:
+        assert (await running.complete("x" * 31, max_tokens=1)).status_code == 200
+        error = check_error(await running.complete("x" * 32, max_tokens=1), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "32" in error["message"]
+
+
+async def test_unknown_models_and_paths(serve: Serve) -> None:
+    async with serve() as running:
+        for name in ("gpt-4o", "../../etc/passwd", "echo\0", "x" * 10_000, ""):
+            error = check_error(await running.chat(model=name), 404)
+            assert error["code"] == "model_not_found"
+        for path in ("/v1/models/x", "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f"):
+            check_error(await running.http.get(path), 404)
+        for path in ("/", "/v1", "/v1/", "//v1/models", "/docs", "/v1/chat/completions/"):
+            check_error(await running.http.get(path), 404)
+
+
+async def test_wrong_methods(serve: Serve) -> None:
+    async with serve() as running:
+        for method in ("GET", "PUT", "DELETE", "TRACE", "BREW"):
+            response = await running.http.request(method, CHAT)
+            check_error(response, 405)
+            assert response.headers["allow"] == "POST"
+        check_error(await running.http.post("/v1/models"), 405)
+
+
+async def test_only_json_is_accepted(serve: Serve) -> None:
+    form = "application/x-www-form-urlencoded"
+    body = json.dumps({"prompt": "x"}).encode()
+    async with serve() as running:
+        for media_type in ("", "text/plain", form, "text/json", "application/x+json"):
+            headers = {"content-type": media_type} if media_type else {}
+            response = await running.http.post(COMPLETIONS, content=body, headers=headers)
+            check_error(response, 415)
+        zipped = await running.http.post(
+            COMPLETIONS, content=body, headers={**JSON, "content-encoding": "gzip"}
+        )
+        check_error(zipped, 415)
+        charset = {"content-type": "application/json; charset=utf-8"}
+        fine = await running.http.post(COMPLETIONS, content=body, headers=charset)
+        assert fine.status_code == 200
+
+
+async def test_large_bodies(serve: Serve) -> None:
+    async with serve(server={"max_body_bytes": 10_000}) as running:
+        check_error(await running.complete("x" * 10_000), 413)
+
+        async def chunks() -> Any:
+            for _ in range(1000):
+                yield b" " * 1000
+
+        check_error(await running.http.post(COMPLETIONS, content=chunks(), headers=JSON), 413)
+        assert (await running.complete("x")).status_code == 200
+
+
+async def test_a_model_without_a_chat_template(serve: Serve) -> None:
+    async with serve() as running:
+        tokenizer = running.state.tokenizer
+        assert tokenizer is not None
+        template, tokenizer.chat_template = tokenizer.chat_template, None
+        try:
+            assert check_error(await running.chat(), 400)["code"] == "no_chat_template"
+        finally:
+            tokenizer.chat_template = template
+        assert (await running.complete("x")).status_code == 200

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.engine.block_metadata import BlockMetadata
+from appliance.engine.block_metadata import BlockState as EngineBlockState
+from appliance.engine.messages import EngineInfo
+from appliance.events import NO_OWNER, BlockState, Delta, Snapshot, pack_cell, unpack_cell
+from appliance.server.block_feed import MAX_RUNS, BlockFeed, cells_of, changed_runs
+
+NUM_BLOCKS = 6000
+INFO = EngineInfo(
+    model="m", architecture="a", device="cpu", backend="b", weight_format="w", kv_format="bf16",
+    context_length=64, vocab_size=9, eos_token_ids=(), block_size=16, num_blocks=NUM_BLOCKS,
+    max_num_seqs=4, weight_bytes=0, kv_bytes=0, workspace_bytes=0, memory_bytes=0,
+    load_seconds=0.0, fingerprint="f",
+)  # fmt: skip
+
+
+def test_states_mean_the_same_on_both_sides() -> None:
+    assert {state.name: state.value for state in BlockState} == {
+        state.name: state.value for state in EngineBlockState
+    }
+
+
+def test_cells_hold_what_the_engine_wrote() -> None:
+    metadata = BlockMetadata(num_blocks=4)
+    metadata.begin_step(2**32 - 1)
+    metadata.write(1, EngineBlockState.ACTIVE, owner=65_000, references=300)
+    metadata.write(2, EngineBlockState.CACHED)
+    cells = cells_of(metadata.words).tolist()
+    assert [unpack_cell(cell) for cell in cells] == [
+        (BlockState.FREE, 0, 0, NO_OWNER),
+        (BlockState.ACTIVE, 0, 255, 65_000),
+        (BlockState.CACHED, 0, 0, NO_OWNER),
+        (BlockState.FREE, 0, 0, NO_OWNER),
+    ]
+    assert cells[1] == pack_cell(BlockState.ACTIVE, 0, 300, 65_000)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=60))
+def test_runs_turn_one_map_into_the_other(pairs: list[tuple[int, int]]) -> None:
+    before, after = (np.array(column, dtype=np.uint32) for column in zip(*pairs, strict=True))
+    runs = changed_runs(before, after)
+    patched = before.copy()
+    touched = 0
+    for run in runs:
+        patched[run.start : run.start + run.length] = run.cell
+        touched += run.length
+    assert (patched == after).all()
+    assert touched == (before != after).sum()
+    ends = [(run.start, run.start + run.length) for run in runs]
+    assert ends == sorted(ends)
+
+
+def test_a_watcher_gets_a_snapshot_then_changes_then_a_snapshot_of_another_engine() -> None:
+    buffer = memoryview(bytearray(NUM_BLOCKS * 8))
+    metadata = BlockMetadata(buffer, num_blocks=NUM_BLOCKS)
+    feed = BlockFeed()
+    words = buffer.cast("Q")
+    first = feed.poll(words, INFO)
+    assert isinstance(first, Snapshot)
+    assert (first.num_blocks, first.block_size) == (NUM_BLOCKS, 16)
+    assert feed.poll(words, INFO) is None
+
+    for block in (7, 8, 9):
+        metadata.write(block, EngineBlockState.ACTIVE, owner=3, references=1)
+    delta = feed.poll(words, INFO)
+    assert isinstance(delta, Delta)
+    assert delta.epoch == first.epoch
+    assert [(run.start, run.length) for run in delta.runs] == [(7, 3)]
+
+    for block in range(0, 2 * MAX_RUNS + 2, 2):
+        metadata.write(block, EngineBlockState.CACHED)
+    many = feed.poll(words, INFO)
+    assert isinstance(many, Snapshot)
+    assert many.epoch == first.epoch + 1
+    assert many.words() == cells_of(metadata.words).tobytes()
+
+    other = memoryview(bytearray(NUM_BLOCKS * 8)).cast("Q")
+    again = feed.poll(other, INFO)
+    assert isinstance(again, Snapshot)
+    assert not np.frombuffer(again.words(), dtype="<u4").astype(np.uint16).any()

@@ -1,0 +1,129 @@
+"""A client that goes away frees its blocks at once, whatever the engine is doing for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Running, Serve
+
+STEP = 0.02
+
+
+async def post(running: Running, **fields: Any) -> asyncio.StreamWriter:
+    """Send a request on a connection of its own, and leave the answer unread."""
+    host, _, port = running.url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps({"max_tokens": 400, **fields}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    return writer
+
+
+async def leave(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_in_the_queue_in_prefill_and_while_decoding(serve: Serve, stream: bool) -> None:
+    async with serve(f"step_seconds={STEP}", max_num_seqs=1, max_num_batched_tokens=16) as running:
+        engine = running.state.engine
+
+        decoding = await post(running, prompt="a", stream=stream)
+        await running.until(lambda: engine.stats.generation_tokens_total > 0)
+        queued = await post(running, prompt="b", stream=stream)
+        await running.until(lambda: engine.num_waiting == 1)
+        await leave(queued)
+        await running.until(lambda: engine.num_waiting == 0)
+        assert engine.num_running == 1
+        await leave(decoding)
+        await running.until(running.idle)
+        assert engine.stats.aborted_total == 2
+        assert engine.stats.generation_tokens_total < 200
+
+        generated = engine.stats.generation_tokens_total
+        prefilling = await post(running, prompt="c" * 500, max_tokens=10, stream=stream)
+        await running.until(lambda: engine.num_running == 1)
+        steps = engine.stats.steps_total
+        await leave(prefilling)
+        await running.until(lambda: engine.stats.aborted_total == 3 and running.idle())
+        assert engine.stats.steps_total < steps + 30, "500 tokens take 32 steps"
+        assert engine.stats.generation_tokens_total == generated
+
+        assert (await running.complete("x", max_tokens=2)).status_code == 200
+
+
+async def test_blocks_are_free_within_a_step(serve: Serve) -> None:
+    async with serve("step_seconds=0.1") as running:
+        engine = running.state.engine
+        writer = await post(running, prompt="a" * 100, stream=True)
+        await running.until(lambda: any(engine.metadata or []))
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        await leave(writer)
+        await running.until(lambda: not any(engine.metadata or [1]))
+        # One step may be under way; the rest is for a busy machine.
+        assert loop.time() - before < 0.1 + 0.15
+
+
+async def test_a_client_that_leaves_at_its_last_token(serve: Serve) -> None:
+    async with serve() as running:
+        for _ in range(10):
+            writer = await post(running, prompt="a", max_tokens=1)
+            await asyncio.sleep(0.003)
+            await leave(writer)
+        await running.until(running.idle)
+        assert (await running.complete("x", max_tokens=2)).status_code == 200
+
+
+async def test_a_client_that_leaves_in_its_body(serve: Serve) -> None:
+    async with serve() as running:
+        host, _, port = running.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        await writer.drain()
+        await leave(writer)
+        assert (await running.complete("x", max_tokens=2)).status_code == 200
+        assert running.idle()
+
+
+async def test_an_abort_storm(serve: Serve) -> None:
+    async with serve("step_seconds=0.001", max_num_seqs=8, server={"max_queue": 1000}) as running:
+
+        async def one(number: int) -> None:
+            writer = await post(running, prompt="abc", max_tokens=30, stream=number % 2 == 0)
+            await asyncio.sleep(number % 7 * 0.01)
+            await leave(writer)
+
+        await asyncio.gather(*(one(number) for number in range(100)))
+        await running.until(running.idle)
+        answers = await asyncio.gather(*(running.complete("abc", max_tokens=5) for _ in range(10)))
+        assert {answer.json()["choices"][0]["text"] for answer in answers} == {"abcab"}
+
+
+async def test_a_client_that_never_reads_is_given_up(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("appliance.server.stream.STALL_SECONDS", 0.3)
+    async with serve("num_blocks=20000", max_model_len=20_000) as running:
+        # More than the buffers of both sides hold: 8 choices with 20 alternatives a token.
+        writer = await post(
+            running, prompt="a", stream=True, n=8, logprobs=20, max_tokens=19_000, ignore_eos=True
+        )
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await running.until(lambda: running.state.engine.num_running == 1)
+        await running.until(running.idle, seconds=20)
+        assert running.state.engine.stats.aborted_total == 8
+        assert (await running.complete("x", max_tokens=2)).status_code == 200
+        await leave(writer)

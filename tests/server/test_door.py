@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from appliance.server.door import OPEN_PATHS, is_loopback
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Running, Serve
+
+
+async def raw(running: Running, request: bytes) -> bytes:
+    """Send bytes as they are; returns the status line."""
+    _, _, address = running.url.partition("//")
+    host, _, port = address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(request)
+        async with asyncio.timeout(5):
+            return await reader.readline()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_names_of_this_machine_are_served(serve: Serve) -> None:
+    async with serve() as running:
+        for host in ("127.0.0.1", "localhost", "LOCALHOST:1", "[::1]", "[::1]:8080"):
+            response = await running.http.get("/v1/models", headers={"host": host})
+            assert response.status_code == 200, host
+
+
+FOREIGN_HOSTS = [
+    "evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "localhost.", "x@localhost",
+    "localhost/?", "localhost#", "127.0.0.2", "[::2]", "", "localhost:99999999",
+]  # fmt: skip
+
+
+async def test_other_names_are_refused(serve: Serve) -> None:
+    async with serve() as running:
+        for host in FOREIGN_HOSTS:
+            for path in ("/v1/models", "/health"):
+                line = await raw(running, f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+                assert line.split()[1] in (b"403", b"400"), (host, line)
+
+
+FOREIGN_ORIGINS = [
+    "null", "http://evil.example", "http://localhost.evil", "http://127.0.0.1:1", "file://",
+]  # fmt: skip
+
+
+async def test_web_pages_of_other_origins_are_refused(serve: Serve) -> None:
+    async with serve() as running:
+        for origin in FOREIGN_ORIGINS:
+            for method in ("POST", "OPTIONS"):
+                response = await running.http.request(
+                    method, "/v1/chat/completions", headers={"origin": origin}
+                )
+                assert response.status_code == 403
+                assert response.json()["error"]["code"] == "origin_not_allowed"
+                assert not any("access-control" in name for name in response.headers)
+        same = await running.http.get("/v1/models", headers={"origin": running.url})
+        assert same.status_code == 200
+
+
+KEY = "s3cret"
+RIGHT: list[dict[str, str]] = [
+    {"authorization": f"Bearer {KEY}"},
+    {"authorization": f"bearer {KEY}"},
+    {"x-api-key": KEY},
+    {"authorization": f"Bearer {KEY}", "x-api-key": KEY},
+]
+WRONG: list[dict[str, str]] = [
+    {},
+    {"authorization": KEY},
+    {"authorization": f"Basic {KEY}"},
+    {"authorization": "Bearer"},
+    {"authorization": f"Bearer {KEY}x"},
+    {"authorization": f"Bearer {KEY[:-1]}"},
+    {"x-api-key": KEY.upper()},
+    {"authorization": f"Bearer {KEY}", "x-api-key": "other"},
+]
+
+
+async def test_keys(serve: Serve) -> None:
+    async with serve(server={"api_key": KEY}) as running:
+        for headers in RIGHT:
+            assert (await running.http.get("/v1/models", headers=headers)).status_code == 200
+        for headers in WRONG:
+            response = await running.http.get("/v1/models", headers=headers)
+            assert response.status_code == 401, headers
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+        two = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+        two += b"Authorization: Bearer other\r\nAuthorization: Bearer s3cret\r\n\r\n"
+        assert b"401" in await raw(running, two)
+        strange = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: \xff\xfe\r\n\r\n"
+        assert b"401" in await raw(running, strange)
+
+
+async def test_every_route_needs_the_key_but_two(serve: Serve) -> None:
+    async with serve(server={"api_key": KEY}) as running:
+        document = await running.http.get("/openapi.json", headers=RIGHT[0])
+        paths = [*document.json()["paths"], "/openapi.json", "/nothing", "//health", "/health/"]
+        assert "/admin/v1/events" in paths
+        for path in paths:
+            for method in ("GET", "POST", "OPTIONS"):
+                response = await running.http.request(method, path)
+                assert (response.status_code == 401) == (path not in OPEN_PATHS), (method, path)
+        for target in (b"/v1/models?/health", b"/health/../v1/models", b"/%2e/v1/models"):
+            request = b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+            assert b"401" in await raw(running, request)
+
+
+async def test_request_ids_go_in_and_out(serve: Serve) -> None:
+    async with serve() as running:
+        given = await running.http.get("/health", headers={"x-request-id": "abc-1"})
+        assert given.headers["x-request-id"] == "abc-1"
+        made = await running.http.get("/health", headers={"x-request-id": "a b\tc"})
+        assert len(made.headers["x-request-id"]) == 16
+
+
+async def test_the_document_describes_what_is_there(serve: Serve) -> None:
+    async with serve() as running:
+        document = (await running.http.get("/openapi.json")).json()
+        schemas = document["components"]["schemas"]
+        post = document["paths"]["/v1/chat/completions"]["post"]
+        body = post["requestBody"]["content"]["application/json"]["schema"]
+        assert body == {"$ref": "#/components/schemas/ChatRequest"}
+        n = schemas["ChatRequest"]["properties"]["n"]["anyOf"][0]
+        assert (n["minimum"], n["maximum"]) == (1, 8)
+        assert "422" not in str(document)
+        assert "HTTPValidationError" not in schemas
+
+        def references(node: object) -> list[str]:
+            if isinstance(node, dict):
+                own = [node["$ref"]] if "$ref" in node else []
+                return own + [one for value in node.values() for one in references(value)]
+            if isinstance(node, list):
+                return [one for value in node for one in references(value)]
+            return []
+
+        for reference in references(document):
+            assert reference.rpartition("/")[2] in schemas, reference
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.9.9.9", True),
+     ("0.0.0.0", False), ("::", False), ("192.168.1.2", False), ("box.lan", False), ("", False)],
+)  # fmt: skip
+def test_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected

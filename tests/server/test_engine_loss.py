@@ -1,0 +1,154 @@
+"""The engine dies, hangs or is not there: clients are told, and the server stays up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from typing import TYPE_CHECKING
+
+from appliance.engine.process.supervisor import EngineState, SupervisionLimits
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.server.conftest import Running, Serve
+
+HANG, FAIL = 267, 268  # see echo_worker.py
+
+
+async def stream_lines(running: Running, begun: asyncio.Event) -> list[str]:
+    """All data of one long stream; tells when the first came."""
+    body = {"prompt": "ab", "max_tokens": 400, "stream": True}
+    found = []
+    async with running.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                found.append(line.removeprefix("data: "))
+                begun.set()
+    return found
+
+
+async def test_kill_in_mid_stream(serve: Serve) -> None:
+    async with serve("step_seconds=0.01", max_num_seqs=8) as running:
+        begun = [asyncio.Event() for _ in range(8)]
+        streams = [asyncio.create_task(stream_lines(running, event)) for event in begun]
+        for event in begun:
+            await event.wait()
+        queued = [asyncio.create_task(running.complete("xyz", max_tokens=4)) for _ in range(4)]
+        await running.until(lambda: running.state.engine.num_waiting == 4)
+        assert (await running.http.get("/health")).status_code == 200
+
+        pid = running.state.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        for lines in await asyncio.gather(*streams):
+            assert "[DONE]" not in lines
+            error = json.loads(lines[-1])["error"]
+            assert error["code"] == "engine_unavailable"
+            assert "SIGKILL" in error["message"]
+            assert all("error" not in json.loads(line) for line in lines[:-1])
+        health = await running.http.get("/health")
+        assert health.status_code == 503
+        assert int(health.headers["retry-after"]) > 0
+        assert "restarting" in health.json()["error"]["message"]
+        refused = await running.complete("x")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_unavailable"
+
+        for answer in await asyncio.gather(*queued):
+            assert answer.status_code == 200
+            assert answer.json()["choices"][0]["text"] == "xyzx"
+        assert (await running.http.get("/health")).json() == {"status": "ok"}
+        assert (await running.complete("x", max_tokens=2)).json()["choices"][0]["text"] == "xx"
+        metrics = (await running.http.get("/metrics")).text
+        assert 'appliance_engine_restarts_total{model_name="echo"} 1.0' in metrics
+
+
+async def test_a_whole_answer_that_is_lost_is_a_503(serve: Serve) -> None:
+    async with serve("step_seconds=0.01") as running:
+        waiting = asyncio.create_task(running.complete("ab", max_tokens=300))
+        await running.until(lambda: running.state.engine.num_running == 1)
+        assert running.state.engine.pid is not None
+        os.kill(running.state.engine.pid, signal.SIGKILL)
+        answer = await waiting
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"]
+
+
+async def test_a_step_that_hangs_is_ended(serve: Serve) -> None:
+    limits = SupervisionLimits(step_timeout=0.3, backoff=0.01)
+    async with serve(limits=limits) as running:
+        answer = await running.complete([HANG], stream=True)
+        assert answer.status_code == 503, "nothing was sent yet, so the status still tells"
+        await running.until(lambda: running.state.engine.state is EngineState.READY)
+        assert (await running.complete("x", max_tokens=2)).status_code == 200
+
+
+async def test_down_for_good_with_the_reason(serve: Serve) -> None:
+    limits = SupervisionLimits(step_timeout=30, max_deaths=1)
+    async with serve(limits=limits) as running:
+        assert running.state.engine.pid is not None
+        os.kill(running.state.engine.pid, signal.SIGKILL)
+        await running.until(lambda: running.state.engine.state is EngineState.FAILED)
+        for path in ("/health", "/ready"):
+            health = await running.http.get(path)
+            assert health.status_code == 503
+            assert "failed" in health.json()["error"]["message"]
+        answer = await running.complete("x")
+        assert answer.status_code == 503
+        assert "SIGKILL" in answer.json()["error"]["message"]
+        assert (await running.http.get("/metrics")).status_code == 200
+
+
+async def test_a_request_that_fails_alone(serve: Serve) -> None:
+    async with serve("step_seconds=0.01") as running:
+        good = asyncio.create_task(running.complete("ab", max_tokens=20))
+        for stream in (True, False):
+            bad = await running.complete([FAIL], stream=stream)
+            assert bad.status_code == 500
+            assert bad.json()["error"]["message"] == "no valid token"
+        assert (await good).json()["choices"][0]["text"] == "ab" * 10
+        assert running.state.engine.restarts == 0
+
+
+async def test_a_full_queue(serve: Serve) -> None:
+    async with serve("step_seconds=0.02", max_num_seqs=2, server={"max_queue": 3}) as running:
+        tasks = [asyncio.create_task(running.complete("ab", max_tokens=400)) for _ in range(5)]
+        await running.until(lambda: running.state.engine.num_waiting == 3)
+        for path, body in (
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/v1/completions", {"prompt": "a", "stream": True}),
+        ):
+            refused = await running.http.post(path, json=body)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) > 0
+            assert refused.json()["error"]["code"] == "queue_full"
+        assert (await running.http.get("/health")).status_code == 200
+        assert (await running.http.get("/ready")).status_code == 503
+        tasks[-1].cancel()
+        await running.until(lambda: running.state.engine.num_waiting == 2)
+        assert (await running.http.get("/ready")).status_code == 200
+        too_many = await running.complete(["a"] * 5)
+        assert too_many.status_code == 429
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await running.until(running.idle)
+
+
+async def test_keep_alive_comments_while_waiting(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appliance.server.stream.KEEP_ALIVE_SECONDS", 0.05)
+    async with serve("step_seconds=0.2", max_num_batched_tokens=32) as running:
+        body = {"prompt": "a" * 100, "max_tokens": 2, "stream": True}
+        async with running.http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            lines = [line async for line in response.aiter_lines() if line]
+        assert lines[0] == ": keep-alive"
+        assert lines[-1] == "data: [DONE]"
+        assert lines.count(": keep-alive") >= 5

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from appliance.engine.process.supervisor import EngineState
+from appliance.server.metrics import Metrics, RequestTimer
+
+if TYPE_CHECKING:
+    import pytest
+
+    from tests.server.conftest import Running, Serve
+
+
+async def samples(running: Running) -> dict[str, float]:
+    text = (await running.http.get("/metrics")).text
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+
+
+async def test_health_while_loading_and_draining(serve: Serve) -> None:
+    async with serve() as running:
+        assert (await running.http.get("/health")).json() == {"status": "ok"}
+        assert (await running.http.get("/ready")).json() == {"status": "ready"}
+
+        tokenizer, running.state.tokenizer = running.state.tokenizer, None
+        for path in ("/health", "/ready", "/v1/models"):
+            response = await running.http.get(path)
+            assert response.status_code == 503
+            assert response.headers["retry-after"]
+            assert "loading" in response.json()["error"]["message"]
+        assert (await running.chat()).status_code == 503
+        running.state.tokenizer = tokenizer
+
+        running.state.draining = True
+        assert (await running.http.get("/health")).status_code == 200
+        assert (await running.http.get("/ready")).status_code == 503
+        assert "draining" in (await running.chat()).json()["error"]["message"]
+
+
+async def test_metrics_have_the_known_names(serve: Serve) -> None:
+    async with serve() as running:
+        await running.chat("hi")
+        await running.complete("ab", max_tokens=5, n=2)
+        await running.complete("ab", n=99)
+        await running.http.get("/no/such/path")
+        await running.until(lambda: running.idle())
+        found = await samples(running)
+        assert found["vllm:num_requests_running"] == 0
+        assert found["vllm:num_requests_waiting"] == 0
+        assert found["vllm:kv_cache_usage_perc"] == 0
+        assert found["vllm:generation_tokens_total"] == len("user\nhi") + 2 + 10
+        assert found["vllm:prompt_tokens_total"] > 20
+        assert found["vllm:time_to_first_token_seconds_count"] == 2
+        assert found["vllm:e2e_request_latency_seconds_count"] == 2
+        assert found["vllm:request_queue_time_seconds_count"] >= 2
+        assert found["vllm:inter_token_latency_seconds_count"] == len("user\nhi") + 1 + 8
+        assert found["appliance_engine_up"] == 1
+        assert found["appliance_kv_blocks"] == 256
+        text = (await running.http.get("/metrics")).text
+        assert 'vllm:request_success_total{finished_reason="stop",model_name="echo"} 1.0' in text
+        assert 'vllm:request_success_total{finished_reason="length",model_name="echo"} 2.0' in text
+        assert 'route="/v1/completions",status="400"} 1.0' in text
+        assert "/no/such/path" not in text
+
+
+async def test_nothing_of_a_prompt_is_logged_or_counted(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    canary = "canary-7d1f"
+    caplog.set_level("DEBUG")
+    async with serve(server={"api_key": "secret-key"}) as running:
+        headers = {"authorization": "Bearer secret-key"}
+        body = {"messages": [{"role": "user", "content": canary}], "user": canary}
+        await running.http.post("/v1/chat/completions", json=body, headers=headers)
+        await running.http.post("/v1/chat/completions", json={**body, "n": canary}, headers=headers)
+        await running.http.get(f"/{canary}", headers={"x-api-key": canary})
+        metrics = (await running.http.get("/metrics", headers=headers)).text
+    ours = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("appliance"))
+    assert "chatcmpl-" in ours
+    for text in (ours, metrics):
+        assert canary not in text
+        assert "secret-key" not in text
+
+
+def test_times_of_a_request() -> None:
+    metrics = Metrics("m")
+    timer = RequestTimer(metrics)
+    timer.tokens(0, 1, 0.25)
+    timer.tokens(1, 1, None)
+    timer.tokens(0, 2, None)
+    timer.end(complete=True)
+    text = metrics.render().decode()
+    for name, count in (
+        ("vllm:time_to_first_token_seconds", 1),
+        ("vllm:inter_token_latency_seconds", 2),
+        ("vllm:request_queue_time_seconds", 1),
+        ("vllm:e2e_request_latency_seconds", 1),
+    ):
+        assert f'{name}_count{{model_name="m"}} {count:.1f}' in text
+    assert metrics.time_to_first_token.quantiles().count == 1
+    assert (metrics.finished, metrics.failed) == (1, 0)
+
+
+async def test_health_stays_quick_while_a_long_prompt_is_tokenized(serve: Serve) -> None:
+    async with serve() as running:
+        long = asyncio.create_task(running.complete("x" * 1_500_000))
+        slowest = 0.0
+        loop = asyncio.get_running_loop()
+        while not long.done():
+            before = loop.time()
+            assert (await running.http.get("/health")).status_code == 200
+            slowest = max(slowest, loop.time() - before)
+        assert (await long).json()["error"]["code"] == "context_length_exceeded"
+        assert slowest < 0.5
+        assert running.state.engine.state is EngineState.READY

@@ -1,0 +1,78 @@
+"""The same server in front of the real engine and the default model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+
+from appliance.engine.process.child import ENGINE_COMMAND
+from appliance.engine.process.supervisor import EngineState, SupervisionLimits
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.server.conftest import Running, Serve
+
+pytestmark = pytest.mark.model
+
+QUESTION = "What is the capital of France? Answer in one word."
+
+
+async def ask(running: Running) -> str:
+    answer = await running.chat(QUESTION, temperature=0, max_tokens=20)
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
+
+
+async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> None:
+    async with serve(
+        str(smollm2_gguf),
+        command=ENGINE_COMMAND,
+        tokenizer=Tokenizer.from_path(smollm2_gguf),
+        limits=SupervisionLimits(),
+        device="cpu",
+        threads=2,
+        max_model_len=2048,
+        kv_cache_memory=2**28,
+    ) as running:
+        engine = running.state.engine
+        assert "Paris" in await ask(running)
+
+        async def stream(begun: asyncio.Event) -> list[str]:
+            body = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True}
+            found = []
+            async with running.http.stream(
+                "POST", "/v1/completions", json={**body, "stream": True}
+            ) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: "):
+                        found.append(line.removeprefix("data: "))
+                        begun.set()
+            return found
+
+        begun = [asyncio.Event() for _ in range(8)]
+        streams = [asyncio.create_task(stream(event)) for event in begun]
+        for event in begun:
+            await event.wait()
+        assert engine.num_running == 8
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        for lines in await asyncio.gather(*streams):
+            assert "[DONE]" not in lines
+            assert json.loads(lines[-1])["error"]["code"] == "engine_unavailable"
+        await running.until(lambda: engine.state is EngineState.READY, seconds=60)
+        assert engine.restarts == 1
+        assert "Paris" in await ask(running)
+
+        late = asyncio.create_task(stream(asyncio.Event()))
+        await running.until(lambda: engine.num_running == 1)
+        late.cancel()
+        await asyncio.gather(late, return_exceptions=True)
+        await running.until(lambda: engine.stats.aborted_total == 1)
+        await running.until(lambda: engine.stats.running == engine.stats.blocks_active == 0)

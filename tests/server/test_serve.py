@@ -1,0 +1,225 @@
+"""The API process as a whole: start, signals, end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+import pytest
+
+from appliance.config import ServerConfig
+from appliance.errors import ConfigError
+from appliance.server.listener import bind, url_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HERE = Path(__file__).parent
+ECHO = HERE.parent / "engine" / "echo_worker.py"
+
+
+class Server:
+    """A server process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.seen: list[str] = []
+        self.url = ""
+
+    def wait_until_ready(self) -> None:
+        assert self.process.stdout is not None
+        while not self.url:
+            line = self.process.stdout.readline()
+            assert line, f"the server ended after {self.seen}"
+            self.seen.append(line.strip())
+            if line.startswith("ready"):
+                self.url = line.split()[1]
+
+    @property
+    def engine(self) -> psutil.Process:
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+
+@contextmanager
+def server(folder: Path, knobs: str = "", port: int = 0) -> Iterator[Server]:
+    program = str(HERE / "serve_echo.py")
+    with subprocess.Popen(
+        [sys.executable, program, str(folder), str(ECHO), str(port), knobs],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield Server(process)
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def gone(process: psutil.Process, seconds: float = 3.0) -> bool:
+    _, alive = psutil.wait_procs([process], timeout=seconds)
+    return not alive
+
+
+def test_from_start_to_end(tokenizer_folder: Path) -> None:
+    with server(tokenizer_folder) as running:
+        running.wait_until_ready()
+        assert running.seen[0] == "progress reading weights 1 2"
+        assert running.seen[-1] == f"ready {running.url} echo 256"
+        engine = running.engine
+        api = psutil.Process(running.process.pid)
+        listening = [c.laddr for c in api.net_connections("inet") if c.status == "LISTEN"]
+        assert [address.ip for address in listening] == ["127.0.0.1"]
+        assert engine.net_connections("inet") == []
+        with httpx.Client(base_url=running.url) as http:
+            assert http.get("/health").json() == {"status": "ok"}
+            body = {"messages": [{"role": "user", "content": "hi"}]}
+            answer = http.post("/v1/chat/completions", json=body).json()
+            assert answer["choices"][0]["message"]["content"] == "user\nhi"
+        running.process.terminate()
+        assert running.process.wait(timeout=5) == 0
+        assert gone(engine)
+
+
+def test_a_signal_lets_streams_finish(tokenizer_folder: Path) -> None:
+    with server(tokenizer_folder, "step_seconds=0.01") as running:
+        running.wait_until_ready()
+        body = {"prompt": "ab", "max_tokens": 100, "stream": True}
+        with (
+            httpx.Client(base_url=running.url) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            running.process.send_signal(signal.SIGINT)
+            with httpx.Client(base_url=running.url) as other:
+                refused = other.post("/v1/completions", json={"prompt": "x"})
+                assert refused.status_code == 503
+                assert "draining" in refused.json()["error"]["message"]
+            data = [line for line in lines if line]
+        assert data[-1] == "data: [DONE]"
+        assert len(data) >= 100
+        assert running.process.wait(timeout=5) == 0
+
+
+def test_a_second_signal_ends_at_once(tokenizer_folder: Path) -> None:
+    with server(tokenizer_folder, "step_seconds=0.05") as running:
+        running.wait_until_ready()
+        engine = running.engine
+        body = {"prompt": "ab", "max_tokens": 400, "stream": True}
+        with (
+            httpx.Client(base_url=running.url) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            before = time.monotonic()
+            running.process.terminate()
+            time.sleep(0.2)
+            running.process.terminate()
+            data = [line for line in lines if line]
+        assert "shutting down" in json.loads(data[-1].removeprefix("data: "))["error"]["message"]
+        assert running.process.wait(timeout=5) == 0
+        assert time.monotonic() - before < 4
+        assert gone(engine)
+
+
+def test_the_engine_ends_when_the_server_is_killed(tokenizer_folder: Path) -> None:
+    with server(tokenizer_folder, "step_seconds=0.01") as running:
+        running.wait_until_ready()
+        engine = running.engine
+        running.process.kill()
+        assert gone(engine)
+
+
+def test_while_it_loads_it_says_so_and_can_be_ended(tokenizer_folder: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with server(tokenizer_folder, "slow_load", port) as running:
+        health = None
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
+            deadline = time.monotonic() + 20
+            while health is None and time.monotonic() < deadline:
+                try:
+                    health = http.get("/health")
+                except httpx.TransportError:
+                    time.sleep(0.05)
+            assert health is not None
+            assert health.status_code == 503
+            assert "loading" in health.json()["error"]["message"]
+            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+        engine = running.engine
+        running.process.terminate()
+        assert running.process.wait(timeout=5) == 0
+        assert gone(engine)
+
+
+def test_what_cannot_be_loaded_ends_with_its_reason_and_code(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    with server(tokenizer_folder, "does_not_fit") as running:
+        _, errors = running.process.communicate(timeout=20)
+        assert running.process.returncode == 4
+        assert "error: the model needs 9 GiB" in errors
+        assert "Traceback" not in errors
+    with server(tmp_path) as running:
+        _, errors = running.process.communicate(timeout=20)
+        assert running.process.returncode == 3
+        assert "tokenizer" in errors
+        assert "Traceback" not in errors
+
+
+def test_a_busy_port_is_named_before_anything_is_loaded(tokenizer_folder: Path) -> None:
+    with bind(ServerConfig(port=0)) as taken:
+        port = taken.getsockname()[1]
+        with server(tokenizer_folder, "slow_load", port) as running:
+            _, errors = running.process.communicate(timeout=20)
+            assert running.process.returncode == 2
+            assert f"port {port} on 127.0.0.1 is in use" in errors
+            assert "--port" in errors
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"host": "0.0.0.0"}, "APPLIANCE_API_KEY"),
+        ({"host": "::"}, "APPLIANCE_API_KEY"),
+        ({"host": "0.0.0.0", "api_key": ""}, "APPLIANCE_API_KEY"),
+        ({"host": "no-such-host.invalid", "api_key": "k"}, "no address"),
+        ({"host": "192.0.2.1", "api_key": "k"}, "cannot listen"),
+    ],
+)
+def test_addresses_that_are_refused(config: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        bind(ServerConfig(port=0, **config))  # type: ignore[arg-type]
+
+
+def test_addresses_that_are_accepted() -> None:
+    with bind(ServerConfig(port=0, host="0.0.0.0", api_key="k")) as sock:
+        assert sock.proto == socket.IPPROTO_TCP, "without it asyncio leaves Nagle's delay on"
+        assert url_of(ServerConfig(host="0.0.0.0"), sock).startswith("http://0.0.0.0:")
+    try:
+        with bind(ServerConfig(port=0, host="::1")) as sock:
+            assert url_of(ServerConfig(host="::1"), sock).startswith("http://[::1]:")
+    except ConfigError:
+        assert not Path("/proc/net/if_inet6").exists() or not Path("/proc/net/if_inet6").read_text()
+
+
+def test_silent_connections_are_closed(tokenizer_folder: Path) -> None:
+    with server(tokenizer_folder, "header_seconds=0.3") as running:
+        running.wait_until_ready()
+        host, _, port = running.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as silent:
+            silent.sendall(b"GET /health HTTP/1.1\r\n")
+            assert silent.recv(100) == b""

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from appliance import LLM, SamplingParams
+from appliance.engine.request import FinishReason
+from appliance.errors import ContextLengthError
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2_gguf: Path) -> LLM:
+    return LLM(model=str(smollm2_gguf), max_model_len=512, threads=2)
+
+
+def test_a_question_is_answered(llm: LLM) -> None:
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=30), progress=False)[0]
+    assert "Paris" in answer.outputs[0].text
+    assert "<|im_end|>" not in answer.outputs[0].text
+    assert answer.outputs[0].finish_reason is FinishReason.STOP
+
+
+def test_prompts_come_back_in_order_with_a_progress_bar(
+    llm: LLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [f"The number {i} is" for i in range(40)]
+    sampling = [
+        SamplingParams(temperature=0.7, top_p=0.95, seed=i, max_tokens=3 + i % 5) for i in range(40)
+    ]
+    results = llm.generate(prompts, sampling)
+    assert [result.prompt for result in results] == prompts
+    assert all(len(result.outputs[0].token_ids) <= 3 + i % 5 for i, result in enumerate(results))
+    assert all(result.outputs[0].text for result in results)
+    assert "40/40" in capfd.readouterr().err
+
+
+def test_text_prompts_and_their_token_ids_give_the_same(llm: LLM) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=10)
+    text = llm.generate("Once upon a time", sampling, progress=False)[0]
+    ids = llm.generate([text.prompt_token_ids], sampling, progress=False)[0]
+    assert ids.outputs[0].text == text.outputs[0].text
+    assert ids.prompt == "Once upon a time"
+
+
+def test_a_stop_string_ends_one_choice_and_is_not_shown(llm: LLM) -> None:
+    prompt = "One, two, three, four, five,"
+    free = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=20), progress=False)[0]
+    stop = free.outputs[0].text[6:9]
+    sampling = SamplingParams(temperature=0, max_tokens=20, stop=(stop,), logprobs=2)
+    stopped = llm.generate(prompt, sampling, progress=False)[0].outputs[0]
+    assert stopped.text == free.outputs[0].text[: free.outputs[0].text.index(stop)]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert len(stopped.logprobs) == len(stopped.token_ids)
+    assert not llm.engine.has_work
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_nothing_is_left_behind(llm: LLM) -> None:
+    with pytest.raises(ContextLengthError, match="512"):
+        llm.generate(["short", [5] * 600], progress=False)
+    assert not llm.engine.has_work
+
+
+def test_as_many_settings_as_prompts(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="2 prompts but 1"):
+        llm.generate(["a", "b"], [SamplingParams()], progress=False)

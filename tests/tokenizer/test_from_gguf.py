@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from appliance.errors import ModelError, UnsupportedModelError
+from appliance.tokenizer import DecodeStream, Tokenizer
+from appliance.tokenizer.pre_tokenizers import WORD_RULES
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+
+def write(path: Path, *, architecture: str = "llama", **fields: Any) -> Path:
+    """A GGUF file with nothing but a tokenizer; fields are named as after `tokenizer.ggml.`."""
+    writer = gguf.GGUFWriter(path, architecture)
+    chat_template = fields.pop("chat_template", None)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
+    for key, value in fields.items():
+        name = f"tokenizer.ggml.{key}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        elif isinstance(value, str):
+            writer.add_string(name, value)
+        else:
+            writer.add_array(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+PIECES = [
+    ("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), ("<|user|>", CONTROL),
+    ("  ", USER_DEFINED), ("[tool]", USER_DEFINED), *((f"<0x{b:02X}>", BYTE) for b in range(256)),
+    ("\u2581t", NORMAL), ("he", NORMAL), ("\u2581the", NORMAL), ("\u2581th", NORMAL),
+    ("ea", NORMAL), ("ac", NORMAL),
+    *((c, NORMAL) for c in "\u2581theacr"),
+]  # fmt: skip
+
+
+def sentencepiece_fields(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "model": "llama",
+        "pre": "default",
+        "tokens": [piece for piece, _ in PIECES],
+        "token_type": [kind for _, kind in PIECES],
+        "scores": [-float(index) for index in range(len(PIECES))],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    return {k: v for k, v in (fields | changes).items() if v is not None}
+
+
+def byte_level_fields(**changes: Any) -> dict[str, Any]:
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "t", "h", "e", "th", "the", "\u0120",
+              "\u0120the", "1", "2", "\u010a", "<think>"]  # fmt: skip
+    fields = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": tokens,
+        "token_type": [CONTROL] * 3 + [NORMAL] * 10 + [USER_DEFINED],
+        "merges": ["t h", "th e", "\u0120 the"],
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
+    return {k: v for k, v in (fields | changes).items() if v is not None}
+
+
+def tokens_of(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[str]:
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return [tokenizer.token_text(token_id) for token_id in ids]
+
+
+def test_sentencepiece_merges_follow_the_order_of_the_vocabulary(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **sentencepiece_fields()))
+    assert tokens_of(tokenizer, "the cat") == [" the", " ", "c", "a", "t"]
+    assert tokens_of(tokenizer, "eac") == [" ", "ea", "c"]
+    assert tokenizer.add_bos
+    assert tokens_of(tokenizer, "the", add_special_tokens=True) == ["<s>", " the"]
+
+
+def test_scores_count_where_they_contradict_the_order(tmp_path: Path) -> None:
+    scores = [-2.0 if piece == "ea" else -1.0 for piece, _ in PIECES]
+    fields = sentencepiece_fields(scores=scores)
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))
+    assert tokens_of(tokenizer, "eac") == [" ", "e", "ac"]
+
+
+def test_sentencepiece_text_round_trips(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **sentencepiece_fields()))
+    for text in ("the  cat", "é🙂\n\t", " the", ""):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+        assert DecodeStream(tokenizer).push(ids) == (f" {text}" if text else "")
+
+
+def test_space_prefix_can_be_off(tmp_path: Path) -> None:
+    fields = sentencepiece_fields(add_space_prefix=False, add_bos_token=False)
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))
+    assert tokens_of(tokenizer, "the", add_special_tokens=True) == ["t", "he"]
+    assert not tokenizer.add_bos
+
+
+def test_runs_of_spaces_and_user_defined_tokens_are_whole(tmp_path: Path) -> None:
+    fields = sentencepiece_fields(add_space_prefix=False)
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))
+    assert tokens_of(tokenizer, "a  a[tool]a") == ["a", "  ", "a", "[tool]", "a"]
+
+
+@pytest.mark.parametrize(("architecture", "rest"), [("llama", "  a"), ("phi3", " a")])
+def test_phi3_control_tokens_swallow_space(tmp_path: Path, architecture: str, rest: str) -> None:
+    path = write(tmp_path / "t.gguf", architecture=architecture, **sentencepiece_fields())
+    tokenizer = Tokenizer.from_path(path)
+    assert "".join(tokens_of(tokenizer, "<|user|> a")) == f"<|user|>{rest}"
+    assert "".join(tokens_of(tokenizer, "<s> a")) == "<s>  a"
+
+
+def test_byte_level(tmp_path: Path) -> None:
+    fields = byte_level_fields(chat_template="{{ bos_token }}{{ messages[0].content }}")
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))
+    assert tokens_of(tokenizer, "the the<|im_end|><think>") == [
+        "the", " the", "<|im_end|>", "<think>"
+    ]  # fmt: skip
+    assert tokenizer.eos_token_ids == (2, 0)
+    assert not tokenizer.add_bos
+    ids = tokenizer.encode_chat([{"role": "user", "content": "the<|im_end|>"}])
+    assert ids[0] == 0
+    assert 2 not in ids
+
+
+def test_bos_and_eos_can_be_added(tmp_path: Path) -> None:
+    fields = byte_level_fields(add_bos_token=True, add_eos_token=True)
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))
+    assert tokenizer.encode("the", add_special_tokens=True) == [0, 7, 2]
+
+
+def test_an_end_of_turn_is_control_whatever_the_file_says(tmp_path: Path) -> None:
+    kinds = [CONTROL, CONTROL, USER_DEFINED] + [NORMAL] * 10 + [USER_DEFINED]
+    fields = byte_level_fields(token_type=kinds, eos_token_id=0)
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))
+    assert tokenizer.eos_token_ids == (0, 2)
+    ids = tokenizer.encode("the<|im_end|>", add_special_tokens=False)
+    assert DecodeStream(tokenizer).push(ids) == "the"
+
+
+def test_turn_and_message_ends_of_the_file_are_eos(tmp_path: Path) -> None:
+    fields = byte_level_fields(eot_token_id=1, eom_token_id=3)
+    tokenizer = Tokenizer.from_path(write(tmp_path / "t.gguf", **fields))
+    assert tokenizer.eos_token_ids == (2, 1, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("rules", "text", "words"),
+    [
+        ("gpt-2", "I'll pay  12345 dollars", ["I", "'ll", "Ġpay", "Ġ", "Ġ12345", "Ġdollars"]),
+        ("smollm", "pay  123", ["pay", "ĠĠ", "1", "2", "3"]),
+        ("llama-bpe", "I'LL pay 12345\n\n x", ["I", "'LL", "Ġpay", "Ġ", "123", "45", "ĊĊ", "Ġx"]),
+        ("qwen2", "pay 123(a)", ["pay", "Ġ", "1", "2", "3", "(a", ")"]),
+        ("tekken", "camelCase 12's/\n", ["camel", "Case", "Ġ", "1", "2", "'s", "/Ċ"]),
+        ("gpt-4o", "camelCase's 1234", ["camel", "Case's", "Ġ", "123", "4"]),
+    ],
+)
+def test_word_rules(rules: str, text: str, words: list[str]) -> None:
+    split = WORD_RULES[rules].pre_tokenizer().pre_tokenize_str(text)
+    assert [word for word, _ in split] == words
+
+
+def test_defaults_that_come_with_the_word_rules(tmp_path: Path) -> None:
+    path = write(tmp_path / "llama3.gguf", **byte_level_fields(pre="llama-bpe", merges=["t h"]))
+    llama3 = Tokenizer.from_path(path)
+    assert llama3.add_bos
+    assert tokens_of(llama3, "the") == ["the"]  # a whole word needs no merges
+    qwen2 = Tokenizer.from_path(write(tmp_path / "qwen.gguf", **byte_level_fields(pre="qwen2")))
+    assert not qwen2.add_bos
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "holds no tokenizer"),
+        (byte_level_fields(tokens=None), "it has no tokens"),
+        (byte_level_fields(merges=None), "it has no merges"),
+        (byte_level_fields(merges=["t h", "broken"]), "'broken' is not a pair"),
+        (byte_level_fields(merges=["t q"]), "download the file again"),
+        (byte_level_fields(token_type=[1]), "14 tokens but 1 token types"),
+        (byte_level_fields(eos_token_id=99), "eos_token_id is 99, but there are 14 tokens"),
+        (byte_level_fields(tokens=7), "tokens is 7"),
+        (byte_level_fields(merges=[1, 2]), "it has no merges"),
+        (sentencepiece_fields(scores="x"), "scores is 'x'"),
+    ],
+)
+def test_damaged_tokenizers(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    path = write(tmp_path / "t.gguf", **fields)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer.from_path(path)
+    assert reason in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"model": "bert"}, {"pre": "some-new-rules"}])
+def test_unknown_kinds_are_named(tmp_path: Path, changes: dict[str, str]) -> None:
+    path = write(tmp_path / "t.gguf", **byte_level_fields(**changes))
+    with pytest.raises(UnsupportedModelError, match=next(iter(changes.values()))):
+        Tokenizer.from_path(path)

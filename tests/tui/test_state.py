@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from appliance.events import Delta, Run, Sequences
+from appliance.tui.state import Connection, DashboardState, FeedItem, Phase, reduce
+from tests.tui.conftest import CACHED, FREE, INFO, STATS, active, sequence, snapshot
+
+NUM_BLOCKS = 40
+LIVE = Connection(Phase.LIVE)
+
+cells = st.sampled_from([FREE, CACHED, active(1), active(2), active(3, 2)])
+runs = st.integers(0, NUM_BLOCKS - 1).flatmap(
+    lambda start: st.builds(Run, st.just(start), st.integers(1, NUM_BLOCKS - start), cells)
+)
+steps = st.one_of(
+    st.lists(runs, max_size=4).map(tuple),  # blocks that change
+    st.sampled_from(["snapshot", "restart", "lost", "stray", "stats", "sequences", "info"]),
+)
+
+
+@given(st.lists(steps, max_size=40))
+def test_any_interleaving_ends_at_the_truth(script: list[str | tuple[Run, ...]]) -> None:
+    truth, epoch = [FREE] * NUM_BLOCKS, 1
+    state = reduce(DashboardState(), snapshot(truth, epoch))
+    for step in script:
+        items: list[FeedItem]
+        match step:
+            case tuple():
+                for run in step:
+                    truth[run.start : run.start + run.length] = [run.cell] * run.length
+                items = [Delta(epoch=epoch, runs=step)]
+            case "snapshot":
+                items = [snapshot(truth, epoch)]
+            case "restart":
+                truth, epoch = [FREE] * NUM_BLOCKS, epoch + 1
+                items = [snapshot(truth, epoch)]
+            case "lost":
+                # What happens meanwhile is told by the snapshot of the next connection only.
+                truth = [CACHED, *truth[1:]]
+                items = [Connection(Phase.LOST, "cut", 1.0), LIVE, snapshot(truth, epoch)]
+            case "stray":
+                items = [Delta(epoch=epoch + 7, runs=(Run(0, NUM_BLOCKS, CACHED),))]
+            case "stats":
+                items = [STATS]
+            case "sequences":
+                items = [Sequences(sequences=(sequence(1),))]
+            case _:
+                items = [INFO]
+        for item in items:
+            state = reduce(state, item)
+        assert state.blocks is not None
+        assert state.blocks.cells.tolist() == truth
+        assert state.blocks.epoch == epoch
+
+
+def test_a_delta_before_any_snapshot_is_ignored() -> None:
+    state = reduce(DashboardState(), Delta(epoch=1, runs=(Run(0, 1, FREE),)))
+    assert state.blocks is None
+
+
+def test_earlier_states_are_left_alone() -> None:
+    before = reduce(DashboardState(), snapshot([FREE] * 4))
+    after = reduce(before, Delta(epoch=1, runs=(Run(0, 2, CACHED),)))
+    assert before.blocks is not None
+    assert after.blocks is not None
+    assert before.blocks.cells.tolist() == [FREE] * 4
+    assert after.blocks.cells.tolist() == [CACHED, CACHED, FREE, FREE]
+
+
+def test_events_that_contradict_the_map_are_refused() -> None:
+    state = reduce(DashboardState(), snapshot([FREE] * 4))
+    with pytest.raises(ValueError, match="map of 4 blocks"):
+        reduce(state, Delta(epoch=1, runs=(Run(3, 2, CACHED),)))
+
+
+def test_stats_become_history() -> None:
+    state = DashboardState()
+    for rate in (1.0, 2.0, 3.0):
+        state = reduce(state, msgspec.structs.replace(STATS, generation_tokens_per_second=rate))
+    assert state.stats is not None
+    assert state.stats.generation_tokens_per_second == 3.0
+    assert state.history.generation_rate.values == (1.0, 2.0, 3.0)
+    assert state.history.prompt_rate.values == (1234.5,) * 3
+    assert state.history.inter_token.values == (0.0221,) * 3
+    assert state.history.kv_usage.values == (0.25,) * 3
+
+
+def test_running_sequences_come_first_and_old_ones_before_new_ones() -> None:
+    shuffled = (
+        sequence(0, "waiting", request_id="w1", age_seconds=3.0),
+        sequence(2, age_seconds=1.0),
+        sequence(0, "waiting", request_id="w2", age_seconds=90.0),
+        sequence(1, age_seconds=20.0),
+    )
+    state = reduce(DashboardState(), Sequences(sequences=shuffled))
+    assert [one.request_id for one in state.sequences] == ["chatcmpl-1", "chatcmpl-2", "w2", "w1"]
+
+
+def test_the_map_is_current_only_with_a_connection_and_a_ready_engine() -> None:
+    state = DashboardState()
+    assert not state.current
+    state = reduce(state, LIVE)
+    assert state.current
+    state = reduce(state, msgspec.structs.replace(INFO, state="restarting"))
+    assert not state.current
+    state = reduce(state, INFO)
+    assert state.current
+    assert not reduce(state, Connection(Phase.LOST)).current
