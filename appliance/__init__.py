@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from appliance.runtime import limit_spinning
+
 if TYPE_CHECKING:
     from appliance.engine.request import SamplingParams
     from appliance.llm import LLM
@@ -23,4 +25,5 @@ _HOME = {"LLM": "appliance.llm", "SamplingParams": "appliance.engine.request"}
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    limit_spinning()
     return getattr(import_module(_HOME[name]), name)

@@ -31,7 +31,9 @@ SPECS = ("appliance.kernels.paged_attention.spec", "appliance.kernels.kv_write.s
 WARP_SIZE = 32
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Opcodes in SASS, the machine code.
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+_INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE
+)
 _WIDE_LOAD = re.compile(r"LD(?:G|GSTS)\..*\b128\b")
 _MATRIX_PRODUCT = re.compile(r"[HIQO]G?MMA\b|DMMA\b")
 _SPILL = re.compile(r"(?:STL|LDL)\b")
@@ -88,7 +90,7 @@ def _read(cubin: bytes, shared: int) -> Resources:
         file.write(cubin)
         file.flush()
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
-        sass = _run("nvdisasm", "--print-code", file.name)
+        sass = _run("nvdisasm", "--print-code", "--no-dataflow", file.name)
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()  # type: ignore[union-attr]
     opcodes = _INSTRUCTION.findall(sass)
     products = [code for code in opcodes if _MATRIX_PRODUCT.match(code)]

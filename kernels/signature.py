@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 # Compute capabilities that are compiled for and gated: 8.0 is 80.
 CAPABILITIES = (80, 86, 89, 90, 120)
+MOST_COMPILED = 86  # where all named shapes are, the others get those that differ most
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -34,17 +33,17 @@ from appliance.quant.staging import check_destination, staged_folder
 from appliance.quant.tokenizer_files import write_tokenizer_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
     from concurrent.futures import Executor
     from pathlib import Path
 
     from appliance.model.source import ModelSource
     from appliance.quant.formats import WeightReader
-    from appliance.quant.plan import PlannedTensor, QuantizePlan
+    from appliance.quant.plan import QuantizePlan
     from appliance.quant.scheme import WeightScheme
 
 MAX_SHARD_BYTES = 4 << 30
-PIECE_ELEMENTS = 1 << 20  # numbers of a weight that are worked on at once: 4 MiB in float32
+PIECE_ELEMENTS = 1 << 18  # numbers of a weight that are worked on at once: 1 MiB in float32
 
 
 class Method(Enum):
@@ -133,30 +132,38 @@ def _write_tensors(
     with _workers() as workers:
         for tensor in plan.tensors:
             weight = weights.load(tensor.name)
-            convert = partial(_convert, tensor, weight, plan.dtype)
-            pieces = workers.map(convert, _row_ranges(tensor.shape))
-            for name, stored in _stored(tensor, pieces):
-                writer.write(name, stored)
+            if tensor.scheme is None:
+                writer.write(tensor.name, _in_type(plan.dtype, tensor.name, weight))
+            else:
+                packed = _quantized(workers, tensor.scheme, plan.dtype, tensor.name, weight)
+                for name, stored in encode(tensor.name, packed).items():
+                    writer.write(name, [stored])
             done += tensor.nbytes
             if on_progress is not None:
                 on_progress("quantizing", done, writer.total_bytes)
 
 
-def _stored(
-    tensor: PlannedTensor, pieces: Iterator[Tensor | PackedWeight]
-) -> Iterator[tuple[str, Iterable[Tensor]]]:
-    """What a tensor is stored as, by name."""
-    if tensor.scheme is None:
-        yield tensor.name, pieces
-    else:
-        packed = PackedWeight.concatenate(list(pieces))
-        yield from ((name, [stored]) for name, stored in encode(tensor.name, packed).items())
+def _in_type(dtype: torch.dtype, name: str, weight: Tensor | PackedWeight) -> Iterator[Tensor]:
+    """The rows of a weight that is not quantized, piece by piece."""
+    for rows in _row_ranges(weight.shape):
+        yield _read_rows(name, weight, rows).to(dtype)
 
 
-def _convert(
-    tensor: PlannedTensor, weight: Tensor | PackedWeight, dtype: torch.dtype, rows: slice
-) -> Tensor | PackedWeight:
-    """Bring some rows of a weight into the form they are stored in.
+def _quantized(
+    workers: Executor,
+    scheme: WeightScheme,
+    scale_dtype: torch.dtype,
+    name: str,
+    weight: Tensor | PackedWeight,
+) -> PackedWeight:
+    def quantize_rows(rows: slice) -> PackedWeight:
+        return rtn.quantize(_read_rows(name, weight, rows), scheme, scale_dtype)
+
+    return PackedWeight.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
+
+
+def _read_rows(name: str, weight: Tensor | PackedWeight, rows: slice) -> Tensor:
+    """Some rows of a weight in float32; packed ones are dequantized.
 
     Raises:
         QuantizeError: they hold NaN or infinity.
@@ -166,10 +173,8 @@ def _convert(
     else:
         piece = weight[rows].to(torch.float32)
     if not torch.isfinite(piece).all():
-        raise QuantizeError(f"{tensor.name} holds NaN or infinity; fetch the model again")
-    if tensor.scheme is None:
-        return piece.to(dtype)
-    return rtn.quantize(piece, tensor.scheme, dtype)
+        raise QuantizeError(f"{name} holds NaN or infinity; fetch the model again")
+    return piece
 
 
 def _row_ranges(shape: tuple[int, ...]) -> list[slice]:

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from appliance.runtime import limit_spinning
+
+limit_spinning()  # the tests share their processors with servers under test
+
 _DEFAULT_MODELS_DIR = Path(__file__).parent.parent / ".cache" / "models"
 
 

@@ -13,12 +13,13 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
 LARGE_BY_NATURE: set[str] = set()  # kernel and generated files, by name only
 
-LEAVES = {"errors", "stats", "events", "files"}
+LEAVES = {"runtime", "errors", "stats", "events", "files"}
 # Longest matching prefix wins. A value lists what else of ours the unit may import; every unit
 # may import itself and the leaves.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "stats": set(),
+    "runtime": set(),
     "events": set(),
     "files": set(),
     "config": set(),

@@ -1,1 +1,1 @@
-"""The engine decides and remembers: requests, blocks, schedule, steps, and the process they run in."""
+"""The engine decides and remembers: requests, blocks, schedule, steps and their process."""

@@ -113,10 +113,6 @@ class LLMEngine:
         self._step_seconds = time.perf_counter() - begin
         return StepReport(deltas=(*deltas, *failed), started=plan.started)
 
-    def fail_all(self, message: str) -> tuple[SequenceDelta, ...]:
-        """End every live sequence with an error, so that the engine is empty."""
-        return tuple(self._fail(sequence, message) for sequence in [*self._scheduler.sequences()])
-
     def stats(self) -> EngineStats:
         """A snapshot of the numbers."""
         return msgspec.structs.replace(

@@ -30,7 +30,9 @@ class Executor(Protocol):
         batch: RaggedBatch,
         caches: Sequences[KVBlocks],  # one per layer
         rows: Tensor | None,  # (num_rows,) int64, rows whose logits are wanted
-    ) -> Tensor: ...  # (num_rows, vocab_size) float32
+    ) -> Tensor:
+        """Run one step; returns logits (num_rows, vocab_size) float32."""
+        ...
 
 
 class ModelRunner:

@@ -90,7 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             self._check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are accepted",
+                f"logit_bias has {len(self.logit_bias)} entries;"
+                f" at most {MAX_LOGIT_BIAS} are accepted",
                 param="logit_bias",
             )
         for token_id, bias in self.logit_bias.items():

@@ -221,7 +221,7 @@ class Scheduler:
         what of their blocks was written.
         """
         in_flight, self._in_flight = self._in_flight, set()
-        for sequence in in_flight:
+        for sequence in sorted(in_flight, key=rank):
             if sequence.status is SequenceStatus.FINISHED:
                 self._release(sequence)
             else:

@@ -19,6 +19,7 @@ from appliance.server.listener import HttpProtocol, bind, url_of
 from appliance.server.metrics import Metrics
 from appliance.server.state import ServerState
 from appliance.tokenizer import Tokenizer
+from appliance.tokenizer.template_probe import probe
 
 if TYPE_CHECKING:
     import socket
@@ -148,7 +149,10 @@ class _Server:
 
     async def _load(self, on_progress: ProgressCallback) -> EngineInfo:
         tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._model.path)
-        info = await self._engine.start(tokenizer.eos_token_ids, on_progress)
+        info, _ = await asyncio.gather(
+            self._engine.start(tokenizer.eos_token_ids, on_progress),
+            asyncio.to_thread(_try_template, tokenizer),
+        )
         self._state.tokenizer = tokenizer
         return info
 
@@ -176,6 +180,11 @@ class _WebServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _try_template(tokenizer: Tokenizer) -> None:
+    if tokenizer.chat_template is not None:
+        probe(tokenizer.chat_template)
 
 
 async def _first_of(*tasks: asyncio.Task[Any]) -> None:

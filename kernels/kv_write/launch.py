@@ -47,7 +47,7 @@ def write_kv(key: Tensor, value: Tensor, cache: KVBlocks, slot_mapping: Tensor) 
         return
     fixed = constexprs(cache.format, num_kv_heads, head_dim)
     parts = -(-num_kv_heads // fixed["BLOCK_HEADS"])
-    with torch.cuda.device_of(key):
+    with torch.cuda.device(key.get_device()):
         kv_write_kernel[(num_tokens, parts)](
             cache.keys,
             cache.values,

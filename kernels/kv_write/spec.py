@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from appliance.kernels.kv_cache import KVFormat
-from appliance.kernels.signature import KernelSignature
+from appliance.kernels.signature import MOST_COMPILED, KernelSignature
 
 MAX_WARPS = 4
 WARP_ELEMENTS = 256  # of one tensor: 8 per thread, one 16-byte load each
@@ -23,8 +23,8 @@ class KVWriteShape:
 
 
 SHAPES = (
-    KVWriteShape("smollm2_135m", 3, 64),
     KVWriteShape("llama_8b", 8, 128),
+    KVWriteShape("smollm2_135m", 3, 64),
     KVWriteShape("gemma2_9b", 8, 256),
     KVWriteShape("phi2", 32, 80),
 )
@@ -59,8 +59,7 @@ def num_warps(fixed: Constexprs) -> int:
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
     """All that is compiled and gated for one compute capability (86 is 8.6)."""
-    del capability  # one tile size serves all
-    for shape in SHAPES:
+    for shape in SHAPES if capability == MOST_COMPILED else SHAPES[:1]:
         for kv_format in (KVFormat.BF16, KVFormat.INT8):
             yield write_signature(shape, kv_format)
 

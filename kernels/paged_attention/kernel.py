@@ -1,4 +1,4 @@
-"""Paged attention on the GPU: one tile of query rows against one span of keys, and the merge of spans.
+"""Paged attention on the GPU: a tile of query rows against a span of keys, and the merge of spans.
 
 The same body serves decode (one row per sequence, its keys split over many programs) and prefill
 (a tile of rows, all their keys). Quantized elements are widened in registers only: the key scale
@@ -155,13 +155,12 @@ def paged_attention_kernel(
 
     b_output = b_acc / tl.where(b_sum > 0.0, b_sum, 1.0)[:, None]
     if DECODE:
-        if i_partial >= 0:
-            b_partial = i_partial * num_heads + b_head
-            b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.maximum(b_sum, 1e-37)), -float("inf"))
-            tl.store(partial_lse_ptr + b_partial, b_lse, mask=b_valid_m)
-            p_partial = partial_ptr + (b_partial * HEAD_DIM)[:, None] + o_dim[None, :]
-            tl.store(p_partial, b_output, mask=b_mask_q)
-            return
+        b_partial = i_partial * num_heads + b_head
+        b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.maximum(b_sum, 1e-37)), -float("inf"))
+        tl.store(partial_lse_ptr + b_partial, b_lse, mask=b_valid_m & (i_partial >= 0))
+        p_partial = partial_ptr + (b_partial * HEAD_DIM)[:, None] + o_dim[None, :]
+        tl.store(p_partial, b_output, mask=b_mask_q & (i_partial >= 0))
+        b_mask_q &= i_partial < 0
     b_output_row = b_query_row * num_heads + b_head
     tl.store(
         output_ptr + (b_output_row * HEAD_DIM)[:, None] + o_dim[None, :],

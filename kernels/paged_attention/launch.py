@@ -1,4 +1,4 @@
-"""Launches paged attention: checks what is asked for, chooses a specialization, sets up the grid."""
+"""Launches paged attention: checks what is asked for, chooses a variant, sets up the grid."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LOG2_E = math.log2(math.e)
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16  # even at one byte an element, every head then begins 16-byte aligned
 MAX_GROUP = 16
-BLOCK_SIZES = (16, 32, 64, 128)  # powers of two that divide a span
+BLOCK_SIZES = (16, 32)
 INTERPRETED = 80  # compute capability whose tiles are taken where there is no GPU
 
 
@@ -99,7 +99,7 @@ def paged_attention(
         tile = choose_tile(variant, _capability(query.device))
         # A row of the table stands for TILE_ROWS query rows; a program takes what its group leaves.
         parts = 1 if decode else TILE_ROWS * variant.group_padded // tile.block_m
-        with torch.cuda.device_of(query):
+        with torch.cuda.device(query.get_device()):
             paged_attention_kernel[(len(rows), parts, num_kv_heads)](
                 output,
                 partial if decode else None,
@@ -125,7 +125,7 @@ def paged_attention(
                 maxnreg=tile.max_registers,
             )
     if len(work.merges):
-        with torch.cuda.device_of(query):
+        with torch.cuda.device(query.get_device()):
             merge_partials_kernel[(len(work.merges), num_heads)](
                 output,
                 partial,

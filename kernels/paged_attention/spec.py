@@ -18,7 +18,7 @@ from appliance.kernels.paged_attention.variant import (
     padded,
 )
 from appliance.kernels.paged_attention.work import MAX_SPANS
-from appliance.kernels.signature import KernelSignature
+from appliance.kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULE = "appliance.kernels.paged_attention.kernel"
 
@@ -46,7 +46,6 @@ SHAPES = (
     AttentionShape("phi2", 32, 32, 80),
 )
 CORE_SHAPES = SHAPES[:3]  # each head_dim and option once
-FULL_CAPABILITY = 86  # where the other shapes are compiled too
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +72,20 @@ LENGTHS = (
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
     """All that is compiled and gated for one compute capability (86 is 8.6)."""
-    full = capability == FULL_CAPABILITY
+    full = capability == MOST_COMPILED
     precisions = [(torch.bfloat16, KVFormat.BF16), (torch.bfloat16, KVFormat.INT8)]
-    for shape, phase, precision in product(SHAPES if full else CORE_SHAPES, Phase, precisions):
-        yield attention_signature(shape, phase, *precision, capability)
+    shapes = SHAPES if full else CORE_SHAPES
+    for shape, phase, (dtype, kv_format) in product(shapes, Phase, precisions):
+        yield attention_signature(shape, phase, dtype, kv_format, capability)
     if full:
         precisions = [
             (torch.float16, KVFormat.FP16),
             (torch.float32, KVFormat.FP32),
             (torch.float32, KVFormat.INT8),
         ]
-        for phase, precision in product(Phase, precisions):
-            yield attention_signature(SHAPES[1], phase, *precision, capability)
-    for shape in CORE_SHAPES:
+        for phase, (dtype, kv_format) in product(Phase, precisions):
+            yield attention_signature(SHAPES[1], phase, dtype, kv_format, capability)
+    for shape in CORE_SHAPES if full else SHAPES[1:2]:
         yield merge_signature(shape)
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat
+if TYPE_CHECKING:
+    from appliance.kernels.kv_cache import KVFormat
 
-MIN_BLOCK_M = 16  # rows of the smallest matrix product on tensor cores
 # Triton's names of the dtypes that the matrix products can take.
 COMPUTE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -97,7 +98,7 @@ _Tiles = dict[tuple[Phase, bool], tuple[Tile, Tile, Tile]]  # bool: one byte per
 _UNSPILLED = Tile(64, 32, 8, 3, max_registers=255)
 
 _MMA_SYNC: _Tiles = {
-    (Phase.DECODE, False): (Tile(16, 64, 4, 5), Tile(16, 32, 4, 5), Tile(16, 32, 4, 3)),
+    (Phase.DECODE, False): (Tile(16, 32, 4, 5), Tile(16, 32, 4, 5), Tile(16, 32, 4, 3)),
     (Phase.DECODE, True): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 5), Tile(16, 32, 4, 3)),
     (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 3)),
     (Phase.PREFILL, True): (Tile(128, 32, 8, 3), _UNSPILLED, Tile(64, 32, 8, 3)),

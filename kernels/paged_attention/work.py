@@ -55,7 +55,7 @@ def plan_attention(
 
     Args:
         batch: the step.
-        block_size: token slots in a block.
+        block_size: token slots in a block; the tables are the same for any.
         span_capacity: fix the sizes of all decode tables, by this many spans and one merge for
             each decode row; what is left over stays empty. So a captured graph can be replayed
             for other context lengths.
@@ -63,7 +63,7 @@ def plan_attention(
     Returns:
         The tables, copied to the batch's device in one piece.
     """
-    assert SPAN_STEP % block_size == 0, block_size
+    assert block_size > 0
     contexts = np.array(batch.host_context_lens[: batch.num_decodes], dtype=np.int32)
     counts, lengths = span_counts(contexts)
     spans, merges = _decode_tables(contexts, counts, lengths)
@@ -76,8 +76,14 @@ def plan_attention(
     tiles = _prefill_table(batch)
     table = torch.from_numpy(np.concatenate((spans, merges, tiles)))
     table = table.to(batch.query_start.device, non_blocking=True)
-    parts = table.split([len(spans), len(merges), len(tiles)])
-    return AttentionWork(batch, *parts, num_partials=num_partials)
+    first_merge, first_tile = len(spans), len(spans) + len(merges)
+    return AttentionWork(
+        batch=batch,
+        spans=table[:first_merge],
+        merges=table[first_merge:first_tile],
+        tiles=table[first_tile:],
+        num_partials=num_partials,
+    )
 
 
 def span_counts(contexts: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -178,13 +178,22 @@ def test_a_row_whose_blocks_are_taken_is_not_in_the_plan() -> None:
     assert by_name(engine)["ahead", 0].num_computed < 24
 
 
-def test_nobody_is_admitted_into_blocks_that_running_prompts_still_need() -> None:
-    engine = scheduler(num_blocks=8, rows=4)
-    engine.add(request("big", range(24)), now=0.0)
-    engine.add(request("small", range(100, 108)), now=1.0)
-    for _ in range(6):
-        assert [row[0] for row in rows(step(engine))] == ["big"]
+def test_nobody_is_admitted_into_the_block_that_a_running_answer_grows_into() -> None:
+    engine = scheduler(num_blocks=4)
+    engine.add(request("a", range(4), sampling=SamplingParams(max_tokens=6)), now=0.0)
+    engine.add(request("b", range(100, 112)), now=1.0)
+    order = [[row[0] for row in rows(step(engine))] for _ in range(7)]
+    assert order == [["a"]] * 6 + [["b"]]
     assert engine.stats().preemptions_total == 0
+
+
+def test_nobody_is_admitted_into_blocks_that_a_prompt_in_flight_still_needs() -> None:
+    engine = scheduler(num_blocks=7, rows=4)
+    engine.add(request("big", range(24)), now=0.0)
+    engine.add(request("small", range(100, 107)), now=1.0)
+    assert rows(engine.plan(now=0.0)) == [("big", 0, 0, 4, False)]
+    assert engine.plan(now=0.0) is None
+    engine.check_invariants()
 
 
 @pytest.mark.parametrize("phase", ["waiting", "prefill", "decode"])

@@ -10,12 +10,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.plan import Plan
+from appliance.engine.policy import may_admit
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.engine.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import Sequence, SequenceStatus
@@ -98,6 +100,7 @@ class Load:
     requests: tuple[tuple[int, Request], ...]  # step of arrival
     aborts: tuple[tuple[int, bool, int, int | None], ...]  # step, within a step?, request, index
     failures: tuple[int, ...]  # steps at which everything in flight fails
+    eager: bool  # admit whatever fits at this moment, at the price of many preemptions
     seed: int
 
 
@@ -239,11 +242,15 @@ class Simulation:
         assert stats.blocks_cached + stats.blocks_free == self.load.num_blocks
 
 
+def fits_now(cost: int, num_free_blocks: int, num_promised: int) -> bool:
+    return cost <= num_free_blocks
+
+
 @st.composite
 def requests(draw: st.DrawFn, number: int) -> tuple[int, Request]:
     shared = draw(st.integers(0, len(BASE)))
     own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=0 if shared else 1, max_size=6))
-    max_tokens = draw(st.one_of(st.integers(1, 14), st.none()))
+    max_tokens = draw(st.one_of(st.integers(1, 20), st.none()))
     request = Request(
         request_id=str(number),
         prompt_token_ids=(*BASE[:shared], *own),
@@ -254,7 +261,7 @@ def requests(draw: st.DrawFn, number: int) -> tuple[int, Request]:
             stop_token_ids=draw(st.sampled_from([(), (4,)])),
             ignore_eos=draw(st.booleans()),
         ),
-        priority=draw(st.sampled_from([0, 0, 0, 1])),
+        priority=draw(st.sampled_from([0, 0, 1])),
         cache_salt=draw(st.sampled_from(["", "", "x"])),
     )
     return draw(st.integers(0, 25)), request
@@ -265,8 +272,8 @@ def loads(draw: st.DrawFn) -> Load:
     number = draw(st.integers(1, 9))
     step = st.integers(0, 40)
     return Load(
-        num_blocks=draw(st.integers(4, 24)),
-        block_size=draw(st.integers(1, 4)),
+        num_blocks=draw(st.integers(4, 20)),
+        block_size=draw(st.sampled_from([1, 2, 2, 3, 4])),
         limits=SchedulerLimits(
             max_num_seqs=draw(st.integers(1, 6)),
             max_num_batched_tokens=draw(st.integers(1, 16)),
@@ -289,6 +296,7 @@ def loads(draw: st.DrawFn) -> Load:
             )
         ),
         failures=tuple(draw(st.lists(step, max_size=2))),
+        eager=draw(st.booleans()),
         seed=draw(st.integers(0, 2**16)),
     )
 
@@ -302,7 +310,9 @@ def loads(draw: st.DrawFn) -> Load:
 )
 @given(loads())
 def check_load(load: Load) -> None:
-    Simulation(load).run()
+    admission = fits_now if load.eager else may_admit
+    with patch("appliance.engine.scheduler.may_admit", admission):
+        Simulation(load).run()
 
 
 def test_every_load_ends_with_the_right_answers() -> None:

@@ -26,11 +26,12 @@ Table = dict[tuple[str, int], dict]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Table:
+def compiled(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Table:
     """All kernels' resources, planted regressions included, by name and capability."""
     output = tmp_path_factory.mktemp("aot") / "resources.json"
     # Another process, because one that has imported an interpreting triton cannot compile.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(pytestconfig.rootpath / ".cache" / "triton")
     path = os.pathsep.join(filter(None, (str(HERE), environment.get("PYTHONPATH"))))
     specs = ["--spec", *SPECS, "planted_regressions"]
     finished = subprocess.run(

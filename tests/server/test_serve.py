@@ -46,7 +46,8 @@ class Server:
 
     @property
     def engine(self) -> psutil.Process:
-        (child,) = psutil.Process(self.process.pid).children()
+        children = psutil.Process(self.process.pid).children()
+        (child,) = (one for one in children if str(ECHO) in one.cmdline())
         return child
 
 
@@ -87,7 +88,7 @@ def test_from_start_to_end(tokenizer_folder: Path) -> None:
             answer = http.post("/v1/chat/completions", json=body).json()
             assert answer["choices"][0]["message"]["content"] == "user\nhi"
         running.process.terminate()
-        assert running.process.wait(timeout=5) == 0
+        assert running.process.wait(timeout=10) == 0
         assert gone(engine)
 
 
@@ -109,7 +110,7 @@ def test_a_signal_lets_streams_finish(tokenizer_folder: Path) -> None:
             data = [line for line in lines if line]
         assert data[-1] == "data: [DONE]"
         assert len(data) >= 100
-        assert running.process.wait(timeout=5) == 0
+        assert running.process.wait(timeout=10) == 0
 
 
 def test_a_second_signal_ends_at_once(tokenizer_folder: Path) -> None:
@@ -129,8 +130,8 @@ def test_a_second_signal_ends_at_once(tokenizer_folder: Path) -> None:
             running.process.terminate()
             data = [line for line in lines if line]
         assert "shutting down" in json.loads(data[-1].removeprefix("data: "))["error"]["message"]
-        assert running.process.wait(timeout=5) == 0
-        assert time.monotonic() - before < 4
+        assert running.process.wait(timeout=10) == 0
+        assert time.monotonic() - before < 15, "the stream alone would take 20 s"
         assert gone(engine)
 
 
@@ -161,7 +162,7 @@ def test_while_it_loads_it_says_so_and_can_be_ended(tokenizer_folder: Path) -> N
             assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
         engine = running.engine
         running.process.terminate()
-        assert running.process.wait(timeout=5) == 0
+        assert running.process.wait(timeout=10) == 0
         assert gone(engine)
 
 

@@ -18,21 +18,12 @@ from appliance.engine.messages import FromEngine, Shutdown, ToEngine
 from appliance.engine.process.entry import DUMP_STACKS_SIGNAL
 from appliance.engine.process.framing import FrameDecoder, encode_frame
 from appliance.engine.process.metadata import create_metadata, map_metadata
+from appliance.runtime import ALLOCATOR, OPENMP
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
 ENGINE_COMMAND = (sys.executable, "-m", "appliance.engine.process")
-ENGINE_ENVIRONMENT = {
-    # OpenMP threads that spin at a barrier starve each other as soon as another process, such as
-    # this one, needs a core: 150 small matmuls on 2 cores took 83 ms (median) beside a busy
-    # process and 3.5 alone. With this limit they took 7 to 16 and 3.4; without spinning 13 and 10.
-    "GOMP_SPINCOUNT": "1000",
-    # Activations of a step are freed and allocated again in the next; giving them back to the
-    # system in between costs page faults in every layer (up to a fourfold attention time).
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
-    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-}
 
 _READ_BYTES = 1 << 18
 _EXIT_SECONDS = 5.0  # for a process whose connection has ended, or that was told to end
@@ -137,6 +128,6 @@ class EngineProcess:
 
 def _environment() -> dict[str, str]:
     """The environment of the engine: everything but the API key, which is none of its business."""
-    environment = {**ENGINE_ENVIRONMENT, **os.environ}
+    environment = {**ALLOCATOR, **OPENMP, **os.environ}
     environment.pop(f"{ENV_PREFIX}API_KEY", None)
     return environment

@@ -44,7 +44,15 @@ def run_child(session: pytest.Session) -> Child:
     with tempfile.TemporaryDirectory() as folder:
         lines = Path(folder) / "outcomes.jsonl"
         lines.touch()
-        command = [sys.executable, "-m", "pytest", "-p", "interpreter_arithmetic", "-p", "outcome_lines"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "interpreter_arithmetic",
+            "-p",
+            "outcome_lines",
+        ]
         command += ["-p", "no:cacheprovider", "-q", f"--outcome-lines={lines}", *tests]
         try:
             finished = subprocess.run(
@@ -140,7 +148,9 @@ def build_case(
         query, key, value = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         write_kv(key, value, cache, slots_of(table, 0, context, block_size))
         queries.append(query[context - rows :])
-    return Case(torch.cat(queries), cache, build_batch(query_lens, context_lens, tables, block_size))
+    return Case(
+        torch.cat(queries), cache, build_batch(query_lens, context_lens, tables, block_size)
+    )
 
 
 def build_batch(

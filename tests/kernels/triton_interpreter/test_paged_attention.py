@@ -76,9 +76,7 @@ def test_every_cache_format(make_case, kv_format, dtype, window, softcap):
     ],
 )
 @pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
-def test_every_shape_of_heads(
-    make_case, num_heads, num_kv_heads, head_dim, block_size, kv_format
-):
+def test_every_shape_of_heads(make_case, num_heads, num_kv_heads, head_dim, block_size, kv_format):
     case = make_case(
         QUERY_LENS,
         CONTEXT_LENS,

@@ -1,4 +1,4 @@
-"""Gives Triton's interpreter bfloat16 arithmetic, and matrix products without an order of summation.
+"""Gives Triton's interpreter bfloat16 arithmetic, and products that know no order of summation.
 
 A pytest plugin of the child that interprets kernels. Without it the bits of bfloat16 are taken for
 integers; it covers casts, matrix products and elementwise arithmetic, while reductions stay wrong

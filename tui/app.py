@@ -1,0 +1,88 @@
+"""`appliance top`: attaches to a running server over HTTP and shows its memory breathe.
+
+Loads neither torch nor the engine: all it knows comes through the event feed.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from textual.app import App
+
+from appliance.errors import ConfigError
+from appliance.tui.client import EventFeed
+from appliance.tui.palette import THEME
+from appliance.tui.screens.dashboard import DashboardScreen
+from appliance.tui.state import DashboardState, reduce
+
+if TYPE_CHECKING:
+    from appliance.tui.state import FeedItem
+
+FRAMES_PER_SECOND = 5
+
+
+class DashboardApp(App[None]):
+    """Follows one feed and paints what it says, never faster than the eye needs.
+
+    Args:
+        feed: where the events come from.
+    """
+
+    TITLE = "appliance top"
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, feed: EventFeed) -> None:
+        super().__init__()
+        self._feed = feed
+        self.state = DashboardState()
+
+    def get_default_screen(self) -> DashboardScreen:
+        """The dashboard is the only screen below the help."""
+        return DashboardScreen(str(self._feed.url).rstrip("/"))
+
+    def on_mount(self) -> None:
+        """Start to follow and to paint."""
+        self.register_theme(THEME)
+        self.theme = THEME.name
+        self.run_worker(self._feed.follow(self.take), name="feed")
+        self.set_interval(1 / FRAMES_PER_SECOND, self.paint)
+
+    def take(self, item: FeedItem) -> None:
+        """Take in one item of the feed; what comes between two frames is painted once.
+
+        Raises:
+            ValueError: the item makes no sense.
+        """
+        self.state = reduce(self.state, item)
+
+    def paint(self) -> None:
+        """Bring the screen up to date."""
+        screen = self.screen_stack[0]
+        assert isinstance(screen, DashboardScreen)
+        screen.paint(self.state)
+
+
+def run_dashboard(url: str, api_key: str | None) -> int:
+    """Show the dashboard of a server until the person quits.
+
+    Args:
+        url: the server, with or without scheme and `/v1`.
+        api_key: the server's key, if it wants one.
+
+    Returns:
+        What the process should exit with.
+
+    Raises:
+        ConfigError: the address is none, or there is no terminal to draw on.
+    """
+    app = DashboardApp(EventFeed(url, api_key))
+    # Textual draws on the error stream, so that is the one that must be a terminal.
+    if sys.__stdin__ is None or sys.__stderr__ is None:
+        raise ConfigError("appliance top needs a terminal")
+    if not (sys.__stdin__.isatty() and sys.__stderr__.isatty()):
+        raise ConfigError(
+            "appliance top needs a terminal; GET /metrics has the numbers for scripts"
+        )
+    app.run()
+    return app.return_code or 0

@@ -1,0 +1,189 @@
+"""Follows the event feed of a server: connects, reads, and comes back after every kind of failure.
+
+Hands on `Event`s and `Connection`s; knows nothing of what is drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import time
+from typing import TYPE_CHECKING
+
+import httpx
+import msgspec
+
+from appliance.errors import ConfigError
+from appliance.events import Delta, Snapshot, decode_event
+from appliance.tui.sse import FrameDecoder
+from appliance.tui.state import Connection, FeedItem, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+logger = logging.getLogger(__name__)
+
+EVENTS_PATH = "/admin/v1/events"
+FIRST_RETRY = 0.5  # seconds; doubles with every failure in a row
+LAST_RETRY = 8.0
+CONNECT_TIMEOUT = 5.0
+SILENCE_TIMEOUT = 20.0  # stats come every second, and comments while there is nothing to tell
+MAX_STRAY_DELTAS = 10  # of an epoch that no snapshot announced, before the feed is read anew
+
+
+class FeedError(Exception):
+    """The feed ended, or never began; `phase` is what that means."""
+
+    def __init__(self, phase: Phase, reason: str) -> None:
+        super().__init__(reason)
+        self.phase = phase
+        self.reason = reason
+
+
+def server_url(text: str) -> httpx.URL:
+    """The address of a server as people write it: with or without scheme, slash or `/v1`.
+
+    Raises:
+        ConfigError: it is no http address.
+    """
+    try:
+        url = httpx.URL(text if "://" in text else f"http://{text}")
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--url {text!r} is no address: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"--url {text!r} is no address; write it like http://127.0.0.1:8080")
+    path = url.path.rstrip("/").removesuffix("/v1")
+    return url.copy_with(path=path or "/", query=None, fragment=None)
+
+
+class EventFeed:
+    """One server's feed.
+
+    Args:
+        url: the server, see `server_url`.
+        api_key: sent as a bearer token if there is one.
+        first_retry: seconds before the first new attempt.
+
+    Raises:
+        ConfigError: the address is none, or the key cannot be sent.
+    """
+
+    def __init__(self, url: str, api_key: str | None, *, first_retry: float = FIRST_RETRY) -> None:
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("the API key may hold printable ASCII characters only")
+        self.url = server_url(url)
+        self._events_url = self.url.copy_with(path=self.url.path.rstrip("/") + EVENTS_PATH)
+        self._first_retry = self._retry = first_retry
+        self._headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    async def follow(self, publish: Callable[[FeedItem], None]) -> None:
+        """Publish what the server sends, and every change of the connection, until cancelled.
+
+        Args:
+            publish: called in order; may raise ValueError for an event that makes no sense, and
+                the feed is then read anew.
+        """
+        async with self._client() as client:
+            while True:
+                try:
+                    await self._read(client, publish)
+                except FeedError as error:
+                    phase, reason = error.phase, error.reason
+                except (msgspec.MsgspecError, ValueError) as error:
+                    phase, reason = Phase.LOST, f"the feed cannot be read: {error}"
+                logger.info("feed of %s: %s", self.url, reason)
+                retry, self._retry = self._retry, min(2 * self._retry, LAST_RETRY)
+                publish(Connection(phase, reason, time.monotonic() + retry))
+                await asyncio.sleep(retry)
+
+    def _client(self) -> httpx.AsyncClient:
+        timeout = httpx.Timeout(CONNECT_TIMEOUT, read=SILENCE_TIMEOUT)
+        # A proxy from the environment cannot reach this machine's loopback.
+        return httpx.AsyncClient(timeout=timeout, trust_env=not _is_loopback(self.url.host))
+
+    async def _read(self, client: httpx.AsyncClient, publish: Callable[[FeedItem], None]) -> None:
+        """Connect once and publish until the feed ends.
+
+        Raises:
+            FeedError: always, in the end.
+            msgspec.MsgspecError: an event is not what its name says.
+            ValueError: a frame is too large, or `publish` refused its event.
+        """
+        frames = FrameDecoder()
+        answered = False
+        epoch: int | None = None
+        strays = 0
+        try:
+            async with client.stream("GET", self._events_url, headers=self._headers) as response:
+                answered = True
+                _require_feed(response)
+                publish(Connection(Phase.LIVE))
+                async for received in response.aiter_bytes():
+                    for name, data in frames.feed(received):
+                        event = decode_event(name, data)
+                        if event is None:
+                            continue
+                        publish(event)
+                        if isinstance(event, Snapshot):
+                            epoch, strays, self._retry = event.epoch, 0, self._first_retry
+                        elif isinstance(event, Delta) and event.epoch != epoch:
+                            strays += 1
+                            if strays > MAX_STRAY_DELTAS:
+                                raise FeedError(Phase.LOST, "a snapshot of the blocks is missing")
+        except httpx.RequestError as error:
+            raise FeedError(Phase.LOST, _in_words(error, answered=answered)) from error
+        cut = frames.in_frame
+        raise FeedError(Phase.LOST, "cut in the middle of a frame" if cut else "the feed ended")
+
+
+def _require_feed(response: httpx.Response) -> None:
+    status = response.status_code
+    if status in (401, 403):
+        raise FeedError(
+            Phase.UNAUTHORIZED,
+            "the server refused the key; set APPLIANCE_API_KEY to one that it knows",
+        )
+    if status == 429 or status >= 500:
+        raise FeedError(Phase.LOST, f"the server answered {status} {response.reason_phrase}")
+    kind = response.headers.get("content-type", "").partition(";")[0].strip()
+    if status != 200 or kind != "text/event-stream":
+        raise FeedError(
+            Phase.FOREIGN,
+            f"not an appliance: {EVENTS_PATH} answered {status} {kind or 'without a type'}",
+        )
+
+
+def _in_words(error: httpx.RequestError, *, answered: bool) -> str:
+    if isinstance(error, httpx.ReadTimeout):
+        return f"nothing came for {SILENCE_TIMEOUT:.0f} s"
+    if isinstance(error, httpx.ConnectTimeout):
+        return f"no answer within {CONNECT_TIMEOUT:.0f} s"
+    causes = list(_causes(error))
+    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
+        return "connection refused; is the server running?"
+    if any(isinstance(cause, socket.gaierror) for cause in causes):
+        return f"the name {error.request.url.host} is unknown"
+    if answered:
+        return "the connection was cut"
+    return str(error) or type(error).__name__
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and all that led to it, groups opened."""
+    while error is not None:
+        yield error
+        if isinstance(error, BaseExceptionGroup):
+            for one in error.exceptions:
+                yield from _causes(one)
+        error = error.__cause__ or error.__context__
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

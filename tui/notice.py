@@ -1,0 +1,42 @@
+"""What stands in place of the block map as long as there is none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.tui.state import Phase
+
+if TYPE_CHECKING:
+    from appliance.tui.view import View
+
+
+def notice(view: View) -> list[str]:
+    """Lines to show, the first one as a heading; empty when there is a map to show."""
+    connection, info = view.connection_state.connection, view.state.info
+    if view.state.blocks is not None and (info is None or info.state != "failed"):
+        return []
+    match connection.phase:
+        case Phase.CONNECTING:
+            return [f"Connecting to {view.url}"]
+        case Phase.LIVE:
+            return _engine(view)
+        case Phase.LOST:
+            heading = f"No connection to {view.url}"
+        case Phase.UNAUTHORIZED:
+            heading = f"{view.url} wants another key"
+        case Phase.FOREIGN:
+            heading = f"{view.url} is not an appliance"
+    return [heading, connection.reason, "", view.retry_words]
+
+
+def _engine(view: View) -> list[str]:
+    info = view.state.info
+    if info is None:
+        return ["Connected", "waiting for the server to tell about its engine"]
+    match info.state:
+        case "failed":
+            return ["The engine failed", info.reason]
+        case "ready":
+            return ["Connected", "waiting for the first block map"]
+        case state:
+            return [f"{info.model} is {state}", info.reason]

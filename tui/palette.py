@@ -1,0 +1,68 @@
+"""The colours, in one place: states are steps of luminance, owners are hues.
+
+Owner hues are those of Okabe and Ito without black and grey. Colours of one mode are at least 16
+apart (CIE76) for people with each kind of colour deficiency; a test simulates and measures it.
+"""
+
+from __future__ import annotations
+
+from textual.theme import Theme
+
+BACKGROUND = "#10141b"
+FREE = "#232b38"
+CACHED = "#4b586c"
+ACTIVE = "#9fb4cc"
+SHARED = "#ffffff"
+
+OWNER_HUES = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#d55e00", "#0072b2")
+
+# Reference counts 1, 2, 3 and 4, 5 to 8, more: each step is lighter, none repeats a state.
+REFERENCE_STEPS = ("#5a1fd0", "#b02fc0", "#e86a80", "#ffb050", "#fff6a8")
+
+TEXT = "#c8d3e0"
+MUTED = "#8494a8"
+NOTE = "#5d6c80"
+FAINT = "#3a4657"
+BRIGHT = "#ffffff"
+ACCENT = "#56b4e9"
+GOOD = "#3fb68b"
+WARNING = "#e69f00"
+BAD = "#ff6b5e"
+TOKENS_OUT = "#3fb68b"
+TOKENS_IN = "#56b4e9"
+
+THEME = Theme(
+    name="appliance",
+    dark=True,
+    primary=ACCENT,
+    secondary=MUTED,
+    accent=ACCENT,
+    foreground=TEXT,
+    background=BACKGROUND,
+    surface=BACKGROUND,
+    panel=BACKGROUND,
+    success=GOOD,
+    warning=WARNING,
+    error=BAD,
+    variables={
+        "footer-background": BACKGROUND,
+        "footer-key-foreground": ACCENT,
+        "footer-description-foreground": MUTED,
+    },
+)
+
+
+def owner_hue(slot: int) -> str:
+    """The hue of a sequence; hues repeat, which is what focusing one sequence is for."""
+    return OWNER_HUES[slot % len(OWNER_HUES)]
+
+
+def mix(color: str, other: str, share: float) -> str:
+    """`color` with a `share` of it, 0 to 1, replaced by `other`; both as #rrggbb."""
+    pairs = ((int(color[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+
+
+def dimmed(color: str) -> str:
+    """The same colour as a backdrop: recognisable, but nothing to look at."""
+    return mix(color, BACKGROUND, 0.72)

@@ -1,0 +1,54 @@
+"""Server-sent events out of a stream of bytes, whatever way the network cuts it up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024  # a snapshot of ten million blocks is smaller
+
+
+@dataclass(slots=True)
+class FrameDecoder:
+    """Collects bytes until frames are whole.
+
+    Only `event` and `data` fields are read; comments and other fields are skipped.
+    """
+
+    _rest: bytes = b""
+    _name: str = ""
+    _data: list[bytes] = field(default_factory=list)
+    _size: int = 0
+
+    @property
+    def in_frame(self) -> bool:
+        """Whether what has come so far ends inside a frame."""
+        return bool(self._rest or self._name or self._data)
+
+    def feed(self, received: bytes) -> list[tuple[str, bytes]]:
+        """Take in bytes; return (event name, data) of each frame they complete.
+
+        Raises:
+            ValueError: a frame is larger than any of ours can be.
+        """
+        self._size += len(received)
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        frames = []
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if line:
+                self._take(line)
+                continue
+            if self._data:
+                frames.append((self._name or "message", b"\n".join(self._data)))
+            self._name, self._data, self._size = "", [], len(self._rest)
+        if self._size > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of the feed is larger than {MAX_FRAME_BYTES} bytes")
+        return frames
+
+    def _take(self, line: bytes) -> None:
+        name, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if name == b"event":
+            self._name = value.decode("utf-8", errors="replace")
+        elif name == b"data":
+            self._data.append(value)

@@ -1,0 +1,67 @@
+"""How full the KV cache is, and what sharing saves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from appliance.tui import numbers, palette
+from appliance.tui.widgets.panel import HEADLINE, Panel, pair
+
+if TYPE_CHECKING:
+    from appliance.stats import EngineStats
+    from appliance.tui.view import View
+
+_BAR = "━"
+
+
+class Cache(Panel):
+    """A bar in the colours of the block map's states, and shares."""
+
+    TITLE = "KV cache"
+    DEFAULT_CSS = "Cache { height: 8; }"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """The engine's numbers and its geometry."""
+        return view.state.stats, view.state.info
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """The bar and five lines."""
+        if view.state.stats is None:
+            return []
+        engine = view.state.stats.engine
+        info = view.state.info
+        held = f"of {numbers.size(info.kv_bytes)}" if info and info.kv_bytes else ""
+        return [
+            pair("in use", numbers.percent(engine.kv_usage), width, note=held, color=HEADLINE),
+            _bar(engine, width),
+            pair("slots that hold tokens", numbers.percent(engine.kv_utilization), width),
+            _prefix_hits(engine, width),
+            pair("preemptions", numbers.count(engine.preemptions_total), width),
+            pair("aborted", numbers.count(engine.aborted_total), width),
+        ]
+
+
+def _prefix_hits(engine: EngineStats, width: int) -> Text:
+    looked_up = engine.prefix_queries_total
+    value = numbers.percent(engine.prefix_hits_total / looked_up) if looked_up else "-"
+    note = f"{numbers.count(engine.prefix_hits_total)} tokens"
+    return pair("prefix hits", value, width, note=note)
+
+
+def _bar(engine: EngineStats, width: int) -> Text:
+    """Shared, active, cached and free blocks to scale."""
+    line = Text()
+    seen = drawn = 0
+    for blocks, color in (
+        (engine.blocks_shared, palette.SHARED),
+        (engine.blocks_active - engine.blocks_shared, palette.ACTIVE),
+        (engine.blocks_cached, palette.CACHED),
+        (engine.blocks_free, palette.FREE),
+    ):
+        seen += max(0, blocks)
+        end = min(width, round(width * seen / engine.blocks_total)) if engine.blocks_total else 0
+        line.append(_BAR * (end - drawn), color)
+        drawn = max(drawn, end)
+    return line

@@ -1,0 +1,85 @@
+"""The top line: what is served, and how the connection to it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from appliance.tui import numbers, palette
+from appliance.tui.state import Phase
+from appliance.tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from appliance.events import Info
+    from appliance.tui.view import View
+
+_NAME = " ▌appliance top"
+_DOTS = {
+    Phase.CONNECTING: ("○", palette.WARNING),
+    Phase.LIVE: ("●", palette.GOOD),
+    Phase.LOST: ("○", palette.BAD),
+    Phase.UNAUTHORIZED: ("○", palette.BAD),
+    Phase.FOREIGN: ("○", palette.BAD),
+}
+
+
+class Header(Lines):
+    """One line; facts are left out from the end as the terminal gets narrower."""
+
+    DEFAULT_CSS = "Header { height: 1; }"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """The model, the connection, and the up-time."""
+        stats = view.state.stats
+        uptime = int(stats.uptime_seconds) if stats else None
+        return view.state.info, uptime, view.connection_words, view.paused, view.url
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """Name and model on the left, connection on the right."""
+        right = _connection(view, with_url=width >= 120)
+        line = Text.assemble((_NAME, f"bold {palette.ACCENT}"))
+        if view.state.info is not None:
+            line.append(f"  {view.state.info.model}", f"bold {palette.BRIGHT}")
+            for fact, color in _facts(view.state.info):
+                if line.cell_len + len(fact) + 3 + right.cell_len + 2 > width:
+                    break
+                line.append(" · ", palette.FAINT)
+                line.append(fact, color)
+        line.truncate(max(0, width - right.cell_len - 1), overflow="ellipsis", pad=True)
+        return [line.append(" ").append_text(right)]
+
+
+def _facts(info: Info) -> list[tuple[str, str]]:
+    """What to say of the model, with a colour each, the most important first."""
+    facts = []
+    if info.state != "ready":
+        facts.append((info.state, palette.BAD if info.state == "failed" else palette.WARNING))
+    if info.restarts:
+        facts.append((f"restarted {info.restarts} x", palette.WARNING))
+    facts += [
+        (fact, palette.MUTED)
+        for fact in (
+            info.weight_format,
+            f"KV {info.kv_format}" if info.kv_format else "",
+            info.device,
+            f"{numbers.count(info.context_length)} context" if info.context_length else "",
+            info.backend,
+        )
+        if fact
+    ]
+    return facts
+
+
+def _connection(view: View, *, with_url: bool) -> Text:
+    dot, color = _DOTS[view.connection_state.connection.phase]
+    if view.paused and view.connection_state.connection.phase is Phase.LIVE:
+        dot, color = "‖", palette.WARNING
+    line = Text()
+    if with_url:
+        line.append(f"{view.url}  ", palette.MUTED)
+    line.append(f"{dot} {view.connection_words} ", color)
+    stats = view.state.stats
+    if stats is not None and view.connection_state.connection.phase is Phase.LIVE:
+        line.append(f" up {numbers.clock(int(stats.uptime_seconds))} ", palette.MUTED)
+    return line

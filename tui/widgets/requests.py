@@ -1,0 +1,162 @@
+"""The table of sequences: who asked, how far each is, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from appliance.tui import numbers, palette
+from appliance.tui.messages import SequenceChosen
+from appliance.tui.state import is_running
+from appliance.tui.view import SequenceKey
+from appliance.tui.widgets.panel import Panel
+
+if TYPE_CHECKING:
+    from textual.events import Click
+
+    from appliance.stats import SequenceView
+    from appliance.tui.view import View
+
+_BAR = "━"
+_MIN_BAR = 16  # cells; narrower terminals have none
+_FOCUSED = "on #1f2a3a"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: numbers end at the right edge, words begin at the left."""
+
+    title: str
+    width: int
+    right: bool = True
+
+
+_COLUMNS = (
+    Column("request", 26, right=False),
+    Column("owner", 12, right=False),
+    Column("state", 8, right=False),
+    Column("prompt", 8),
+    Column("cached", 8),
+    Column("generated", 10),
+    Column("blocks", 8),
+    Column("age", 9),
+)
+_MARK = 4  # focus mark and swatch
+_FIXED = _MARK + sum(column.width for column in _COLUMNS)
+
+
+class RequestTable(Panel):
+    """One line per sequence; scrolls so that the focused one is always seen."""
+
+    TITLE = "Requests"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """The sequences and the focus."""
+        return view.state.sequences, view.focus, view.state.stats is None
+
+    def on_click(self, event: Click) -> None:
+        """Tell which sequence was clicked."""
+        at = event.get_content_offset(self)
+        if self._view is None or at is None:
+            return
+        room = _room(self._view, self.size.height)
+        index = _first_shown(self._view, room) + at.y - 1
+        if 0 < at.y <= room and index < len(self._view.state.sequences):
+            chosen = self._view.state.sequences[index]
+            self.post_message(SequenceChosen(SequenceKey.of(chosen)))
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """A heading, then as many sequences as fit."""
+        sequences = view.state.sequences
+        if not sequences:
+            words = "" if view.state.stats is None else "No requests at the moment."
+            return [_heading(width), Text(words, palette.MUTED)]
+        room = _room(view, height)
+        first = _first_shown(view, room)
+        shown = sequences[first : first + room]
+        longest = max(one.prompt_tokens + one.output_tokens for one in sequences)
+        lines = [_heading(width), *(_row(view, one, width, longest) for one in shown)]
+        if hidden := len(sequences) - len(shown):
+            lines.append(Text(f"{' ' * _MARK}and {numbers.count(hidden)} more", palette.MUTED))
+        return lines
+
+
+def _room(view: View, height: int) -> int:
+    """Lines for sequences: all below the heading, or all but one that tells how many more."""
+    room = max(0, height - 1)
+    return room if len(view.state.sequences) <= room else max(0, room - 1)
+
+
+def _first_shown(view: View, room: int) -> int:
+    """Index of the first sequence in the window."""
+    for index, sequence in enumerate(view.state.sequences):
+        if SequenceKey.of(sequence) == view.focus:
+            return max(0, index - room + 1)
+    return 0
+
+
+def _heading(width: int) -> Text:
+    line = Text(" " * _MARK)
+    for column in _COLUMNS:
+        line.append(_fitted(column.title, column))
+    if width - _FIXED >= _MIN_BAR:
+        line.append("   cached, prompt, generated")
+    line.stylize(palette.MUTED)
+    return line
+
+
+def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
+    running = is_running(sequence)
+    hue = palette.owner_hue(sequence.slot) if running else palette.FAINT
+    focused = SequenceKey.of(sequence) == view.focus
+    sibling = f" #{sequence.index}" if sequence.index else ""
+    color = palette.TEXT if running else palette.MUTED
+    line = Text.assemble((" ▸" if focused else "  ", palette.BRIGHT), ("■ ", hue))
+    for column, words in zip(
+        _COLUMNS,
+        (
+            sequence.request_id + sibling,
+            sequence.owner or "-",
+            sequence.status,
+            numbers.count(sequence.prompt_tokens),
+            numbers.count(sequence.cached_tokens),
+            numbers.count(sequence.output_tokens),
+            numbers.count(sequence.blocks),
+            numbers.clock(sequence.age_seconds),
+        ),
+        strict=True,
+    ):
+        line.append(_fitted(words, column), color)
+    room = width - _FIXED
+    if room >= _MIN_BAR:
+        line.append("   ").append_text(_bar(sequence, room - 3, longest, hue))
+    if focused:
+        line.append(" " * max(0, width - line.cell_len))
+        line.stylize(_FOCUSED)
+    return line
+
+
+def _fitted(words: str, column: Column) -> str:
+    """Exactly the column's width, with a space to the neighbour on its left or right."""
+    room = column.width - 1
+    if len(words) > room:
+        words = words[: room - 1] + "…"
+    return " " + words.rjust(room) if column.right else words.ljust(room) + " "
+
+
+def _bar(sequence: SequenceView, width: int, longest: int, hue: str) -> Text:
+    """The sequence's tokens to scale: from the cache, computed from the prompt, generated."""
+    line = Text()
+    seen = drawn = 0
+    for tokens, color in (
+        (sequence.cached_tokens, palette.CACHED),
+        (sequence.prompt_tokens - sequence.cached_tokens, palette.ACTIVE),
+        (sequence.output_tokens, hue),
+    ):
+        seen += max(0, tokens)
+        end = min(width, round(width * seen / longest)) if longest else 0
+        line.append(_BAR * max(0, end - drawn), color)
+        drawn = max(drawn, end)
+    return line
