@@ -29,7 +29,8 @@ class PackedWeight:
     Attributes:
         codes: (out_features, in_features * bits / 8) uint8. With 4 bits, byte j of a row holds
             the codes of inputs 2j (low nibble) and 2j + 1 (high nibble). Codes are unsigned.
-        scale: (out_features, in_features / group_size) float16, bfloat16 or float32.
+        scale: (out_features, in_features / group_size) float16, bfloat16 or float32; may be
+            negative.
         offset: same shape and dtype as scale; its meaning is `offset_kind`.
         bits: 4 or 8.
         group_size: inputs that share a scale; divides in_features.

@@ -107,8 +107,15 @@ class CompressedTensorsWeights:
         """Bits of a packed weight's codes, None of a dense tensor."""
         if name not in self._packed:
             return None
-        words_per_row = self._folder.shape(name + PACKED)[1]
-        return words_per_row * 32 // self.shape(name)[1]
+        shape = self.shape(name)
+        stored = self._folder.shape(name + PACKED)
+        for bits in sorted({scheme.bits for scheme in self._schemes}):
+            if stored == (shape[0], -(-shape[1] * bits // 32)):
+                return bits
+        raise CheckpointError(
+            f"{name}{PACKED} has shape {stored}, which does not hold a matrix of {shape};"
+            " download or quantize the model again"
+        )
 
     def load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor; codes, scales and zero points come back as they were stored."""

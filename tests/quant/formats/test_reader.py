@@ -55,6 +55,29 @@ def test_packed_tensors_come_under_the_name_of_their_weight(tmp_path: Path) -> N
     assert isinstance(reader.load("model.norm.weight"), torch.Tensor)
 
 
+def test_bits_are_known_before_a_weight_is_read(tmp_path: Path) -> None:
+    reader = open_weights(packed_folder(tmp_path))
+    assert reader.packed_bits(NAME) == 4
+    assert reader.packed_bits("model.norm.weight") is None
+
+
+def test_nothing_in_a_plain_folder_is_packed(tmp_path: Path) -> None:
+    reader = open_weights(folder(tmp_path, {NAME: WEIGHT}, None))
+    assert reader.packed_bits(NAME) is None
+
+
+@pytest.mark.parametrize("shape", [(48,), (6, 9), (5, 8), (6, 8, 1)])
+def test_words_that_cannot_be_the_matrix_are_refused(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    words = torch.zeros(shape, dtype=torch.int32)
+    tensors = encode(NAME, quantize(WEIGHT, SCHEME)) | {NAME + "_packed": words}
+    config = quantization_config({NAME.removesuffix(".weight"): SCHEME}, [])
+    reader = open_weights(folder(tmp_path, tensors, config))
+    with pytest.raises(CheckpointError, match="does not hold a matrix"):
+        reader.packed_bits(NAME)
+
+
 @pytest.mark.parametrize("part", ["_scale", "_shape"])
 def test_a_missing_part_is_named(tmp_path: Path, part: str) -> None:
     reader = open_weights(packed_folder(tmp_path, without=part))
