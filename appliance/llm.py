@@ -70,7 +70,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
@@ -78,7 +78,7 @@ class LLM:
         """Complete prompts, in the order they were given.
 
         Args:
-            prompts: one text, texts, or lists of token ids.
+            prompts: one text, or texts and lists of token ids.
             sampling_params: one for all, or one per prompt.
             progress: draw a bar with prompts done and tokens per second on stderr.
 

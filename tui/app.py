@@ -5,7 +5,10 @@ Loads neither torch nor the engine: all it knows comes through the event feed.
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from textual.app import App
@@ -35,11 +38,12 @@ class DashboardApp(App[None]):
     def __init__(self, feed: EventFeed) -> None:
         super().__init__()
         self._feed = feed
+        self._dashboard = DashboardScreen(str(feed.url).rstrip("/"))
         self.state = DashboardState()
 
     def get_default_screen(self) -> DashboardScreen:
         """The dashboard is the only screen below the help."""
-        return DashboardScreen(str(self._feed.url).rstrip("/"))
+        return self._dashboard
 
     def on_mount(self) -> None:
         """Start to follow and to paint."""
@@ -58,9 +62,7 @@ class DashboardApp(App[None]):
 
     def paint(self) -> None:
         """Bring the screen up to date."""
-        screen = self.screen_stack[0]
-        assert isinstance(screen, DashboardScreen)
-        screen.paint(self.state)
+        self._dashboard.paint(self.state)
 
 
 def run_dashboard(url: str, api_key: str | None) -> int:
@@ -84,5 +86,13 @@ def run_dashboard(url: str, api_key: str | None) -> int:
         raise ConfigError(
             "appliance top needs a terminal; GET /metrics has the numbers for scripts"
         )
-    app.run()
+    asyncio.run(_run(app))
     return app.return_code or 0
+
+
+async def _run(app: DashboardApp) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Textual gives the terminal back when the app exits, but not when a signal ends it.
+        loop.add_signal_handler(number, partial(app.exit, return_code=128 + number))
+    await app.run_async()

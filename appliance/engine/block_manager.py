@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
-from appliance.engine.block_metadata import BlockMetadata, BlockState, unpack
+from appliance.engine.block_metadata import BlockMetadata, unpack
 from appliance.engine.plan import BlockCopy
 from appliance.engine.prefix_cache import PrefixCache
+from appliance.events import BlockState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

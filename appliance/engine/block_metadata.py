@@ -6,13 +6,14 @@ Written when a block changes hands, never per token; a reader needs numpy and th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from appliance.events import BlockState
 
 BYTES_PER_BLOCK = 8
 MAX_OWNER = 2**16 - 2  # the dashboard's feed uses 2**16 - 1 for nobody
@@ -24,14 +25,6 @@ _STATE_SHIFT = 44
 _OWNER_SHIFT = 48
 _MAX_REFERENCES = 2**8 - 1
 _STEP_MASK = 2**32 - 1
-
-
-class BlockState(IntEnum):
-    """What a block is used for; values up to 15 fit the word."""
-
-    FREE = 0  # no content
-    CACHED = 1  # content kept for reuse, no sequence refers to it
-    ACTIVE = 2  # at least one sequence refers to it
 
 
 @dataclass(frozen=True, slots=True)

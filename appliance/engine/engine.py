@@ -95,12 +95,19 @@ class LLMEngine:
         return self._scheduler.abort(request_id, index)
 
     def step(self) -> StepReport:
-        """Run one step; its deltas are in the order of the plan."""
+        """Run one step; its deltas are in the order of the plan.
+
+        If it is interrupted, as by Ctrl-C, nothing of it is remembered and the next one repeats it.
+        """
         begin = time.perf_counter()
         plan = self._scheduler.plan(time.monotonic())
         if plan is None:
             return StepReport()
-        sampled = self._runner.run(plan)
+        try:
+            sampled = self._runner.run(plan)
+        except BaseException:
+            self._scheduler.discard_plans()
+            raise
         sampling = [entry.sequence for entry in plan.scheduled if entry.samples]
         results = dict(zip(sampling, sampled, strict=True))
         failed = [

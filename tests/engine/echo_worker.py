@@ -15,7 +15,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.engine.block_metadata import BlockMetadata, BlockState
+from appliance.engine.block_metadata import BlockMetadata
+from appliance.events import BlockState
 from appliance.engine.messages import (
     Candidate,
     EngineInfo,

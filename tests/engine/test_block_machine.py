@@ -20,7 +20,8 @@ from hypothesis.stateful import (
 )
 
 from appliance.engine.block_manager import BlockManager
-from appliance.engine.block_metadata import BlockState, unpack
+from appliance.engine.block_metadata import unpack
+from appliance.events import BlockState
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.engine.block_manager import BlockManager
-from appliance.engine.block_metadata import BlockState, unpack
+from appliance.engine.block_metadata import unpack
+from appliance.events import BlockState
 from appliance.engine.plan import BlockCopy
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence

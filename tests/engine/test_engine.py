@@ -185,6 +185,23 @@ def test_broken_logits_end_that_request_only(
     assert (counts["a"], counts["b"], counts["c"]) == (5, 0, 5)
 
 
+def test_an_interrupted_step_is_repeated(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(engine, request("r", prompt(40, 8)))
+    engine.submit(request("r", prompt(40, 8)))
+    answer: list[int] = []
+    for _ in range(5):
+        answer += [token for delta in engine.step().deltas for token in delta.token_ids]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "run", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    while engine.has_work:
+        answer += [token for delta in engine.step().deltas for token in delta.token_ids]
+    assert answer == expected["r", 0]
+
+
 def test_what_can_never_run_is_refused(engine: LLMEngine, tiny_llama: Path) -> None:
     with pytest.raises(ContextLengthError, match="256"):
         engine.submit(request("long", prompt(256)))

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engine.block_metadata import BlockMetadata
-from appliance.engine.block_metadata import BlockState as EngineBlockState
 from appliance.engine.messages import EngineInfo
 from appliance.events import NO_OWNER, BlockState, Delta, Snapshot, pack_cell, unpack_cell
 from appliance.server.block_feed import MAX_RUNS, BlockFeed, cells_of, changed_runs
@@ -19,17 +18,11 @@ INFO = EngineInfo(
 )  # fmt: skip
 
 
-def test_states_mean_the_same_on_both_sides() -> None:
-    assert {state.name: state.value for state in BlockState} == {
-        state.name: state.value for state in EngineBlockState
-    }
-
-
 def test_cells_hold_what_the_engine_wrote() -> None:
     metadata = BlockMetadata(num_blocks=4)
     metadata.begin_step(2**32 - 1)
-    metadata.write(1, EngineBlockState.ACTIVE, owner=65_000, references=300)
-    metadata.write(2, EngineBlockState.CACHED)
+    metadata.write(1, BlockState.ACTIVE, owner=65_000, references=300)
+    metadata.write(2, BlockState.CACHED)
     cells = cells_of(metadata.words).tolist()
     assert [unpack_cell(cell) for cell in cells] == [
         (BlockState.FREE, 0, 0, NO_OWNER),
@@ -66,14 +59,14 @@ def test_a_watcher_gets_a_snapshot_then_changes_then_a_snapshot_of_another_engin
     assert feed.poll(words, INFO) is None
 
     for block in (7, 8, 9):
-        metadata.write(block, EngineBlockState.ACTIVE, owner=3, references=1)
+        metadata.write(block, BlockState.ACTIVE, owner=3, references=1)
     delta = feed.poll(words, INFO)
     assert isinstance(delta, Delta)
     assert delta.epoch == first.epoch
     assert [(run.start, run.length) for run in delta.runs] == [(7, 3)]
 
     for block in range(0, 2 * MAX_RUNS + 2, 2):
-        metadata.write(block, EngineBlockState.CACHED)
+        metadata.write(block, BlockState.CACHED)
     many = feed.poll(words, INFO)
     assert isinstance(many, Snapshot)
     assert many.epoch == first.epoch + 1

@@ -439,6 +439,17 @@ async def test_help(event_server: EventServer) -> None:
         assert app.is_running
 
 
+async def test_a_frame_may_fall_due_before_the_start_and_after_the_end(
+    event_server: EventServer,
+) -> None:
+    event_server.answers = [EVERYTHING]
+    app = DashboardApp(EventFeed(event_server.url, None))
+    app.paint()
+    async with app.run_test() as pilot:
+        await shown(app, pilot, lambda: app.state.stats)
+    app.paint()
+
+
 @pytest.mark.parametrize("key", ["q", "ctrl+c", "ctrl+q"])
 async def test_quitting_ends_the_feed(event_server: EventServer, key: str) -> None:
     async with dashboard(event_server) as (app, pilot):

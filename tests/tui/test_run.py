@@ -6,11 +6,14 @@ import asyncio
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
 import termios
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,10 +21,18 @@ from appliance.errors import ConfigError
 from appliance.tui.app import run_dashboard
 from tests.tui.conftest import CACHED, INFO, STATS, Answer, EventServer, snapshot
 
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """
 import sys
 from appliance.tui.app import run_dashboard
+if "crash" in sys.argv:
+    from appliance.tui.screens.dashboard import DashboardScreen
+    def crash(self):
+        raise RuntimeError("planted")
+    DashboardScreen.action_next_mode = crash
 code = run_dashboard(sys.argv[1], "key")
 heavy = [n for n in sys.modules if n.split(".")[0] in ("torch", "transformers", "triton")]
 ours = [n for n in sys.modules if n.startswith(("appliance.engine", "appliance.model"))]
@@ -30,46 +41,88 @@ sys.exit(code)
 """
 
 
-async def until(words: bytes, drawn: bytearray) -> None:
-    while words not in drawn:  # noqa: ASYNC110  (a terminal has no other way to tell)
-        await asyncio.sleep(0.02)
+class Terminal:
+    """A pseudo-terminal with the dashboard in it."""
 
+    def __init__(self, url: str, *arguments: str) -> None:
+        self.ours, self.theirs = pty.openpty()
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.settings = termios.tcgetattr(self.theirs)
+        self.drawn = bytearray()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, url, *arguments],
+            stdin=self.theirs, stdout=self.theirs, stderr=self.theirs, cwd=ROOT,
+            env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
 
-async def test_it_draws_on_a_terminal_and_leaves_it_clean(event_server: EventServer) -> None:
-    event_server.answers = [Answer((INFO, snapshot([CACHED] * 500), STATS))]
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    before = termios.tcgetattr(theirs)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PROGRAM, event_server.url,
-        stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT,
-        env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    drawn = bytearray()
-    loop = asyncio.get_running_loop()
-    loop.add_reader(ours, lambda: drawn.extend(os.read(ours, 65536)))
-    try:
+    async def until(self, happened: Callable[[], object]) -> None:
         async with asyncio.timeout(30):
-            await until(b"SmolLM2", drawn)
-            await until(b"cached 500", drawn)
-            assert termios.tcgetattr(theirs) != before
-            os.write(ours, b"q")
-            assert await process.wait() == 0
-            await until(b"loaded", drawn)
-        assert termios.tcgetattr(theirs) == before
+            while not happened():  # noqa: ASYNC110  (a terminal has no other way to tell)
+                await asyncio.sleep(0.02)
+
+    async def shows(self, words: bytes) -> None:
+        await self.until(lambda: words in self.drawn)
+
+    async def ends(self) -> int:
+        await self.until(lambda: self.process.poll() is not None)
+        await asyncio.sleep(0.05)  # for what it still wrote
+        return self.process.returncode
+
+    def assert_clean(self) -> None:
+        assert termios.tcgetattr(self.theirs) == self.settings
+        text = self.drawn.decode(errors="replace")
+        assert text.index("\x1b[?1049h") < text.index("\x1b[?1049l"), "the old screen is back"
+        assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "so is the cursor"
+        assert "\x1b[?1000l" in text, "the mouse is let go"
+
+
+@asynccontextmanager
+async def terminal(server: EventServer, *arguments: str) -> AsyncIterator[Terminal]:
+    """A terminal that shows the whole dashboard."""
+    server.answers = [Answer((INFO, snapshot([CACHED] * 500), STATS))]
+    shown = Terminal(server.url, *arguments)
+    loop = asyncio.get_running_loop()
+    loop.add_reader(shown.ours, lambda: shown.drawn.extend(os.read(shown.ours, 65536)))
+    try:
+        await shown.shows(b"SmolLM2")
+        await shown.shows(b"cached 500")
+        assert termios.tcgetattr(shown.theirs) != shown.settings
+        yield shown
     finally:
-        loop.remove_reader(ours)
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        os.close(ours)
-        os.close(theirs)
-    text = drawn.decode(errors="replace")
-    assert text.index("\x1b[?1049h") < text.index("\x1b[?1049l"), "the old screen is back"
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "so is the cursor"
-    assert "\x1b[?1000l" in text, "the mouse is let go"
-    assert "loaded []" in text
+        loop.remove_reader(shown.ours)
+        shown.process.kill()
+        shown.process.wait()
+        os.close(shown.ours)
+        os.close(shown.theirs)
+
+
+async def test_it_loads_nothing_heavy_and_leaves_the_terminal_clean(
+    event_server: EventServer,
+) -> None:
+    async with terminal(event_server) as shown:
+        os.write(shown.ours, b"q")
+        assert await shown.ends() == 0
+        await shown.shows(b"loaded []")
+        shown.assert_clean()
     assert "authorization: bearer key" in event_server.requests[0].lower()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_a_signal_leaves_the_terminal_clean(
+    event_server: EventServer, number: signal.Signals
+) -> None:
+    async with terminal(event_server) as shown:
+        shown.process.send_signal(number)
+        assert await shown.ends() == 128 + number
+        shown.assert_clean()
+
+
+async def test_a_crash_leaves_the_terminal_clean_and_says_why(event_server: EventServer) -> None:
+    async with terminal(event_server, "crash") as shown:
+        os.write(shown.ours, b"c")
+        assert await shown.ends() == 1
+        shown.assert_clean()
+        assert b"planted" in shown.drawn.split(b"\x1b[?1049l")[1]
 
 
 def test_without_a_terminal_it_says_so() -> None:

@@ -115,7 +115,7 @@ class DashboardScreen(Screen[None]):
         if self._focus is not None and view.focused is None:
             self._focus = None  # it ended
             view = self.view
-        # Queries, because a frame may fall due before the widgets are there and after they are gone.
+        # Queries, as a frame may fall due before the widgets are there and after they are gone.
         for lines in self.query(Lines):
             lines.present(view)
         for block_map in self.query(BlockMap):
