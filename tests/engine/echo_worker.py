@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from appliance.engine.block_metadata import BlockMetadata
-from appliance.events import BlockState
 from appliance.engine.messages import (
     Candidate,
     EngineInfo,
@@ -27,6 +26,7 @@ from appliance.engine.messages import (
 from appliance.engine.process.entry import run_engine_process
 from appliance.engine.request import FinishReason, Request
 from appliance.errors import MemoryPlanError, RequestError
+from appliance.events import BlockState
 from appliance.stats import EngineStats, SequenceView
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.block_metadata import unpack
-from appliance.events import BlockState
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence
+from appliance.events import BlockState
 
 Content = tuple[str, tuple[int, ...]]
 

@@ -4,10 +4,10 @@ import pytest
 
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.block_metadata import unpack
-from appliance.events import BlockState
 from appliance.engine.plan import BlockCopy
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence
+from appliance.events import BlockState
 
 
 def sequence(tokens: range | list[int], *, salt: str = "", slot: int = 1) -> Sequence:

@@ -8,9 +8,9 @@ from appliance.engine.block_metadata import (
     BYTES_PER_BLOCK,
     MAX_OWNER,
     BlockMetadata,
-    BlockState,
     unpack,
 )
+from appliance.events import BlockState
 
 
 @given(
