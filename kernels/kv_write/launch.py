@@ -34,7 +34,6 @@ def write_kv(key: Tensor, value: Tensor, cache: KVBlocks, slot_mapping: Tensor) 
     num_tokens, num_kv_heads, head_dim = key.shape
     assert value.shape == key.shape, (value.shape, key.shape)
     assert cache.keys.shape[2:] == key.shape[1:], (cache.keys.shape, key.shape)
-    assert key.stride()[1:] == value.stride()[1:] == (head_dim, 1), (key.stride(), value.stride())
     assert cache.keys.is_contiguous()
     assert cache.values.is_contiguous()
     if key.dtype not in FLOAT_DTYPES or value.dtype != key.dtype:
@@ -45,6 +44,8 @@ def write_kv(key: Tensor, value: Tensor, cache: KVBlocks, slot_mapping: Tensor) 
         raise UnsupportedModelError(msg)
     if not num_tokens:
         return
+    assert key[0].is_contiguous(), key.stride()
+    assert value[0].is_contiguous(), value.stride()
     fixed = constexprs(cache.format, num_kv_heads, head_dim)
     parts = -(-num_kv_heads // fixed["BLOCK_HEADS"])
     with torch.cuda.device(key.get_device()):

@@ -73,7 +73,7 @@ def paged_attention(
     _, block_size, num_kv_heads, _ = cache.keys.shape
     assert cache.keys.is_contiguous()
     assert cache.values.is_contiguous()
-    assert query.stride()[1:] == (head_dim, 1), query.stride()
+    assert query[0].is_contiguous(), query.stride()
     check_supported(num_heads, num_kv_heads, head_dim, block_size, query.dtype)
 
     output = query.new_empty(num_tokens, num_heads, head_dim)

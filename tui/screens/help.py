@@ -28,7 +28,7 @@ _KEYS = (
 _COLORS = (
     (palette.FREE, "free: holds nothing"),
     (palette.CACHED, "cached: no sequence uses it, but its tokens can be used again"),
-    (palette.ACTIVE, "active: in use (in the mode for states)"),
+    (palette.ACTIVE, "active: in use; by owner, only if the one who took it has ended"),
     (palette.OWNER_HUES[0], "owned: in use by one sequence, a hue for each; hues repeat"),
     (palette.SHARED, "shared: used by several sequences at once"),
 )
