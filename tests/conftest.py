@@ -61,7 +61,8 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).to(torch.bfloat16)
+        scale: float = shape[-1] ** -0.5
+        return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
 
     hidden, middle, keys = 64, 128, 32
     tensors = {

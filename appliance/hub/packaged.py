@@ -117,7 +117,7 @@ def _pip_download(requirements: list[str], wheels: Path) -> None:
         )
     scratch = wheels.with_name("scratch")
     scratch.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps",
+    command = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps",
                "--only-binary", ":all:", "--no-cache-dir", "--no-input",
                "--disable-pip-version-check", "--progress-bar", "off",
                "--dest", str(wheels), *requirements]  # fmt: skip

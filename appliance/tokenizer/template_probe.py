@@ -52,7 +52,7 @@ def probe(template: ChatTemplate) -> None:
     }
     try:
         child = subprocess.run(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-P", "-m", __name__],
             input=json.dumps(arguments).encode(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -116,7 +116,7 @@ def _int4(weight: PackedWeight, bias: Tensor | None) -> Int4Linear:
 
 
 def _can_prepack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

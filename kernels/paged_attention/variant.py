@@ -91,17 +91,15 @@ def padded(size: int) -> int:
 
 
 # Per kind of work three tiles: for head_dim up to 64, 128 and 256. With fewer than three stages
-# the block table would not be read ahead, with five the keys and values run two tiles ahead.
+# the block table would not be read ahead, with five the keys and values run two tiles ahead. Where
+# a cap on registers stands, ptxas would else spill a few bytes to fit more programs on an SM.
 _Tiles = dict[tuple[Phase, bool], tuple[Tile, Tile, Tile]]  # bool: one byte per element
-
-# Left alone, ptxas spills a few bytes of this one for the sake of a second program per SM.
-_UNSPILLED = Tile(64, 32, 8, 3, max_registers=255)
 
 _MMA_SYNC: _Tiles = {
     (Phase.DECODE, False): (Tile(16, 32, 4, 5), Tile(16, 32, 4, 5), Tile(16, 32, 4, 3)),
-    (Phase.DECODE, True): (Tile(16, 64, 4, 3), Tile(16, 32, 4, 5), Tile(16, 32, 4, 3)),
+    (Phase.DECODE, True): (Tile(16, 64, 4, 3, 128), Tile(16, 32, 4, 5), Tile(16, 32, 4, 3)),
     (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 3)),
-    (Phase.PREFILL, True): (Tile(128, 32, 8, 3), _UNSPILLED, Tile(64, 32, 8, 3)),
+    (Phase.PREFILL, True): (Tile(128, 32, 8, 3, 255), Tile(64, 32, 8, 3, 255), Tile(64, 32, 8, 3)),
 }
 _WGMMA: _Tiles = {
     **_MMA_SYNC,

@@ -81,8 +81,10 @@ async def complete(client: httpx.AsyncClient, model: str, prompt: str, max_token
     return answer
 
 
-def prompt_of(words: int, seed: int) -> str:
-    return " ".join(random.Random(seed).choices(WORDS, k=words))
+def prompt_of(words: int, shared_words: int, seed: int) -> str:
+    """A prompt of its own behind a beginning that all share, as a system prompt would be."""
+    shared = random.Random(0).choices(WORDS, k=shared_words)
+    return " ".join(shared + random.Random(seed + 1).choices(WORDS, k=words))
 
 
 async def watch(client: httpx.AsyncClient, samples: list[float]) -> None:
@@ -111,7 +113,11 @@ async def run_level(
             await complete(
                 client,
                 model,
-                prompt_of(options.prompt_words, salt * 10_000 + number * 100 + i),
+                prompt_of(
+                    options.prompt_words,
+                    options.shared_words,
+                    salt * 10_000 + number * 100 + i,
+                ),
                 options.max_tokens,
             )
             for i in range(options.requests)
@@ -197,6 +203,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1, help="requests per client and repeat")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--prompt-words", type=int, default=56)
+    parser.add_argument("--shared-words", type=int, default=0, help="common beginning, in words")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0, help="change it to miss a warm prefix cache")
     parser.add_argument("--output", type=Path, default=None, help="also write the JSON here")
@@ -206,7 +213,10 @@ def main() -> None:
     result: dict[str, Any] = {"benchmark": "serving", "conditions": conditions()}
     result["load"] = {
         name: getattr(options, name)
-        for name in ("url", "requests", "repeats", "prompt_words", "max_tokens", "serve_arguments")
+        for name in (
+            *("url", "requests", "repeats", "prompt_words", "shared_words", "max_tokens"),
+            "serve_arguments",
+        )
     }
     server = None
     try:

@@ -1,11 +1,80 @@
+"""`appliance serve` as a process under test."""
+
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-from e2e.server_process import Server
+
+START_SECONDS = 60  # a busy test machine may be slow; how long it takes is measured elsewhere
+
+
+class Server:
+    """`appliance serve` as a person starts it, on a free port."""
+
+    def __init__(self, log: Path, *arguments: str, **environment: str) -> None:
+        self._log = log
+        with log.open("w") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "appliance", "serve", "--port", "0", *arguments],
+                stderr=stream,
+                stdout=stream,
+                env={**os.environ, **environment},
+            )
+        self.url = self._wait_for_banner()
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def _wait_for_banner(self) -> str:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if found := re.search(r"endpoint\s+(http://\S+)/v1", self.log):
+                return found[1]
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.05)
+        self.process.kill()
+        pytest.fail(f"the server did not start:\n{self.log}")
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        pids = [int(pid) for pid in children.split()]
+        return next(
+            pid for pid in pids if "engine.process" in Path(f"/proc/{pid}/cmdline").read_text()
+        )
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.05)
+
+    def gauge(self, name: str) -> float:
+        text = self.client.get("/metrics").text
+        found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M)
+        assert found is not None, f"no {name} in\n{text}"
+        return float(found[1])
+
+    def stop(self) -> int:
+        self.client.close()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
 
 
 @pytest.fixture(scope="module")

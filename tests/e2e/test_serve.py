@@ -9,15 +9,21 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from e2e.server_process import Server
 from openai import APIError, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Server
 
 pytestmark = pytest.mark.model
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "What is the capital of France?"}
+]
 
 
 @pytest.fixture
@@ -39,7 +45,9 @@ def test_a_chat_is_answered_whole_and_streamed_alike(openai: OpenAI) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert "Paris" in text
     assert text == whole.choices[0].message.content
+    assert whole.usage is not None
     assert chunks[-1].usage is not None
+    assert chunks[-1].usage.prompt_tokens_details is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 32  # the second time
 

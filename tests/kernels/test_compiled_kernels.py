@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,8 @@ SPECS = ("appliance.kernels.paged_attention.spec", "appliance.kernels.kv_write.s
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB that one program can have
 REGISTER_LIMIT = 255
 
-Table = dict[tuple[str, int], dict]
+Table = dict[tuple[str, int], dict[str, Any]]
+Gate = Callable[[Table], Collection[object]]  # what offends
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +60,11 @@ def attention(table: Table) -> Table:
     return {key: found for key, found in table.items() if not key[0].startswith(("kv_w", "merge"))}
 
 
-def spilling(table: Table) -> Iterable[object]:
+def spilling(table: Table) -> Collection[object]:
     return [key for key, found in table.items() if found["stack"] or found["spills"]]
 
 
-def too_large(table: Table) -> Iterable[object]:
+def too_large(table: Table) -> Collection[object]:
     return [
         key
         for key, found in table.items()
@@ -70,7 +72,7 @@ def too_large(table: Table) -> Iterable[object]:
     ]
 
 
-def without_tensor_cores(table: Table) -> Iterable[object]:
+def without_tensor_cores(table: Table) -> Collection[object]:
     return [
         key
         for key, found in attention(table).items()
@@ -78,7 +80,7 @@ def without_tensor_cores(table: Table) -> Iterable[object]:
     ]
 
 
-def without_wide_loads(table: Table) -> Iterable[object]:
+def without_wide_loads(table: Table) -> Collection[object]:
     """Those that do not load at least a tile of keys and one of values 16 bytes at a time."""
     return [key for key, found in table.items() if found["wide_loads"] < 2]
 
@@ -97,7 +99,7 @@ def test_all_signatures_compile(compiled: Table) -> None:
 @pytest.mark.parametrize(
     "offending", [spilling, too_large, without_tensor_cores, without_wide_loads]
 )
-def test_no_kernel_is(compiled: Table, offending) -> None:
+def test_no_kernel_is(compiled: Table, offending: Gate) -> None:
     assert not offending(shipped(compiled))
 
 
@@ -119,13 +121,13 @@ def test_prefill_takes_the_warpgroup_products_of_hopper(compiled: Table) -> None
         ("planted: too much shared memory", too_large),
     ],
 )
-def test_gates_catch_planted_regressions(compiled: Table, regression: str, offending) -> None:
+def test_gates_catch_planted_regressions(compiled: Table, regression: str, offending: Gate) -> None:
     key = (regression, 86)
     assert key in offending({key: compiled[key]})
 
 
 def test_resources_stay_within_a_tenth_of_the_golden_table(compiled: Table) -> None:
-    """Rewrite the table, after a look at it, with `python -m appliance.kernels.aot`."""
+    """`python -m appliance.kernels.aot tests/kernels/resources_triton_3.7.1.json` rewrites it."""
     if version("triton") != "3.7.1":
         pytest.skip(f"the golden table is of triton 3.7.1, this is {version('triton')}")
     golden = load(GOLDEN)
@@ -133,7 +135,7 @@ def test_resources_stay_within_a_tenth_of_the_golden_table(compiled: Table) -> N
     wrong = {
         (*key, what): (found[what], golden[key][what])
         for key, found in shipped(compiled).items()
-        for what in ("registers", "shared", "instructions")
+        for what in ("registers", "shared", "instructions", "wide_loads")
         if abs(found[what] - golden[key][what]) > 0.1 * golden[key][what]
     }
     assert not wrong, f"(found, golden): {wrong}"

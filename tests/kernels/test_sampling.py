@@ -29,14 +29,15 @@ def test_batched_equals_reference_up_to_rounding_of_the_boundary(
     rows: list[tuple[float, int, float, float, float]], seed: int
 ) -> None:
     logits = logits_of(seed, len(rows), spread=1.0 + seed % 4)
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    tokens = batched.sample(logits, SamplingRows.of(*columns))
+    temperature, top_k, top_p, min_p, uniform = map(list, zip(*rows, strict=True))
+    asked = SamplingRows.of(temperature, top_k, top_p, min_p, uniform)
+    tokens = batched.sample(logits, asked)
     # A uniform number within rounding of a boundary between two tokens may fall on either side.
-    low, high = ([max(0.0, min(u + e, 1 - 1e-12)) for u in columns[4]] for e in (-1e-5, 1e-5))
+    low, high = ([max(0.0, min(u + e, 1 - 1e-12)) for u in uniform] for e in (-1e-5, 1e-5))
     accepted = torch.stack(
         [
-            reference.sample(logits, SamplingRows.of(*columns[:4], uniform))
-            for uniform in (columns[4], low, high)
+            reference.sample(logits, SamplingRows.of(temperature, top_k, top_p, min_p, numbers))
+            for numbers in (uniform, low, high)
         ]
     )
     assert (tokens == accepted).any(dim=0).all()

@@ -23,7 +23,8 @@ from appliance.runtime import ALLOCATOR, OPENMP
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
-ENGINE_COMMAND = (sys.executable, "-m", "appliance.engine.process")
+# -P: nothing in the folder that a person happens to stand in is imported.
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "appliance.engine.process")
 
 _READ_BYTES = 1 << 18
 _EXIT_SECONDS = 5.0  # for a process whose connection has ended, or that was told to end

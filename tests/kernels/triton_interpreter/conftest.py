@@ -105,8 +105,11 @@ class Case:
     batch: RaggedBatch
 
 
+MakeCase = Callable[..., Case]
+
+
 @pytest.fixture(scope="session")
-def make_case() -> Callable[..., Case]:
+def make_case() -> MakeCase:
     return build_case
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import torch
 from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.paged_attention import reference
 from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
+
+if TYPE_CHECKING:
+    from tests.kernels.triton_interpreter.conftest import Case, MakeCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Largest error, as a share of the largest result, in reference arithmetic of float64. Weights are
@@ -19,7 +23,12 @@ QUERY_LENS = (1, 1, 1, 20, 37, 1)
 CONTEXT_LENS = (1, 17, 300, 20, 100, 33)
 
 
-def attend(case, window=None, softcap=None, span_capacity=None):
+def attend(
+    case: Case,
+    window: int | None = None,
+    softcap: float | None = None,
+    span_capacity: int | None = None,
+) -> torch.Tensor:
     work = plan_attention(case.batch, case.cache.block_size, span_capacity=span_capacity)
     scale = case.query.shape[-1] ** -0.5
     return paged_attention(
@@ -27,7 +36,9 @@ def attend(case, window=None, softcap=None, span_capacity=None):
     )
 
 
-def assert_matches_reference(case, window=None, softcap=None, bound=None):
+def assert_matches_reference(
+    case: Case, window: int | None = None, softcap: float | None = None, bound: float | None = None
+) -> None:
     found = attend(case, window, softcap)
     assert found.dtype == case.query.dtype
     expected = reference.paged_attention(
@@ -42,7 +53,7 @@ def assert_matches_reference(case, window=None, softcap=None, bound=None):
     assert error < (bound or BOUNDS[case.query.dtype])  # NaN is not
 
 
-def test_this_process_interprets():
+def test_this_process_interprets() -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
 
 
@@ -59,7 +70,13 @@ def test_this_process_interprets():
     ],
 )
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 5.0)])
-def test_every_cache_format(make_case, kv_format, dtype, window, softcap):
+def test_every_cache_format(
+    make_case: MakeCase,
+    kv_format: KVFormat,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+) -> None:
     case = make_case(QUERY_LENS, CONTEXT_LENS, kv_format=kv_format, dtype=dtype)
     assert_matches_reference(case, window, softcap)
 
@@ -76,7 +93,14 @@ def test_every_cache_format(make_case, kv_format, dtype, window, softcap):
     ],
 )
 @pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
-def test_every_shape_of_heads(make_case, num_heads, num_kv_heads, head_dim, block_size, kv_format):
+def test_every_shape_of_heads(
+    make_case: MakeCase,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    kv_format: KVFormat,
+) -> None:
     case = make_case(
         QUERY_LENS,
         CONTEXT_LENS,
@@ -89,13 +113,13 @@ def test_every_shape_of_heads(make_case, num_heads, num_kv_heads, head_dim, bloc
     assert_matches_reference(case, window=90)
 
 
-def test_decode_lengths_around_blocks_tiles_and_spans(make_case):
+def test_decode_lengths_around_blocks_tiles_and_spans(make_case: MakeCase) -> None:
     lengths = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513, 770)
     case = make_case([1] * len(lengths), lengths, dtype=FP32, kv_format=KVFormat.FP32)
     assert_matches_reference(case)
 
 
-def test_chunk_lengths_around_tiles(make_case):
+def test_chunk_lengths_around_tiles(make_case: MakeCase) -> None:
     chunks = [(2, 2), (15, 16), (16, 17), (31, 64), (32, 33), (127, 127), (128, 130), (129, 129)]
     query_lens, context_lens = zip(*chunks, strict=True)
     case = make_case(query_lens, context_lens, dtype=FP32, kv_format=KVFormat.FP32)
@@ -103,13 +127,13 @@ def test_chunk_lengths_around_tiles(make_case):
 
 
 @pytest.mark.parametrize("window", [1, 15, 16, 64, 128, 129, 1000])
-def test_windows(make_case, window):
+def test_windows(make_case: MakeCase, window: int) -> None:
     # A window shorter than the context leaves whole spans without a visible key.
     case = make_case((1, 1, 70), (700, 20, 90), dtype=FP32, kv_format=KVFormat.FP32)
     assert_matches_reference(case, window)
 
 
-def test_large_scores_do_not_overflow(make_case):
+def test_large_scores_do_not_overflow(make_case: MakeCase) -> None:
     case = make_case(QUERY_LENS, CONTEXT_LENS, dtype=FP32, kv_format=KVFormat.FP32)
     case.query.mul_(200)  # and so are the errors in the exponents
     assert_matches_reference(case, bound=200 * BOUNDS[FP32])
@@ -117,7 +141,7 @@ def test_large_scores_do_not_overflow(make_case):
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
-def test_where_the_blocks_lie_changes_no_bit(make_case, kv_format):
+def test_where_the_blocks_lie_changes_no_bit(make_case: MakeCase, kv_format: KVFormat) -> None:
     first, second = (
         make_case(QUERY_LENS, CONTEXT_LENS, kv_format=kv_format, blocks_seed=seed)
         for seed in (0, 1)
@@ -127,14 +151,14 @@ def test_where_the_blocks_lie_changes_no_bit(make_case, kv_format):
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_neighbours_change_no_bit(make_case, window):
+def test_neighbours_change_no_bit(make_case: MakeCase, window: int | None) -> None:
     together = attend(make_case((1, 1, 40), (300, 64, 60)), window).split([1, 1, 40])
     alone = make_case((1,), (300,))
     assert torch.equal(attend(alone, window), together[0])
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_how_a_prompt_is_cut_changes_no_bit(make_case, window):
+def test_how_a_prompt_is_cut_changes_no_bit(make_case: MakeCase, window: int | None) -> None:
     whole = attend(make_case((150,), (150,)), window)
     first = attend(make_case((67,), (67,)), window)
     # The same sequence, whose first 67 tokens were computed in an earlier step.
@@ -143,12 +167,12 @@ def test_how_a_prompt_is_cut_changes_no_bit(make_case, window):
     assert torch.equal(whole[67:], attend(second, window))
 
 
-def test_empty_rows_of_a_fixed_table_change_no_bit(make_case):
+def test_empty_rows_of_a_fixed_table_change_no_bit(make_case: MakeCase) -> None:
     case = make_case(QUERY_LENS, CONTEXT_LENS)
     assert torch.equal(attend(case), attend(case, span_capacity=9))
 
 
-def test_rows_of_a_fused_projection(make_case):
+def test_rows_of_a_fused_projection(make_case: MakeCase) -> None:
     case = make_case(QUERY_LENS, CONTEXT_LENS)
     num_tokens, num_heads, head_dim = case.query.shape
     fused = torch.full((num_tokens, num_heads + 2, head_dim), torch.nan, dtype=FP16)

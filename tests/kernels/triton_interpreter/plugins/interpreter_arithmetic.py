@@ -34,7 +34,7 @@ def narrow(x: np.ndarray) -> np.ndarray:
 
 
 def is_bf16(handle: TensorHandle) -> bool:
-    return handle.dtype.scalar == tl.bfloat16
+    return bool(handle.dtype.scalar == tl.bfloat16)
 
 
 def create_dot(self: Any, a: TensorHandle, b: TensorHandle, d: TensorHandle, *_: Any) -> Any:
@@ -52,7 +52,9 @@ def cast_impl(self: Any, source: TensorHandle, target_type: Any) -> TensorHandle
     return TensorHandle(narrow(source.data), tl.bfloat16)
 
 
-def binary_op(self: Any, left: TensorHandle, right: TensorHandle, op: Callable) -> TensorHandle:
+def binary_op(
+    self: Any, left: TensorHandle, right: TensorHandle, op: Callable[..., Any]
+) -> TensorHandle:
     if not is_bf16(left):
         return _BINARY(self, left, right, op)
     result = op(widen(left.data), widen(right.data))
@@ -61,7 +63,7 @@ def binary_op(self: Any, left: TensorHandle, right: TensorHandle, op: Callable) 
     return TensorHandle(narrow(result), tl.bfloat16)
 
 
-def unary_op(self: Any, x: TensorHandle, op: Callable) -> TensorHandle:
+def unary_op(self: Any, x: TensorHandle, op: Callable[..., Any]) -> TensorHandle:
     if not is_bf16(x):
         return _UNARY(self, x, op)
     return TensorHandle(narrow(op(widen(x.data))), tl.bfloat16)
