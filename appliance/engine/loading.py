@@ -74,6 +74,8 @@ def load_parts(
     backend = select_backend(precision.device, config.kernels)
     on_progress("reading the model", 0, 0)
     source = open_model(Path(config.model))
+    if backend.name == "triton":
+        _check_kernels(source.spec, precision)
     weight_bytes = estimate_weight_bytes(source, precision.device, precision.dtype)
     plan = _plan(config, source.spec, precision, weight_bytes)
     decoder = load_decoder(
@@ -131,6 +133,21 @@ def _precision(config: EngineConfig) -> _Precision:
         kv_format=kv_format,
         block_size=config.block_size or (32 if device.type == "cuda" else 16),
     )
+
+
+def _check_kernels(spec: DecoderSpec, precision: _Precision) -> None:
+    """Refuse a layer that no GPU kernel covers before memory is spent on it."""
+    from appliance.kernels.paged_attention.launch import check_supported
+
+    for layer in spec.layers:
+        attention = layer.attention
+        check_supported(
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+            precision.block_size,
+            precision.dtype,
+        )
 
 
 def _plan(
