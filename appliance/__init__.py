@@ -11,12 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from appliance.runtime import limit_spinning
+from appliance.version import __version__
 
 if TYPE_CHECKING:
     from appliance.engine.request import SamplingParams
     from appliance.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 _HOME = {"LLM": "appliance.llm", "SamplingParams": "appliance.engine.request"}

@@ -47,7 +47,7 @@ def main() -> NoReturn:
 @app.command()
 def version() -> None:
     """Print the version."""
-    from appliance import __version__
+    from appliance.version import __version__
 
     typer.echo(__version__)
 

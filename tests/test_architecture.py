@@ -13,13 +13,14 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
 LARGE_BY_NATURE: set[str] = set()  # kernel and generated files, by name only
 
-LEAVES = {"runtime", "errors", "stats", "events", "files"}
+LEAVES = {"version", "runtime", "errors", "stats", "events", "files"}
 # Longest matching prefix wins. A value lists what else of ours the unit may import; every unit
 # may import itself and the leaves.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "stats": set(),
     "runtime": set(),
+    "version": set(),
     "events": set(),
     "files": set(),
     "config": set(),
@@ -37,13 +38,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {
         "kernels", "quant.scheme", "quant.pack", "quant.formats", "checkpoint", "gguf",
     },
-    "engine": {"__version__", "model", "kernels", "checkpoint", "gguf", "config", "log"},
-    "server": {"__version__", "engine", "config", "tokenizer", "output", "log"},
+    "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log"},
+    "server": {"engine", "config", "tokenizer", "output", "log"},
     "tui": set(),
     "output": {"engine.request", "tokenizer"},
     "progress": set(),
     "llm": {"engine", "tokenizer", "output", "config", "hub"},
-    "cli": {"__version__", "config", "log", "progress", "server", "engine", "quant", "tui", "hub"},
+    "cli": {"config", "log", "progress", "server", "engine", "quant", "tui", "hub"},
     "__init__": {"llm", "engine.request"},
     "__main__": {"cli"},
 }  # fmt: skip

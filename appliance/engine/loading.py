@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from appliance import __version__
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.block_metadata import BlockMetadata
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
@@ -27,6 +26,7 @@ from appliance.kernels.kv_cache import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.size import estimate_weight_bytes
 from appliance.model.source import open_model
+from appliance.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 
-from appliance import __version__
 from appliance.engine.messages import EngineInfo
 from appliance.errors import QueueFullError
 from appliance.events import Info, Sequences, Stats, encode_event
 from appliance.server.block_feed import BlockFeed
 from appliance.server.openapi import describes
 from appliance.server.stream import EventStream
+from appliance.version import __version__
 
 if TYPE_CHECKING:
     from appliance.events import Event

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from appliance import __version__
 from appliance.errors import ApplianceError
 from appliance.server import openapi
 from appliance.server.admin import admin_router
@@ -16,6 +15,7 @@ from appliance.server.errors import error_response
 from appliance.server.health import health_router
 from appliance.server.openai import openai_router
 from appliance.server.stream import ClientGoneError
+from appliance.version import __version__
 
 if TYPE_CHECKING:
     from appliance.server.state import ServerState
