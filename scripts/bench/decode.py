@@ -1,7 +1,8 @@
 """Decode and prefill speed of the engine itself, without HTTP, beside transformers `generate`.
 
     scripts/bench_decode                       # the packaged default model
-    scripts/bench_decode --peer                # and transformers in bf16, one request at a time
+    scripts/bench_decode --peer                # and transformers in bf16, one request at a time;
+                                               # reading a GGUF file it needs `scripts/setup test`
 
 Every batch size gets distinct prompts; tokens per second count decode steps only. `host` is the
 part of a step spent outside the model and the sampler.
