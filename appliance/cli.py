@@ -225,7 +225,8 @@ def banner(url: str, name: str, info: EngineInfo) -> str:
         (
             "try it",
             f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
-            f'\'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
+            f'\'{{"model": "{name}", "temperature": 0.2, '
+            f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
         ),
     ]
     return "\n".join(f"  {label:<10} {text}" for label, text in rows)
