@@ -6,9 +6,14 @@ Built once per step by the engine, read by every layer. Imports nothing of ours.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -36,3 +41,47 @@ class RaggedBatch:
     def num_seqs(self) -> int:
         """Sequences in the batch."""
         return len(self.host_query_lens)
+
+    @classmethod
+    def of(
+        cls,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        block_size: int,
+        device: torch.device,
+    ) -> RaggedBatch:
+        """Lay sequences side by side.
+
+        Args:
+            query_lens: rows of each sequence; those with a single one come first.
+            context_lens: tokens of each sequence, these rows included.
+            block_tables: blocks of each sequence; what lies beyond its context is left out.
+            block_size: token slots in a block.
+            device: where the tensors go.
+        """
+        tables = tuple(
+            tuple(table[: -(-length // block_size)])
+            for table, length in zip(block_tables, context_lens, strict=True)
+        )
+        width = max(map(len, tables))
+        slots = [
+            table[p // block_size] * block_size + p % block_size
+            for rows, length, table in zip(query_lens, context_lens, tables, strict=True)
+            for p in range(length - rows, length)
+        ]
+
+        def int32(values: object) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return cls(
+            query_start=int32([0, *accumulate(query_lens)]),
+            context_lens=int32(context_lens),
+            block_tables=int32([table + (0,) * (width - len(table)) for table in tables]),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+            num_decodes=len(list(takewhile(lambda rows: rows == 1, query_lens))),
+            host_query_lens=tuple(query_lens),
+            host_context_lens=tuple(context_lens),
+            host_block_tables=tables,
+        )

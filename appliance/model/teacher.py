@@ -73,15 +73,4 @@ def one_sequence(
     block_table: tuple[int, ...], start: int, end: int, device: torch.device
 ) -> RaggedBatch:
     """A step of one sequence, from position `start` up to `end`."""
-    table = block_table[: -(-end // BLOCK_SIZE)]
-    slots = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)]
-    return RaggedBatch(
-        query_start=torch.tensor([0, end - start], dtype=torch.int32, device=device),
-        context_lens=torch.tensor([end], dtype=torch.int32, device=device),
-        block_tables=torch.tensor([table], dtype=torch.int32, device=device),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
-        num_decodes=int(end - start == 1),
-        host_query_lens=(end - start,),
-        host_context_lens=(end,),
-        host_block_tables=(table,),
-    )
+    return RaggedBatch.of([end - start], [end], [block_table], block_size=BLOCK_SIZE, device=device)
