@@ -225,7 +225,7 @@ def banner(url: str, name: str, info: EngineInfo) -> str:
         (
             "try it",
             f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
-            f'\'{{"model": "{name}", "temperature": 0.2, '
+            f'\'{{"model": "{name}", "temperature": 0.2, "max_tokens": 200, '
             f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
         ),
     ]
