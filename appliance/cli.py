@@ -84,7 +84,12 @@ def serve(
         bool | None, typer.Option(help="Reuse the KV cache of shared prompt beginnings [on].")
     ] = None,
     kernels: Annotated[
-        str | None, typer.Option(help="auto, or reference (slow, for comparison) [auto].")
+        str | None,
+        typer.Option(help="auto, torch (no C library) or reference (slow, to compare) [auto]."),
+    ] = None,
+    cpu_isa: Annotated[
+        str | None,
+        typer.Option(help="CPU instructions: auto, avx512, avxvnni, avx2, scalar [auto]."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with these settings.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
@@ -121,6 +126,7 @@ def serve(
             "threads": threads,
             "prefix_caching": prefix_caching,
             "kernels": kernels,
+            "cpu_isa": cpu_isa,
         },
         config,
     )

@@ -41,7 +41,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str = ""  # folder, .gguf file or hub id; empty means the default model
     device: str = "auto"  # auto, cpu, cuda
     dtype: str = "auto"  # auto, bfloat16, float16, float32: type of activations
-    kernels: str = "auto"  # auto, reference
+    kernels: str = "auto"  # auto, torch, reference; auto is the C library on a CPU that has it
+    cpu_isa: str = "auto"  # auto, avx512, avxvnni, avx2, scalar: what the C library computes with
     kv_cache_dtype: str = "auto"  # auto, fp32, fp16, bf16, int8
     max_model_len: int | None = None  # tokens; None means the model's own context
     max_num_seqs: int = 32  # sequences that run at once
@@ -55,7 +56,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
-        _check_choice("kernels", self.kernels, ("auto", "reference"))
+        _check_choice("kernels", self.kernels, ("auto", "torch", "reference"))
+        _check_choice("cpu_isa", self.cpu_isa, ("auto", "avx512", "avxvnni", "avx2", "scalar"))
         formats = ("auto", "fp32", "fp16", "bf16", "int8")
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, formats)
         _check_range("max_model_len", self.max_model_len, 16, 2**24)

@@ -22,16 +22,23 @@ class KVFormat(Enum):
     FP16 = "fp16"
     BF16 = "bf16"
     INT8 = "int8"  # symmetric, one float16 scale per token and KV head
+    INT4 = "int4"  # keys rotated; a float16 scale and minimum per token and KV head; CPU library
 
     @property
     def storage_dtype(self) -> torch.dtype:
-        """Element type of `KVBlocks.keys` and `.values`."""
+        """Element type of `KVBlocks.keys` and `.values`.
+
+        Raises:
+            ValueError: these blocks cannot be held as tensors.
+        """
+        if self not in _STORAGE_DTYPE:
+            raise ValueError(f"{self.value} blocks exist in the CPU library only")
         return _STORAGE_DTYPE[self]
 
     @property
     def is_quantized(self) -> bool:
         """Whether scales accompany the elements."""
-        return self is KVFormat.INT8
+        return self in (KVFormat.INT8, KVFormat.INT4)
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> int:
         """Bytes that one token takes in one layer, keys and values and scales."""
@@ -99,3 +106,25 @@ class KVBlocks:
         for tensor in (self.keys, self.values, self.key_scales, self.value_scales):
             if tensor is not None:
                 tensor[destinations] = tensor[sources]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The blocks of all layers, as the torch decoder reads them."""
+
+    layers: tuple[KVBlocks, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical blocks of each layer."""
+        return self.layers[0].num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Token slots in a block."""
+        return self.layers[0].block_size
+
+    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
+        """Copy whole blocks in every layer, for copy-on-write."""
+        for layer in self.layers:
+            layer.copy_blocks(sources, destinations)

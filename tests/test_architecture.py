@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
+MAX_COLUMNS = 100  # of C; ruff sees to Python
+C_FOLDERS = {ROOT / "kernels" / "cpu" / "src", ROOT / "tests" / "kernels" / "cpu"}
 LARGE_BY_NATURE: set[str] = set()  # kernel and generated files, by name only
 
 LEAVES = {"version", "runtime", "errors", "stats", "events", "files"}
@@ -49,9 +51,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }  # fmt: skip
 
+# Run while the package is being built, when nothing is installed but setuptools.
+BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
+
 NO_TORCH = [
     "engine.request", "engine.sequence", "engine.block_manager", "engine.prefix_cache",
     "engine.scheduler", "engine.messages", "model.spec", "errors", "stats", "events", "config",
+    "kernels.cpu.library",
 ]  # fmt: skip
 
 
@@ -107,6 +113,39 @@ def test_files_stay_small(name: str) -> None:
     assert lines <= MAX_LINES or name in LARGE_BY_NATURE, f"{name} has {lines} lines"
 
 
+def c_files() -> list[Path]:
+    """Every file of C or C++ in the folders that hold code."""
+    folders = ("appliance", "kernels", "quant", "tui", "tests", "scripts", "benchmarks")
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.[chCH]*"))
+    endings = {".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cuh"}
+    return sorted({path.resolve() for path in paths if path.suffix in endings})
+
+
+def test_c_stays_with_the_cpu_library() -> None:
+    assert c_files()
+    assert {path.parent for path in c_files()} <= C_FOLDERS
+
+
+@pytest.mark.parametrize("path", c_files(), ids=lambda path: path.name)
+def test_files_of_c_stay_small(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= MAX_LINES, f"{path.name} has {len(lines)} lines"
+    long = [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS]
+    assert not long, f"{path.name} has more than {MAX_COLUMNS} columns in lines {long}"
+
+
+@pytest.mark.parametrize("name", BUILD_TIME)
+def test_the_package_is_built_with_nothing_but_setuptools(name: str) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(modules()[name].read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module.partition(".")[0])
+    assert imported
+    assert imported <= {*sys.stdlib_module_names, "setuptools"}
+
+
 def loaded_after(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
     result = subprocess.run(
@@ -122,10 +161,10 @@ def test_decision_makers_load_no_torch() -> None:
     assert "torch" not in loaded
 
 
-@pytest.mark.parametrize("module", ["server.app", "server.serve"])
-def test_the_server_loads_neither_torch_nor_transformers(module: str) -> None:
-    loaded = loaded_after(f"import appliance.{module}")
-    assert loaded.isdisjoint({"torch", "transformers", "triton"})
+def test_the_server_loads_nothing_that_is_large_and_not_needed() -> None:
+    loaded = loaded_after("import appliance.server.app, appliance.server.serve, appliance.hub")
+    large = {"torch", "transformers", "triton", "numpy", "gguf", "safetensors", "huggingface_hub"}
+    assert loaded.isdisjoint(large | {"httpx", "rich", "textual", "appliance.engine.engine"})
 
 
 def test_the_dashboard_loads_neither_torch_nor_the_engine() -> None:

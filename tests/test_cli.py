@@ -42,6 +42,7 @@ def test_what_is_not_a_size(text: str) -> None:
         (["serve", "--prot", "1"], 2, "--port"),
         (["serve", "--port", "70000"], 2, "between 0 and 65535"),
         (["serve", "--kv-cache-dtype", "int3"], 2, "one of auto, fp32"),
+        (["serve", "--cpu-isa", "sse2"], 2, "one of auto, avx512"),
         (["serve", "--config", "/nowhere.toml"], 2, "no configuration file"),
         (["serve", "a", "--model", "b"], 2, "two models"),
         (["quantize"], 2, "--out DIR is needed"),

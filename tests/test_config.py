@@ -32,6 +32,18 @@ def test_flags_beat_environment_beats_file_beats_defaults(
     assert settings.engine == EngineConfig()
 
 
+def test_the_kernels_are_chosen_by_file_environment_and_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file_with(tmp_path, "[engine]\nkernels = 'torch'\ncpu_isa = 'scalar'\n")
+    assert (EngineConfig().kernels, EngineConfig().cpu_isa) == ("auto", "auto")
+    assert load_settings({}, path).engine == EngineConfig(kernels="torch", cpu_isa="scalar")
+    monkeypatch.setenv("APPLIANCE_CPU_ISA", "avx2")
+    assert load_settings({}, path).engine.cpu_isa == "avx2"
+    engine = load_settings({"cpu_isa": "avxvnni", "kernels": "reference"}, path).engine
+    assert engine == EngineConfig(cpu_isa="avxvnni", kernels="reference")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -42,6 +54,9 @@ def test_flags_beat_environment_beats_file_beats_defaults(
         ("[server]\nport = 'high'", "wrong type"),
         ("[server]\nport = 70000", "between 0 and 65535"),
         ("[engine]\ndevice = 'gpu'", "one of auto, cpu, cuda"),
+        ("[engine]\nkernels = 'c'", "one of auto, torch, reference"),
+        ("[engine]\ncpu_isa = 'sse2'", "one of auto, avx512, avxvnni, avx2, scalar"),
+        ("[engine]\ncpu_isas = 'avx2'", "did you mean 'cpu_isa'"),
         ("[engine]\nmax_num_seqs = 64\nmax_num_batched_tokens = 32", "must not be less than"),
         ("[server", "not valid TOML"),
     ],

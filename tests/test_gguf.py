@@ -84,7 +84,9 @@ def test_quantized_matrices_keep_their_exact_values(tmp_path: Path, name: str) -
     np.testing.assert_array_equal(values.numpy(), expected)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("Q4_0", 4), ("Q4_1", 4), ("Q8_0", 8)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("Q4_0", 4), ("Q4_1", 4), ("Q5_0", 8), ("Q5_1", 8), ("Q8_0", 8)]
+)
 def test_packable_types_stay_packed(valid: Path, name: str, bits: int) -> None:
     packed = GGUFFile(valid).load(f"{name}.weight")
     assert isinstance(packed, PackedWeight)

@@ -17,9 +17,9 @@ def llm(smollm2_gguf: Path) -> LLM:
 
 
 def test_a_question_is_answered(llm: LLM) -> None:
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "What is the capital of Japan?"}]
     answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=30), progress=False)[0]
-    assert "Paris" in answer.outputs[0].text
+    assert "Tokyo" in answer.outputs[0].text
     assert "<|im_end|>" not in answer.outputs[0].text
     assert answer.outputs[0].finish_reason is FinishReason.STOP
 

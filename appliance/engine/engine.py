@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.engine.model_runner import ModelRunner
-    from appliance.engine.plan import Update
+    from appliance.engine.plan import Plan, Update
     from appliance.engine.request import Request
     from appliance.engine.sampler import Sampled
     from appliance.engine.scheduler import Scheduler
     from appliance.engine.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
@@ -35,7 +38,7 @@ class LLMEngine:
         info: what was loaded.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, info: EngineInfo) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner[Any], info: EngineInfo) -> None:
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
@@ -105,6 +108,9 @@ class LLMEngine:
             return StepReport()
         try:
             sampled = self._runner.run(plan)
+        except MemoryError as error:
+            self._scheduler.discard_plans()
+            return self._without_memory(plan, error)
         except BaseException:
             self._scheduler.discard_plans()
             raise
@@ -145,6 +151,16 @@ class LLMEngine:
                 age_seconds=now - sequence.arrival,
             )
             for sequence in self._scheduler.sequences()
+        )
+
+    def _without_memory(self, plan: Plan, error: MemoryError) -> StepReport:
+        """End the sequences that made a step too large: those in prefill, if there are any."""
+        large = [entry.sequence for entry in plan.scheduled if entry.num_tokens > 1]
+        failed = large or [entry.sequence for entry in plan.scheduled]
+        logger.error("a step of %d rows failed: %s", plan.num_tokens, error)
+        return StepReport(
+            deltas=tuple(self._fail(sequence, str(error)) for sequence in failed),
+            started=plan.started,
         )
 
     def _fail(self, sequence: Sequence, message: str | None) -> SequenceDelta:

@@ -6,25 +6,22 @@ import hashlib
 import logging
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.block_metadata import BlockMetadata
+from appliance.engine.execution import Precision, choose_execution
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
 from appliance.engine.model_runner import ModelRunner
 from appliance.engine.sampler import Sampler
 from appliance.engine.scheduler import Scheduler, SchedulerLimits
 from appliance.errors import ConfigError
-from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_cache import KVFormat
-from appliance.model.loader import load_decoder
-from appliance.model.size import estimate_weight_bytes
 from appliance.model.source import open_model
 from appliance.version import __version__
 
@@ -32,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
-    from appliance.model.decoder import Decoder
-    from appliance.model.spec import DecoderSpec
+    from appliance.engine.execution import Execution
+    from appliance.model.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -51,42 +48,23 @@ _FORMAT_OF_DTYPE = {
 CPU_RESERVE = 0.10
 
 
-@dataclass(frozen=True, slots=True)
-class _Precision:
-    """Element types that "auto" stands for on this device."""
-
-    device: torch.device
-    dtype: torch.dtype
-    kv_format: KVFormat
-    block_size: int
-
-
 def load_parts(
     config: EngineConfig,
     eos_token_ids: tuple[int, ...],
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
-) -> tuple[Scheduler, ModelRunner, EngineInfo]:
+) -> tuple[Scheduler, ModelRunner[Any], EngineInfo]:
     """Load everything that an engine is made of; see `LLMEngine.load`."""
     begin = time.perf_counter()
-    torch.set_num_threads(config.threads or psutil.cpu_count(logical=False) or 1)
+    threads = config.threads or psutil.cpu_count(logical=False) or 1
+    torch.set_num_threads(threads)
     precision = _precision(config)
-    backend = select_backend(precision.device, config.kernels)
     on_progress("reading the model", 0, 0)
     source = open_model(Path(config.model))
-    if backend.name == "triton":
-        _check_kernels(source.spec, precision)
-    weight_bytes = estimate_weight_bytes(source, precision.device, precision.dtype)
-    plan = _plan(config, source.spec, precision, weight_bytes)
-    decoder = load_decoder(
-        source,
-        backend,
-        precision.device,
-        precision.dtype,
-        on_progress,
-        context_length=plan.context_length,
-    )
-    caches = decoder.allocate_caches(
+    execution, notes = choose_execution(config, precision, source, threads)
+    plan = _plan(config, source, precision, execution)
+    executor, choose_tokens = execution.load(source, on_progress, plan.context_length)
+    cache = executor.allocate_cache(
         precision.kv_format, num_blocks=plan.num_blocks, block_size=plan.block_size
     )
     blocks = BlockManager(
@@ -103,13 +81,35 @@ def load_parts(
     limits = SchedulerLimits(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )
-    runner = ModelRunner(decoder, caches, Sampler(eos_token_ids), precision.device)
-    info = _info(config, precision, plan, decoder, eos_token_ids, time.perf_counter() - begin)
+    runner = ModelRunner(executor, cache, Sampler(eos_token_ids, choose_tokens))
+    info = EngineInfo(
+        model=Path(config.model).stem,
+        architecture=source.spec.architecture,
+        device=_device_name(precision.device, threads),
+        backend=execution.name,
+        weight_format=executor.weight_format,
+        kv_format=precision.kv_format.value,
+        context_length=plan.context_length,
+        vocab_size=source.spec.vocab_size,
+        eos_token_ids=eos_token_ids,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        weight_bytes=executor.weight_bytes,
+        kv_bytes=plan.kv_bytes,
+        workspace_bytes=plan.workspace_bytes,
+        memory_bytes=plan.budget_bytes,
+        load_seconds=time.perf_counter() - begin,
+        fingerprint=_fingerprint(
+            Path(config.model), f"{executor.weight_format} {execution.name} {precision}"
+        ),
+        notes=notes,
+    )
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     return Scheduler(blocks, limits, eos_token_ids), runner, info
 
 
-def _precision(config: EngineConfig) -> _Precision:
+def _precision(config: EngineConfig) -> Precision:
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise ConfigError(
@@ -127,7 +127,7 @@ def _precision(config: EngineConfig) -> _Precision:
         if config.kv_cache_dtype == "auto"
         else KVFormat(config.kv_cache_dtype)
     )
-    return _Precision(
+    return Precision(
         device=device,
         dtype=dtype,
         kv_format=kv_format,
@@ -135,37 +135,17 @@ def _precision(config: EngineConfig) -> _Precision:
     )
 
 
-def _check_kernels(spec: DecoderSpec, precision: _Precision) -> None:
-    """Refuse a layer that no GPU kernel covers before memory is spent on it."""
-    from appliance.kernels.paged_attention.launch import check_supported
-
-    for layer in spec.layers:
-        attention = layer.attention
-        check_supported(
-            attention.num_heads,
-            attention.num_kv_heads,
-            attention.head_dim,
-            precision.block_size,
-            precision.dtype,
-        )
-
-
 def _plan(
-    config: EngineConfig, spec: DecoderSpec, precision: _Precision, weight_bytes: int
+    config: EngineConfig, source: ModelSource, precision: Precision, execution: Execution
 ) -> MemoryPlan:
     return plan_memory(
         MemoryRequest(
-            spec=spec,
-            weight_bytes=weight_bytes,
-            kv_bytes_per_token=sum(
-                precision.kv_format.bytes_per_token(
-                    layer.attention.num_kv_heads, layer.attention.head_dim
-                )
-                for layer in spec.layers
-            ),
+            spec=source.spec,
+            weight_bytes=execution.weight_bytes(source),
+            kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
             kv_format=precision.kv_format.value,
             block_size=precision.block_size,
-            activation_bytes=precision.dtype.itemsize,
+            activation_bytes=execution.activation_bytes,
             budget_bytes=memory_budget(precision.device, config.gpu_memory_utilization),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -196,49 +176,20 @@ def _cgroup_headroom() -> int:
     return 2**62 if limit == "max" else int(limit) - used
 
 
-def _info(
-    config: EngineConfig,
-    precision: _Precision,
-    plan: MemoryPlan,
-    decoder: Decoder,
-    eos_token_ids: tuple[int, ...],
-    load_seconds: float,
-) -> EngineInfo:
-    device = (
-        torch.cuda.get_device_name(precision.device)
-        if precision.device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads of {os.cpu_count()}"
-    )
-    return EngineInfo(
-        model=Path(config.model).stem,
-        architecture=decoder.spec.architecture,
-        device=device,
-        backend=decoder.backend.name,
-        weight_format=decoder.weight_format,
-        kv_format=precision.kv_format.value,
-        context_length=plan.context_length,
-        vocab_size=decoder.spec.vocab_size,
-        eos_token_ids=eos_token_ids,
-        block_size=plan.block_size,
-        num_blocks=plan.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        weight_bytes=decoder.weight_bytes,
-        kv_bytes=plan.kv_bytes,
-        workspace_bytes=plan.workspace_bytes,
-        memory_bytes=plan.budget_bytes,
-        load_seconds=load_seconds,
-        fingerprint=_fingerprint(Path(config.model), decoder.weight_format, precision),
-    )
+def _device_name(device: torch.device, threads: int) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {threads} threads of {os.cpu_count()}"
 
 
-def _fingerprint(path: Path, weight_format: str, precision: _Precision) -> str:
+def _fingerprint(path: Path, arithmetic: str) -> str:
     """Changes when the answers to a seeded request may change: weights, formats, version.
 
     Of each weight file its name, size and outer megabytes count: reading all of a large model
     once more would cost seconds at every start.
     """
     digest = hashlib.blake2b(digest_size=8)
-    digest.update(f"{__version__} {weight_format} {precision}".encode())
+    digest.update(f"{__version__} {arithmetic}".encode())
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     for file in files:
         size = file.stat().st_size

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from appliance.engine.messages import Candidate, TokenLogprobs
-from appliance.kernels.sampling import SamplingRows, batched
+from appliance.kernels.sampling import SamplingRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
@@ -47,11 +47,29 @@ def uniform_number(seed: int, index: int, position: int) -> float:
     return (x >> 11) / 2**53
 
 
-class Sampler:
-    """Samples one token per sequence; a sequence's result never depends on its neighbours."""
+class ChooseTokens(Protocol):
+    """Draws a token per row: `kernels.sampling`'s, in torch or in the CPU library."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __call__(self, logits: Tensor, rows: SamplingRows) -> list[int]:
+        """Choose from logits (num_rows, vocab_size) float32, which stay as they are.
+
+        Returns:
+            Token ids; a negative number for a row with NaN, +inf or no finite value.
+        """
+        ...
+
+
+class Sampler:
+    """Samples one token per sequence; a sequence's result never depends on its neighbours.
+
+    Args:
+        eos_token_ids: tokens that end an answer.
+        choose_tokens: draws from the adjusted logits.
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...], choose_tokens: ChooseTokens) -> None:
         self._eos_token_ids = eos_token_ids
+        self._choose_tokens = choose_tokens
 
     def sample(self, logits: Tensor, sequences: Sequences[Sequence]) -> list[Sampled]:
         """Choose the next token of each sequence.
@@ -65,19 +83,30 @@ class Sampler:
             alone: NaN from the model, or every token banned by the request itself.
         """
         raw_logprobs = self._raw_logprobs(logits, sequences)
-        broken = [not finite for finite in logits.amax(dim=-1).isfinite().tolist()]
-        for row, sequence in enumerate(sequences):
-            self._adjust(logits[row], sequence)
-        banned = [not finite for finite in logits.amax(dim=-1).isfinite().tolist()]
-        tokens = batched.sample(logits.nan_to_num_(nan=0.0), self._rows(sequences, logits.device))
+        adjusted = [i for i, sequence in enumerate(sequences) if self._is_adjusted(sequence)]
+        usable = {row for row in adjusted if bool(logits[row].amax().isfinite())}
+        for row in adjusted:
+            self._adjust(logits[row], sequences[row])
+        tokens = self._choose_tokens(logits, self._rows(sequences, logits.device))
         return [
-            Sampled(error="the model produced no finite logits for this sequence")
-            if broken[row]
+            Sampled(token_id, self._report(raw_logprobs.get(row), sequence, token_id))
+            if token_id >= 0
             else Sampled(error="logit_bias and min_tokens together ban every token")
-            if banned[row]
-            else Sampled(token_id, self._report(raw_logprobs.get(row), sequence, token_id))
-            for row, (sequence, token_id) in enumerate(zip(sequences, tokens.tolist(), strict=True))
+            if row in usable
+            else Sampled(error="the model produced no finite logits for this sequence")
+            for row, (sequence, token_id) in enumerate(zip(sequences, tokens, strict=True))
         ]
+
+    @staticmethod
+    def _is_adjusted(sequence: Sequence) -> bool:
+        sampling = sequence.request.sampling
+        return bool(
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+            or sampling.logit_bias
+            or sequence.num_output_tokens < sampling.min_tokens
+        )
 
     def _adjust(self, logits: Tensor, sequence: Sequence) -> None:
         """Apply bias, penalties and bans to one row (vocab_size,) in place."""

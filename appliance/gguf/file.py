@@ -49,8 +49,8 @@ class GGUFFile:
     def load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor.
 
-        Matrices of Q4_0, Q4_1 and Q8_0 become a `PackedWeight` without loss. F32, F16, BF16 and
-        the integer types keep their type. All else is dequantized to float32.
+        Matrices of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 become a `PackedWeight` without loss. F32,
+        F16, BF16 and the integer types keep their type. All else is dequantized to float32.
 
         Raises:
             CheckpointError: the file changed since it was opened, or holds damaged scales.

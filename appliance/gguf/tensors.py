@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from appliance.gguf.header import TensorInfo
 
-GROUP_SIZE = 32  # of Q4_0, Q4_1 and Q8_0
+GROUP_SIZE = 32  # of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0
 
 _DENSE = {
     "F64": torch.float64,
@@ -63,13 +63,46 @@ def _q4_1(blocks: Tensor) -> PackedWeight:
     )
 
 
+def _q5_0(blocks: Tensor) -> PackedWeight:
+    """Blocks (out, groups, 22): float16 scale d, 32 fifth bits, 32 low nibbles; w = (q - 16) * d.
+
+    There is no packed form of 5 bits; with 8, a code of 128 stands for zero, as in Q8_0.
+    """
+    scale = _float16_at(blocks, 0)
+    return _packed(_five_bits(blocks, 2) + (128 - 16), scale, scale * -128, bits=8)
+
+
+def _q5_1(blocks: Tensor) -> PackedWeight:
+    """Blocks (out, groups, 24): like Q5_0, with a float16 minimum m after d; w = q * d + m."""
+    return _packed(_five_bits(blocks, 4), _float16_at(blocks, 0), _float16_at(blocks, 2), bits=8)
+
+
+def _five_bits(blocks: Tensor, start: int) -> Tensor:
+    """Codes of 5 bits: fifth bits (out, groups, 4) at `start`, then nibbles (out, groups, 16).
+
+    Element i has its fifth bit at bit i, and its nibble as in `_interleave`; the result is
+    (out, in_features) uint8.
+    """
+    high = blocks[..., start : start + 4].unsqueeze(-1)  # (out, groups, 4, 1)
+    bits = (high >> torch.arange(8, dtype=torch.uint8)) & 1  # (out, groups, 4, 8)
+    low = blocks[..., start + 4 :]
+    nibbles = torch.cat((low & 0xF, low >> 4), dim=-1)  # (out, groups, 32)
+    return (nibbles | (bits.flatten(2) << 4)).flatten(1)
+
+
 def _q8_0(blocks: Tensor) -> PackedWeight:
     """Blocks (out, groups, 34): a float16 scale d, then 32 signed codes; w = q * d."""
     scale = _float16_at(blocks, 0)
     return _packed((blocks[..., 2:] ^ 0x80).flatten(1), scale, scale * -128, bits=8)
 
 
-_PACKED: dict[str, Callable[[Tensor], PackedWeight]] = {"Q4_0": _q4_0, "Q4_1": _q4_1, "Q8_0": _q8_0}
+_PACKED: dict[str, Callable[[Tensor], PackedWeight]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+}
 
 
 def _packed(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> PackedWeight:

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVBlocks, KVFormat
+from appliance.kernels.kv_cache import KVBlocks, KVCache, KVFormat
 from appliance.model.step import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from appliance.kernels.backend import Backend, Linear
@@ -50,22 +48,27 @@ class Decoder:
     weight_bytes: int
     weight_format: str
 
+    @property
+    def backend_name(self) -> str:
+        """For people."""
+        return self.backend.name
+
     @torch.inference_mode()
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
         batch: RaggedBatch,
-        caches: Sequence[KVBlocks],
+        cache: KVCache,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Run one step and leave its keys and values in the caches.
+        """Run one step and leave its keys and values in the cache.
 
         Args:
             token_ids: (num_tokens,) int64, all sequences' rows one after another.
             positions: (num_tokens,) int64, each row's place in its sequence.
             batch: which rows belong to which sequence, and their blocks.
-            caches: the blocks of each layer.
+            cache: the blocks.
             rows: (num_rows,) int64, the rows whose logits are wanted, perhaps none; None means
                 all of them.
 
@@ -74,32 +77,32 @@ class Decoder:
         """
         step = Step(
             batch=batch,
-            attention_work=self.backend.plan_attention(batch, caches[0].block_size),
+            attention_work=self.backend.plan_attention(batch, cache.block_size),
             rotations=tuple(rope.rotation(positions) for rope in self.ropes),
         )
         stream = self.embedding(token_ids)  # (num_tokens, hidden_size)
         hidden = self.backend.rms_norm(stream, self.first_norm.weight, self.first_norm.eps)
         last = len(self.layers) - 1
-        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
-            hidden, stream = layer(hidden, stream, step, cache, rows if index == last else None)
+        for index, (layer, blocks) in enumerate(zip(self.layers, cache.layers, strict=True)):
+            hidden, stream = layer(hidden, stream, step, blocks, rows if index == last else None)
         if not hidden.shape[0]:
             return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
         logits = self.head(hidden).float()  # (num_rows, vocab_size)
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def allocate_caches(
-        self, format: KVFormat, *, num_blocks: int, block_size: int
-    ) -> list[KVBlocks]:
+    def allocate_cache(self, format: KVFormat, *, num_blocks: int, block_size: int) -> KVCache:
         """Fresh blocks for every layer."""
-        return [
-            KVBlocks.allocate(
-                format,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                num_kv_heads=layer.attention.num_kv_heads,
-                head_dim=layer.attention.head_dim,
-                device=self.device,
+        return KVCache(
+            tuple(
+                KVBlocks.allocate(
+                    format,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    num_kv_heads=layer.attention.num_kv_heads,
+                    head_dim=layer.attention.head_dim,
+                    device=self.device,
+                )
+                for layer in self.spec.layers
             )
-            for layer in self.spec.layers
-        ]
+        )

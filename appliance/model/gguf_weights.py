@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from appliance.model.families.family import Family
     from appliance.model.spec import DecoderSpec
 
-_PACKED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}  # types that load as they are, without loss
+# Types that load without loss; five bits are held in eight.
+_PACKED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q5_1": 8, "Q8_0": 8}
 
 
 class GGUFWeights:

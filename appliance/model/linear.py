@@ -22,6 +22,12 @@ class LinearPart:
     weight: Tensor | PackedWeight  # (out_features, in_features)
     bias: Tensor | None  # (out_features,)
 
+    def rows(self, index: slice) -> LinearPart:
+        """Some of its outputs."""
+        weight, bias = self.weight, self.bias
+        rows = weight.rows(index) if isinstance(weight, PackedWeight) else weight[index]
+        return LinearPart(rows, None if bias is None else bias[index])
+
 
 class SideBySide:
     """Linears of one input that could not be fused: their outputs, one after another."""
@@ -47,19 +53,30 @@ def prepare_fused(parts: list[LinearPart], backend: Backend, dtype: torch.dtype)
         backend: lays out the weights.
         dtype: of activations.
     """
+    linears = [
+        backend.prepare_linear(part.weight, part.bias, dtype) for part in stack_neighbours(parts)
+    ]
+    return linears[0] if len(linears) == 1 else SideBySide(linears)
+
+
+def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:
+    """The same output rows in as few parts as packing allows.
+
+    Args:
+        parts: weights of equal in_features.
+    """
     runs: list[list[LinearPart]] = []
     for part in parts:
         if runs and _packing(runs[-1][0].weight) == _packing(part.weight):
             runs[-1].append(part)
         else:
             runs.append([part])
-    linears = [
-        backend.prepare_linear(
-            _stack([part.weight for part in run]), _stack_biases([part.bias for part in run]), dtype
+    return [
+        LinearPart(
+            _stack([part.weight for part in run]), _stack_biases([part.bias for part in run])
         )
         for run in runs
     ]
-    return linears[0] if len(linears) == 1 else SideBySide(linears)
 
 
 def _packing(weight: Tensor | PackedWeight) -> tuple[object, ...]:

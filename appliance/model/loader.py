@@ -1,38 +1,35 @@
-"""Builds a decoder from a model source, layer by layer.
+"""Builds the torch decoder from a model source, layer by layer.
 
 What is read is laid out for the backend and let go at once, so that the most memory in use is
-about the finished model and one layer. Knows no family and no file format.
+about the finished model and one layer.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.kernels.packed import PackedWeight
 from appliance.kernels.packed_matmul.reference import DenseLinear
 from appliance.model.attention import Attention
 from appliance.model.decoder import Decoder
 from appliance.model.embedding import Embedding
 from appliance.model.layers import MLP, DecoderLayer
-from appliance.model.linear import LinearPart, prepare_fused
-from appliance.model.norm import Norm
-from appliance.model.rope import Rope
+from appliance.model.linear import prepare_fused
+from appliance.model.reader import ModelReader
+from appliance.model.rope import Rope, distinct_ropes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from appliance.kernels.backend import Backend, Linear
-    from appliance.model.source import ModelSource
-    from appliance.model.spec import LayerSpec, NormSpec, RopeSpec
+    import torch
 
-DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-_DENSE_DTYPES = frozenset({*DTYPE_NAMES, torch.float64})
+    from appliance.kernels.backend import Backend, Linear
+    from appliance.model.linear import LinearPart
+    from appliance.model.norm import Norm
+    from appliance.model.reader import LayerWeights
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import LayerSpec, RopeSpec
 
 
 def load_decoder(
@@ -59,177 +56,85 @@ def load_decoder(
         CheckpointError: a weight holds NaN or infinity.
         UnsupportedModelError: a weight that is not packed has a type of less than 16 bits.
     """
-    loader = _Loader(source, backend, device, dtype)
+    reader = ModelReader(source, device, dtype)
     report = on_progress or (lambda stage, done, total: None)
-    layers: list[DecoderLayer] = []
-    total = len(source.spec.layers) + 1
+    spec = source.spec
+    ropes = distinct_ropes(spec)
+    builder = _Builder(backend, dtype, ropes)
+    total = len(spec.layers) + 1
     report("weights", 0, total)
-    first_norm = loader.first_norm(0)
-    for index in range(len(source.spec.layers)):
-        layers.append(loader.layer(index))
+    first_norm = builder.counted(reader.first_norm(0))
+    layers: list[DecoderLayer] = []
+    for index, layer_spec in enumerate(spec.layers):
+        next_norm = builder.counted(reader.first_norm(index + 1))
+        layers.append(builder.layer(reader.layer(index), layer_spec, next_norm))
         report("weights", index + 1, total)
-    embedding, head = loader.embedding_and_head()
+    matrix, head_matrix = reader.embedding_and_head()
+    embedding = Embedding.of(matrix, spec.embedding_scale, dtype)
+    if head_matrix is matrix and isinstance(embedding.weight, Tensor):
+        head_matrix = embedding.weight  # one copy, where the backend keeps it as it is
+    head = backend.prepare_linear(head_matrix, None, dtype)
+    is_shared = isinstance(head, DenseLinear) and head.weight is embedding.weight
     report("weights", total, total)
-    length = source.spec.context_length if context_length is None else context_length
+    length = spec.context_length if context_length is None else context_length
     return Decoder(
-        spec=source.spec,
+        spec=spec,
         backend=backend,
         dtype=dtype,
         device=device,
         embedding=embedding,
-        ropes=tuple(Rope.of(spec, length, device) for spec in loader.ropes),
+        ropes=tuple(Rope.of(rope, length, device) for rope in ropes),
         first_norm=first_norm,
         layers=tuple(layers),
         head=head,
-        weight_bytes=loader.nbytes,
-        weight_format=loader.weight_format(),
+        weight_bytes=builder.nbytes + head.nbytes + (0 if is_shared else embedding.nbytes),
+        weight_format=reader.weight_format(),
     )
 
 
-class _Loader:
-    """Reads parts of one source and keeps account of them."""
+class _Builder:
+    """Lays weights out for one backend and counts their bytes."""
 
-    def __init__(
-        self, source: ModelSource, backend: Backend, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self.ropes: list[RopeSpec] = []  # the distinct ones, in order of appearance
+    def __init__(self, backend: Backend, dtype: torch.dtype, ropes: tuple[RopeSpec, ...]) -> None:
         self.nbytes = 0
-        self._source = source
-        self._names = source.family.names
         self._backend = backend
-        self._device = device
         self._dtype = dtype
-        self._layer_formats: Counter[str] = Counter()  # bytes by format
-        self._head_format = ""
+        self._ropes = ropes
 
-    def layer(self, index: int) -> DecoderLayer:
-        """Everything of one layer, and the norm that comes after it."""
-        spec, names = self._source.spec.layers[index], self._names
+    def layer(self, weights: LayerWeights, spec: LayerSpec, next_norm: Norm) -> DecoderLayer:
+        """Everything of one layer."""
         return DecoderLayer(
             backend=self._backend,
-            attention=self._attention(index, spec),
+            attention=Attention(
+                spec=spec.attention,
+                backend=self._backend,
+                rope=self._ropes.index(spec.attention.rope),
+                qkv=self._linear(weights.qkv),
+                output=self._linear([weights.output]),
+                query_norm=self._optional(weights.query_norm),
+                key_norm=self._optional(weights.key_norm),
+            ),
             mlp=MLP(
                 backend=self._backend,
                 activation=spec.mlp.activation,
-                gate_up=self._linear(index, names.gate_up, spec.mlp.bias),
-                down=self._linear(index, (names.down,), spec.mlp.bias),
+                gate_up=self._linear(weights.gate_up),
+                down=self._linear([weights.down]),
             ),
-            mlp_norm=self._norm(names.in_layer(index, names.mlp_norm), spec.norm),
-            next_norm=self.first_norm(index + 1),
-            attention_post_norm=self._post_norm(index, names.attention_post_norm, spec),
-            mlp_post_norm=self._post_norm(index, names.mlp_post_norm, spec),
+            mlp_norm=self.counted(weights.mlp_norm),
+            next_norm=next_norm,
+            attention_post_norm=self._optional(weights.attention_post_norm),
+            mlp_post_norm=self._optional(weights.mlp_post_norm),
         )
 
-    def first_norm(self, index: int) -> Norm:
-        """The norm at the start of a layer; past the last layer, the decoder's own."""
-        spec = self._source.spec
-        if index == len(spec.layers):
-            return self._norm(self._names.final_norm, spec.final_norm)
-        name = self._names.in_layer(index, self._names.attention_norm)
-        return self._norm(name, spec.layers[index].norm)
+    def counted(self, norm: Norm) -> Norm:
+        """The same norm, its bytes added to the sum."""
+        self.nbytes += norm.weight.nbytes
+        return norm
 
-    def embedding_and_head(self) -> tuple[Embedding, Linear]:
-        """The two ends; one tensor, read once, if they are tied."""
-        spec = self._source.spec
-        matrix = self._load(f"{self._names.embedding}.weight")
-        embedding = Embedding.of(matrix, spec.embedding_scale, self._dtype)
-        if not spec.tied_head:
-            matrix = self._load(f"{self._names.head}.weight")
-        elif isinstance(embedding.weight, Tensor):
-            matrix = embedding.weight  # one copy, where the backend keeps it as it is
-        head = self._backend.prepare_linear(matrix, None, self._dtype)
-        self._head_format = self._format(matrix)
-        is_shared = isinstance(head, DenseLinear) and head.weight is embedding.weight
-        self.nbytes += head.nbytes + (0 if is_shared else embedding.nbytes)
-        return embedding, head
+    def _optional(self, norm: Norm | None) -> Norm | None:
+        return None if norm is None else self.counted(norm)
 
-    def weight_format(self) -> str:
-        """How the weights were stored, the most common format first."""
-        layers = " + ".join(name for name, _ in self._layer_formats.most_common())
-        return layers if layers == self._head_format else f"{layers} + {self._head_format} head"
-
-    def _attention(self, index: int, layer: LayerSpec) -> Attention:
-        spec, names = layer.attention, self._names
-        if spec.rope not in self.ropes:
-            self.ropes.append(spec.rope)
-        query_norm = key_norm = None
-        if spec.qk_norm is not None:
-            query_norm = self._norm(names.in_layer(index, names.query_norm), spec.qk_norm)
-            key_norm = self._norm(names.in_layer(index, names.key_norm), spec.qk_norm)
-        return Attention(
-            spec=spec,
-            backend=self._backend,
-            rope=self.ropes.index(spec.rope),
-            qkv=self._linear(index, names.qkv, spec.qkv_bias),
-            output=self._linear(index, (names.output,), spec.output_bias),
-            query_norm=query_norm,
-            key_norm=key_norm,
-        )
-
-    def _linear(self, index: int, sources: tuple[str, ...], bias: bool) -> Linear:
-        """A linear of a layer, from one weight or from several stacked."""
-        parts = []
-        for source in sources:
-            name = self._names.in_layer(index, source)
-            weight = self._load(f"{name}.weight")
-            parts.append(LinearPart(weight, self._dense(f"{name}.bias") if bias else None))
-            self._layer_formats[self._format(weight)] += weight.nbytes
+    def _linear(self, parts: list[LinearPart]) -> Linear:
         linear = prepare_fused(parts, self._backend, self._dtype)
         self.nbytes += linear.nbytes
         return linear
-
-    def _post_norm(self, index: int, part: str, layer: LayerSpec) -> Norm | None:
-        if not layer.post_norms:
-            return None
-        return self._norm(self._names.in_layer(index, part), layer.norm)
-
-    def _norm(self, name: str, spec: NormSpec) -> Norm:
-        weight = self._dense(f"{name}.weight").float() + spec.offset
-        self.nbytes += weight.nbytes
-        return Norm(weight, spec.eps)
-
-    def _dense(self, name: str) -> Tensor:
-        tensor = self._load(name)
-        assert isinstance(tensor, Tensor), f"{name} is packed"
-        return tensor
-
-    def _load(self, name: str) -> Tensor | PackedWeight:
-        """Read one tensor onto the device, checked."""
-        tensor = self._source.weights.load(name)
-        if isinstance(tensor, PackedWeight):
-            tensor = replace(
-                tensor,
-                codes=tensor.codes.to(self._device),
-                scale=tensor.scale.to(self._device),
-                offset=tensor.offset.to(self._device),
-            )
-            finite = is_finite(tensor.scale) and is_finite(tensor.offset)
-        else:
-            if tensor.dtype not in _DENSE_DTYPES:
-                raise UnsupportedModelError(
-                    f"{self._source.path.name}: tensor {name} has type {tensor.dtype}, but "
-                    "config.json has no quantization_config that says what it means"
-                )
-            tensor = tensor.to(self._device)
-            finite = is_finite(tensor)
-        if not finite:
-            raise CheckpointError(
-                f"{self._source.path.name}: tensor {name} holds NaN or infinity; "
-                "fetch or quantize the model again"
-            )
-        return tensor
-
-    def _format(self, weight: Tensor | PackedWeight) -> str:
-        if isinstance(weight, PackedWeight):
-            return f"{weight.bits}-bit g{weight.group_size}"
-        return DTYPE_NAMES[self._dtype]
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite.
-
-    The sum is enough to tell in nearly all cases, and many times faster than a look at each.
-    """
-    if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
-        return True
-    return bool(torch.isfinite(tensor).all())

@@ -17,7 +17,7 @@ from appliance.model.spec import RopeScaling
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.model.spec import RopeSpec
+    from appliance.model.spec import DecoderSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,11 @@ class Rope:
         angles = positions.to(torch.float32).unsqueeze(1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.amplitude == 1.0 else (cos * self.amplitude, sin * self.amplitude)
+
+
+def distinct_ropes(spec: DecoderSpec) -> tuple[RopeSpec, ...]:
+    """The kinds of RoPE in a model, in order of appearance."""
+    return tuple(dict.fromkeys(layer.attention.rope for layer in spec.layers))
 
 
 def _frequencies(spec: RopeSpec, context_length: int) -> Tensor:

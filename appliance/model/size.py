@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # each group; groups of 32 are the smallest there are.
 _PACKED_BYTES_PER_WEIGHT = 0.5 + 4 / 32
 
+# The most that the CPU library holds beside a code: two 32-bit numbers for each group of 32.
+_SCALE_BYTES_PER_WEIGHT = 8 / 32
+
 
 def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torch.dtype) -> int:
     """Bytes of all weights, rounded up where the layout is the backend's choice.
@@ -36,4 +39,19 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
             total += count * dtype.itemsize
         if slot.role is Role.EMBEDDING and (bits is not None or source.spec.tied_head):
             total += count * (bits or 8 * dtype.itemsize) / 8 * 1.25
+    return math.ceil(total)
+
+
+def estimate_native_bytes(source: ModelSource, dtype: torch.dtype) -> int:
+    """Bytes of all weights in the CPU library, rounded up; a tied matrix is held once."""
+    total = 0.0
+    for slot in source.slots():
+        count = math.prod(slot.shape)
+        bits = source.weights.packed_bits(slot.name)
+        if slot.role is Role.NORM:
+            total += 4 * count
+        elif bits is not None:
+            total += count * (bits / 8 + _SCALE_BYTES_PER_WEIGHT)
+        else:
+            total += count * dtype.itemsize
     return math.ceil(total)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.model.decoder import Decoder
+    from appliance.model.executor import AnyCache, Executor
 
 BLOCK_SIZE = 16
 _UNQUANTIZED = {
@@ -25,7 +25,7 @@ _UNQUANTIZED = {
 
 
 def logits_of(
-    decoder: Decoder,
+    decoder: Executor[AnyCache],
     token_ids: Sequence[int],
     *,
     chunks: Sequence[int] | None = None,
@@ -47,14 +47,14 @@ def logits_of(
 
 
 def _run(
-    decoder: Decoder,
+    decoder: Executor[AnyCache],
     token_ids: Sequence[int],
     steps: Sequence[int],
     format: KVFormat | None,
     block_table: Sequence[int] | None,
 ) -> Iterator[Tensor]:
     table = tuple(block_table or range(-(-len(token_ids) // BLOCK_SIZE)))
-    caches = decoder.allocate_caches(
+    cache = decoder.allocate_cache(
         format or _UNQUANTIZED[decoder.dtype], num_blocks=max(table) + 1, block_size=BLOCK_SIZE
     )
     start = 0
@@ -64,7 +64,7 @@ def _run(
             torch.tensor(token_ids[start:end], device=decoder.device),
             torch.arange(start, end, device=decoder.device),
             one_sequence(table, start, end, decoder.device),
-            caches,
+            cache,
         )
         start = end
 

@@ -12,6 +12,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from appliance.engine.messages import TokenLogprobs
 from appliance.engine.request import FinishReason
 from appliance.errors import EngineUnavailableError
 from appliance.output import ChoiceText
@@ -19,16 +22,17 @@ from appliance.server.metrics import RequestTimer
 from appliance.server.responses import PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import SequenceDelta, TokenLogprobs
+    from appliance.engine.messages import SequenceDelta
     from appliance.engine.process.client import Generation
     from appliance.engine.request import Request
     from appliance.server.state import ServerState
 
+MAX_TURN = 64  # pieces that are handed over together
+
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What became certain of one choice: text, the tokens it came from, the end."""
 
     choice: int
@@ -98,33 +102,38 @@ class Answer:
         """Prompt tokens that were found in the prefix cache."""
         return sum(self._cached_tokens)
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Pieces of all choices as they come; each choice ends with a finish reason.
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
+        """Pieces of all choices, at each turn all there are; each choice ends with a finish reason.
 
         Raises:
             RequestError: the engine refused the request.
             EngineError: it failed, or the engine died.
         """
-        async with aclosing(_merge(self._generations)) as deltas:
-            async for prompt, delta in deltas:
-                number = prompt * self._n + delta.index
-                self._cached_tokens[prompt] = max(
-                    self._cached_tokens[prompt], delta.num_cached_tokens
-                )
-                if piece := self._take(number, delta):
-                    if piece.finish_reason is not None and delta.finish_reason is None:
-                        self._generations[prompt].close_choice(delta.index)
-                    yield piece
+        if len(self._generations) > 1:
+            async with aclosing(_merge(self._generations)) as deltas:
+                async for prompt, delta in deltas:
+                    if pieces := self._take(prompt, delta):
+                        yield pieces
+            return
+        (generation,) = self._generations
+        async for delta in generation:
+            pieces = self._take(0, delta)
+            # What came while the client did not read goes out together.
+            while len(pieces) < MAX_TURN and (more := generation.ready()) is not None:
+                pieces += self._take(0, more)
+            if pieces:
+                yield pieces
 
     async def whole(self) -> list[Whole]:
         """Every choice, when all have ended; errors as for `pieces`."""
         choices = [Whole() for _ in range(self.num_choices)]
-        async for piece in self.pieces():
-            choice = choices[piece.choice]
-            choice.text += piece.text
-            choice.tokens += piece.tokens
-            if piece.finish_reason is not None:
-                choice.finish_reason = piece.finish_reason.value
+        async for pieces in self.pieces():
+            for piece in pieces:
+                choice = choices[piece.choice]
+                choice.text += piece.text
+                choice.tokens += piece.tokens
+                if piece.finish_reason is not None:
+                    choice.finish_reason = piece.finish_reason.value
         return choices
 
     def close(self) -> None:
@@ -142,24 +151,33 @@ class Answer:
             self.completion_tokens,
         )
 
-    def _take(self, number: int, delta: SequenceDelta) -> Piece | None:
-        """What a delta adds, or None if none of it can be shown yet."""
+    def _take(self, prompt: int, delta: SequenceDelta) -> list[Piece]:
+        """What a delta adds; nothing if none of it can be shown yet."""
+        number = prompt * self._n + delta.index
         choice = self._choices[number]
+        if delta.num_cached_tokens > self._cached_tokens[prompt]:
+            self._cached_tokens[prompt] = delta.num_cached_tokens
         self.completion_tokens += len(delta.token_ids)
         self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
         text, reason = choice.text.push(delta.token_ids, delta.finish_reason)
-        choice.held += self._shown(delta)
-        if not text and reason is None:
-            return None
-        tokens, choice.held = tuple(choice.held), []
+        if delta.logprobs is not None:
+            choice.held += self._shown(delta, delta.logprobs)
         if reason is not None:
             choice.ended = True
             self._metrics.count_choice(reason.value)
-        return Piece(number, text, tokens, reason)
+            if delta.finish_reason is None:
+                self._generations[prompt].close_choice(delta.index)
+        elif not text:
+            return []
+        tokens: tuple[TokenLogprobs, ...] = ()
+        if choice.held:
+            tokens, choice.held = tuple(choice.held), []
+        return [Piece(number, text, tokens, reason)]
 
-    def _shown(self, delta: SequenceDelta) -> tuple[TokenLogprobs, ...]:
+    def _shown(
+        self, delta: SequenceDelta, logprobs: tuple[TokenLogprobs, ...]
+    ) -> tuple[TokenLogprobs, ...]:
         """Log probabilities of a delta, without the token that only says that this is the end."""
-        logprobs = delta.logprobs or ()
         if (
             delta.finish_reason is FinishReason.STOP
             and delta.token_ids
@@ -173,10 +191,6 @@ async def _merge(
     generations: Sequence[Generation],
 ) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
     """Deltas of several generations as they come, each with the number of its generation."""
-    if len(generations) == 1:
-        async for delta in generations[0]:
-            yield 0, delta
-        return
     queue: asyncio.Queue[tuple[int, SequenceDelta] | Exception | None] = asyncio.Queue()
 
     async def pump(number: int, generation: Generation) -> None:

@@ -15,13 +15,13 @@ from appliance.server.responses import (
     TokenLogprob,
     TopLogprob,
 )
-from appliance.server.stream import DONE, data_frame
+from appliance.server.stream import DONE, FrameTemplate, data_frame
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from appliance.engine.messages import Candidate, TokenLogprobs
-    from appliance.server.answer import Answer
+    from appliance.server.answer import Answer, Piece
     from appliance.server.exchange import Exchange
     from appliance.tokenizer import Tokenizer
 
@@ -49,18 +49,23 @@ async def chat_frames(
         head.choices = [ChatChunkChoice(number, delta, logprobs, finish_reason)]
         return data_frame(head)
 
-    begun: set[int] = set()
-    async for piece in answer.pieces():
-        frames = b""
-        if piece.choice not in begun:
-            begun.add(piece.choice)
-            frames += frame(piece.choice, ChatDelta(role="assistant", content=""))
-        if piece.text or piece.tokens:
-            logprobs = chat_logprobs(piece.tokens, exchange.tokenizer) if piece.tokens else None
-            frames += frame(piece.choice, ChatDelta(content=piece.text), logprobs)
+    templates: dict[int, FrameTemplate] = {}  # of the choices that have begun
+
+    def frames_of(piece: Piece) -> Iterator[bytes]:
+        number = piece.choice
+        if number not in templates:
+            yield frame(number, ChatDelta(role="assistant", content=""))
+            templates[number] = FrameTemplate(frame(number, ChatDelta(content=FrameTemplate.MARK)))
+        if piece.tokens:
+            logprobs = chat_logprobs(piece.tokens, exchange.tokenizer)
+            yield frame(number, ChatDelta(content=piece.text), logprobs)
+        elif piece.text:
+            yield templates[number].fill(piece.text)
         if piece.finish_reason is not None:
-            frames += frame(piece.choice, ChatDelta(), None, piece.finish_reason.value)
-        yield frames
+            yield frame(number, ChatDelta(), None, piece.finish_reason.value)
+
+    async for pieces in answer.pieces():
+        yield b"".join([part for piece in pieces for part in frames_of(piece)])
     if include_usage:
         head.choices = []
         head.usage = answer.usage()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.server.responses import Completion, CompletionChoice, CompletionLogprobs
-from appliance.server.stream import DONE, data_frame
+from appliance.server.stream import DONE, FrameTemplate, data_frame
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Sequence
 
     from appliance.engine.messages import TokenLogprobs
-    from appliance.server.answer import Answer
+    from appliance.server.answer import Answer, Piece
     from appliance.server.exchange import Exchange
     from appliance.tokenizer import Tokenizer
 
@@ -47,23 +47,25 @@ async def completion_frames(
         head.choices = [CompletionChoice(number, text, logprobs, finish_reason)]
         return data_frame(head)
 
-    begun: set[int] = set()
-    async for piece in answer.pieces():
+    templates: dict[int, FrameTemplate] = {}  # of the choices that have begun
+
+    def frames_of(piece: Piece) -> Iterator[bytes]:
         number = piece.choice
-        frames = b""
-        if number not in begun:
-            begun.add(number)
+        if number not in templates:
+            templates[number] = FrameTemplate(frame(number, FrameTemplate.MARK))
             if echo[number]:
-                frames += frame(number, echo[number])
-        if piece.text or piece.tokens:
-            logprobs = None
-            if exchange.logprobs:
-                logprobs = completion_logprobs(piece.tokens, exchange.tokenizer, offsets[number])
-                offsets[number] += sum(map(len, logprobs.tokens))
-            frames += frame(number, piece.text, logprobs)
+                yield frame(number, echo[number])
+        if exchange.logprobs and (piece.text or piece.tokens):
+            logprobs = completion_logprobs(piece.tokens, exchange.tokenizer, offsets[number])
+            offsets[number] += sum(map(len, logprobs.tokens))
+            yield frame(number, piece.text, logprobs)
+        elif piece.text:
+            yield templates[number].fill(piece.text)
         if piece.finish_reason is not None:
-            frames += frame(number, "", None, piece.finish_reason.value)
-        yield frames
+            yield frame(number, "", None, piece.finish_reason.value)
+
+    async for pieces in answer.pieces():
+        yield b"".join([part for piece in pieces for part in frames_of(piece)])
     if include_usage:
         head.choices = []
         head.usage = answer.usage()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import socket
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from appliance.errors import ConfigError
 from appliance.server.door import is_loopback
@@ -14,9 +15,14 @@ from appliance.server.door import is_loopback
 if TYPE_CHECKING:
     import asyncio
 
+    from starlette.types import Receive, Scope, Send
+
     from appliance.config import ServerConfig
 
 HEADER_SECONDS = 10.0
+# An ASGI extension: a function that writes a piece of a response that has begun and has no
+# content-length. False if that cannot be done at once; then the piece is to be sent as usual.
+CHUNKS = "appliance.chunks"
 _BACKLOG = 512
 
 
@@ -58,7 +64,16 @@ def url_of(config: ServerConfig, sock: socket.socket) -> str:
 
 
 class HttpProtocol(H11Protocol):
-    """HTTP/1.1 that gives up on a connection whose first request does not come."""
+    """HTTP/1.1 that gives up on a connection whose first request does not come.
+
+    h11 is strict and bounds what a stranger may send, but takes its time over every piece of a
+    stream. Responses may therefore write pieces past it, see `CHUNKS`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._application = self.app
+        self.app = self._serve
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock."""
@@ -68,6 +83,20 @@ class HttpProtocol(H11Protocol):
     def _close_if_silent(self) -> None:
         if self.cycle is None and not self.transport.is_closing():
             self.transport.close()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+            scope["extensions"] = {CHUNKS: partial(self._write_chunk, self.cycle)}
+        await self._application(scope, receive, send)
+
+    def _write_chunk(self, cycle: RequestResponseCycle, piece: bytes) -> bool:
+        if not (piece and cycle.response_started) or cycle.response_complete:
+            return False  # an empty chunk would be the end
+        if self.flow.write_paused:
+            return False
+        if not cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        return True
 
 
 def _why(error: OSError, host: str, port: int) -> str:

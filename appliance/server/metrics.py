@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from appliance.engine.process.supervisor import EngineState
 from appliance.events import Quantiles
+from appliance.server.histogram import Histogram
 
 if TYPE_CHECKING:
     from appliance.engine.process.client import EngineClient
@@ -59,8 +60,9 @@ class Metrics:
         self.failed = 0
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry)
-            return family.labels(model_name)
+            made = Histogram(name, text, model_name, buckets)
+            self.registry.register(made)
+            return made
 
         self.first_token_seconds = histogram(
             "vllm:time_to_first_token_seconds",
@@ -132,8 +134,7 @@ class RequestTimer:
             metrics.time_to_first_token.add(now, now - self._arrival)
         elif choice in self._last and count:
             seconds = (now - self._last[choice]) / count
-            for _ in range(count):
-                metrics.token_seconds.observe(seconds)
+            metrics.token_seconds.observe(seconds, count)
             metrics.inter_token_latency.add(now, seconds)
         self._last[choice] = now
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import uvicorn
+import uvloop
 
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.client import EngineClient
 from appliance.errors import EngineUnavailableError
 from appliance.server.listener import HttpProtocol, bind, url_of
+from appliance.server.memory import settle
 from appliance.server.metrics import Metrics
 from appliance.server.state import ServerState
 from appliance.tokenizer import Tokenizer
@@ -80,7 +82,7 @@ def run_server(
     with sock:
         engine_config = msgspec.structs.replace(settings.engine, model=str(model.path))
         engine = EngineClient(engine_config, command=engine_command)
-        asyncio.run(_Server(settings, model, engine, sock).run(on_progress, on_ready))
+        uvloop.run(_Server(settings, model, engine, sock).run(on_progress, on_ready))
 
 
 class _Server:
@@ -154,6 +156,7 @@ class _Server:
             asyncio.to_thread(_try_template, tokenizer),
         )
         self._state.tokenizer = tokenizer
+        settle()
         return info
 
     async def _drain(self) -> None:

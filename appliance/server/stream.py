@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 from starlette.responses import Response
 
 from appliance.errors import ApplianceError
 from appliance.server.errors import describe, error_response
+from appliance.server.listener import CHUNKS
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -27,6 +29,8 @@ DONE = b"data: [DONE]\n\n"
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _KEEP_ALIVE = b": keep-alive\n\n"
+
+_encode = msgspec.json.Encoder().encode
 
 ResultT = TypeVar("ResultT")
 
@@ -42,23 +46,30 @@ def data_frame(content: Any) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
+class FrameTemplate:
+    """Frames that differ in one text: all around it is encoded once.
+
+    Args:
+        frame: one of these frames, with `MARK` for the text.
+    """
+
+    MARK = secrets.token_hex(16)  # that no client or model can have foreseen
+
+    def __init__(self, frame: bytes) -> None:
+        self._before, _, self._after = frame.partition(msgspec.json.encode(self.MARK))
+
+    def fill(self, text: str) -> bytes:
+        """The frame with that text."""
+        return self._before + _encode(text) + self._after
+
+
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Run something for a client that is waiting; cancel it as soon as the client goes away.
 
     Raises:
         ClientGoneError: it did.
     """
-    task = asyncio.ensure_future(work)
-    watch = asyncio.create_task(_disconnect(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        for one in (task, watch):
-            one.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+    return await _guarded(work, _disconnect(receive))
 
 
 class EventStream(Response):
@@ -85,20 +96,20 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, unless the client goes away."""
         stream = _Stream(scope, receive, send, self)
-        keep_alive = asyncio.create_task(stream.keep_alive(KEEP_ALIVE_SECONDS))
         try:
-            await unless_disconnected(receive, stream.send_all(self._frames))
+            await _guarded(stream.send_all(self._frames), stream.watch(), _disconnect(receive))
         except ClientGoneError as error:
             logger.debug("the client of a stream went away: %s", error)
         finally:
-            keep_alive.cancel()
-            await asyncio.gather(keep_alive, return_exceptions=True)
             await self._frames.aclose()
             self._on_close()
 
 
 class _Stream:
-    """One stream being sent; the lock keeps frames and keep-alive comments apart."""
+    """One stream being sent; the lock keeps frames and keep-alive comments apart.
+
+    A frame takes no clock of its own: one task watches for silence and for a stall.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, response: Response) -> None:
         self._scope = scope
@@ -106,14 +117,16 @@ class _Stream:
         self._send = send
         self._response = response
         self._lock = asyncio.Lock()
+        self._write_chunk: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(CHUNKS)
         self._started = False
         self._ended = False
-        self._last_sent = time.monotonic()
+        self._last = time.monotonic()  # when the latest write began or ended
 
     async def send_all(self, frames: AsyncGenerator[bytes, None]) -> None:
         try:
             async for frame in frames:
-                await self._write(frame)
+                if not self._write_at_once(frame):
+                    await self._write(frame)
         except ClientGoneError:
             raise
         except Exception as error:
@@ -123,12 +136,29 @@ class _Stream:
         else:
             await self._write(b"", last=True)
 
-    async def keep_alive(self, seconds: float) -> None:
+    async def watch(self) -> NoReturn:
+        """Send comments while there is nothing else to send.
+
+        Raises:
+            ClientGoneError: a write does not come to its end.
+        """
         while True:
-            quiet = time.monotonic() - self._last_sent
-            if quiet >= seconds:
+            limit = STALL_SECONDS if self._lock.locked() else KEEP_ALIVE_SECONDS
+            quiet = time.monotonic() - self._last
+            if quiet < limit:
+                seconds = min(limit - quiet, KEEP_ALIVE_SECONDS, STALL_SECONDS)
+                await asyncio.sleep(max(0.001, seconds))
+            elif self._lock.locked():
+                raise ClientGoneError(f"nothing was read for {STALL_SECONDS:.0f} s")
+            else:
+                await self._comment()
+
+    async def _comment(self) -> None:
+        try:
+            async with asyncio.timeout(STALL_SECONDS):
                 await self._write(_KEEP_ALIVE)
-            await asyncio.sleep(max(0.001, seconds - quiet % seconds))
+        except TimeoutError:
+            raise ClientGoneError(f"nothing was read for {STALL_SECONDS:.0f} s") from None
 
     async def _fail(self, error: Exception) -> None:
         async with self._lock:
@@ -139,30 +169,49 @@ class _Stream:
         _, body, _ = describe(error)
         await self._write(data_frame(body), last=True)
 
+    def _write_at_once(self, data: bytes) -> bool:
+        """Write past locks and middlewares, if nothing is in the way."""
+        write = self._write_chunk
+        if write is None or not self._started or self._lock.locked() or not write(data):
+            return False
+        self._last = time.monotonic()
+        return True
+
     async def _write(self, data: bytes, *, last: bool = False) -> None:
         async with self._lock:
             if self._ended:
                 return
-            try:
-                async with asyncio.timeout(STALL_SECONDS):
-                    if not self._started:
-                        self._started = True
-                        await self._send(
-                            {
-                                "type": "http.response.start",
-                                "status": self._response.status_code,
-                                "headers": self._response.raw_headers,
-                            }
-                        )
-                    await self._send(
-                        {"type": "http.response.body", "body": data, "more_body": not last}
-                    )
-            except TimeoutError:
-                raise ClientGoneError(f"nothing was read for {STALL_SECONDS:.0f} s") from None
+            self._last = time.monotonic()
+            if not self._started:
+                self._started = True
+                await self._send(
+                    {
+                        "type": "http.response.start",
+                        "status": self._response.status_code,
+                        "headers": self._response.raw_headers,
+                    }
+                )
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
             self._ended = last
-            self._last_sent = time.monotonic()
+            self._last = time.monotonic()
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _guarded(
+    work: Coroutine[Any, Any, ResultT], *guards: Coroutine[Any, Any, NoReturn]
+) -> ResultT:
+    """The result of some work, unless a guard raises first."""
+    task = asyncio.ensure_future(work)
+    watches = [asyncio.ensure_future(guard) for guard in guards]
+    try:
+        done, _ = await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task in done else await done.pop()
+    finally:
+        for one in (task, *watches):
+            one.cancel()
+        await asyncio.gather(task, *watches, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> NoReturn:
     while (await receive())["type"] != "http.disconnect":
         pass
+    raise ClientGoneError

@@ -15,6 +15,7 @@ class StopStringMatcher:
     def __init__(self, stop: tuple[str, ...]) -> None:
         assert all(stop), stop
         self._stop = stop
+        self._openings = {string[0] for string in stop}
         self._held = ""  # a suffix of the text that could still become a stop string
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -24,6 +25,8 @@ class StopStringMatcher:
             What is now certain to stand before any stop string, and whether one is complete. After
             a match the rest of the text is dropped.
         """
+        if not self._held and self._openings.isdisjoint(text):
+            return text, False  # as with most tokens
         text = self._held + text
         self._held = ""
         found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]

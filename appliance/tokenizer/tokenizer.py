@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,23 @@ if TYPE_CHECKING:
     from appliance.tokenizer.source import TokenizerSource
 
 
+class WholeText(dict[int, str | None]):
+    """The text of each token that was looked up, see `Tokenizer.whole_text`."""
+
+    def __init__(self, find_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._find_bytes = find_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        """Find the text once."""
+        try:
+            text = self._find_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
 class Tokenizer:
     """Safe to use from several threads.
 
@@ -29,6 +46,7 @@ class Tokenizer:
         eos_token_ids: tokens that end an answer.
         add_bos: whether `add_special_tokens` puts BOS in front.
         chat_template: None for a base model.
+        whole_text: what a token adds to an answer, or None if that is no whole characters.
     """
 
     def __init__(self, source: TokenizerSource) -> None:
@@ -45,6 +63,7 @@ class Tokenizer:
         self._control_tokens = ControlTokens(control)
         self._spelling = _spelling(self._backend.decoder)
         self._bytes: dict[int, bytes] = {}
+        self.whole_text = WholeText(self._find_visible_bytes)
 
         # The library finds control tokens in all of a text or in none of it. It is told: in none;
         # where they are wanted a separator stands in for them, which no text can contain.
@@ -131,6 +150,9 @@ class Tokenizer:
     def visible_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to an answer: none for control tokens."""
         return b"" if token_id in self._control_ids else self.token_bytes(token_id)
+
+    def _find_visible_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._control_ids else self._find_bytes(token_id)
 
     def _find_bytes(self, token_id: int) -> bytes:
         if not 0 <= token_id < self.vocab_size:

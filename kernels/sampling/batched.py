@@ -20,6 +20,13 @@ CANDIDATES = 1024  # sorted prefix that nearly always holds the whole nucleus
 STRETCH = 256  # tokens that are summed up together when a whole vocabulary is walked
 
 
+def choose(logits: Tensor, rows: SamplingRows) -> list[int]:
+    """Like `sample`, on the host; -1 for a row with NaN, +inf or no finite value."""
+    finite = logits.amax(dim=-1).isfinite()
+    tokens = sample(logits.nan_to_num(nan=0.0), rows)
+    return torch.where(finite, tokens, -1).tolist()
+
+
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Choose one token per row; same contract as `reference.sample`.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.model
 
 QUESTION: list[ChatCompletionMessageParam] = [
-    {"role": "user", "content": "What is the capital of France?"}
+    {"role": "user", "content": "What is the capital of Japan?"}
 ]
 
 
@@ -43,7 +43,7 @@ def test_a_chat_is_answered_whole_and_streamed_alike(openai: OpenAI) -> None:
     )
     chunks = list(stream)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert "Paris" in text
+    assert "Tokyo" in text
     assert text == whole.choices[0].message.content
     assert whole.usage is not None
     assert chunks[-1].usage is not None
@@ -136,7 +136,7 @@ def test_kill_9_of_the_engine_ends_streams_with_an_error_and_waiting_ones_are_se
     answer = server.client.post(
         "/v1/chat/completions", json={"model": "small", "messages": QUESTION, "temperature": 0}
     ).json()
-    assert "Paris" in answer["choices"][0]["message"]["content"]
+    assert "Tokyo" in answer["choices"][0]["message"]["content"]
     assert server.gauge("appliance_engine_restarts_total") == 1
 
 

@@ -8,7 +8,9 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.plan import Plan
 from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.sampler import Sampled
 from appliance.errors import ContextLengthError, MemoryPlanError, RequestError
 
 EOS = 2
@@ -165,6 +167,8 @@ def test_broken_logits_end_that_request_only(
     forward = type(decoder).forward
 
     class Broken:
+        device = decoder.device
+
         def forward(self, *arguments: Any) -> torch.Tensor:
             logits = forward(decoder, *arguments)
             if len(logits) == 3:
@@ -183,6 +187,34 @@ def test_broken_logits_end_that_request_only(
                 errors[delta.request_id] = delta.finish_reason
     assert errors == {"b": FinishReason.ERROR}
     assert (counts["a"], counts["b"], counts["c"]) == (5, 0, 5)
+
+
+def test_a_step_without_memory_ends_the_requests_that_made_it_large(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(engine, request("small", prompt(10, 8), max_tokens=9))
+    real = engine._runner.run
+
+    def limited(plan: Plan) -> list[Sampled]:
+        if plan.num_tokens > 30:
+            raise MemoryError("no memory for the workspace of this step")
+        return real(plan)
+
+    monkeypatch.setattr(engine._runner, "run", limited)
+    engine.submit(request("small", prompt(10, 8), max_tokens=9))
+    report = engine.step()
+    answer = [token for delta in report.deltas for token in delta.token_ids]
+    engine.submit(request("large", prompt(40, 9)))
+    errors = {}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            answer += delta.token_ids
+            if delta.error:
+                errors[delta.request_id] = delta.error
+    assert errors == {"large": "no memory for the workspace of this step"}
+    assert answer == expected["small", 0]
+    monkeypatch.undo()
+    assert run(engine, request("large", prompt(40, 9)))["large", 0]
 
 
 def test_an_interrupted_step_is_repeated(

@@ -166,6 +166,24 @@ async def test_a_consumer_that_does_not_keep_up_is_given_up() -> None:
         assert await tokens(client, request(1, max_tokens=2)) == [1, 1]
 
 
+async def test_a_consumer_catches_up_without_waiting_and_sees_errors_last() -> None:
+    async with running("step_seconds=0.002") as client:
+        generation = client.generate(request(1, 2, 3, max_tokens=500))
+        await until(lambda: generation.backlog >= 5)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: client.state is not EngineState.READY)
+        found = [await anext(generation)]
+        while (delta := generation.ready()) is not None:
+            found.append(delta)
+        assert [delta.token_ids[0] for delta in found[:5]] == [1, 2, 3, 1, 2]
+        assert generation.backlog == 1, "the error is left"
+        with pytest.raises(EngineDiedError, match="SIGKILL"):
+            await anext(generation)
+        await generation.aclose()
+        assert generation.ready() is None
+
+
 async def test_one_choice_ends_and_the_other_goes_on() -> None:
     async with running("step_seconds=0.005") as client:
         found: dict[int, int] = {0: 0, 1: 0}

@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.sampler import Sampler, uniform_number
+from appliance.engine.sampler import ChooseTokens, Sampled, Sampler, uniform_number
 from appliance.engine.sequence import Sequence
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import load_library
+from appliance.kernels.sampling import batched
+from appliance.kernels.sampling.cpu import NativeSampling
 
 EOS = 7
 VOCAB = 50
@@ -22,9 +26,21 @@ def sequence(prompt: tuple[int, ...] = (1, 2), answer: tuple[int, ...] = (), **s
     return Sequence(request, token_ids=[*prompt, *answer])
 
 
-def choose(logits: list[float] | torch.Tensor, *sequences: Sequence):  # type: ignore[no-untyped-def]
-    rows = torch.as_tensor(logits, dtype=torch.float32).reshape(len(sequences), -1).clone()
-    return Sampler((EOS,)).sample(rows, sequences)
+CHOOSERS: dict[str, ChooseTokens] = {
+    "torch": batched.choose,
+    "cpu-library": NativeSampling(NativeEngine(load_library(), threads=2)),
+}
+
+
+@pytest.fixture(params=CHOOSERS)
+def choose(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    sampler = Sampler((EOS,), CHOOSERS[request.param])
+
+    def choose(logits: list[float] | torch.Tensor, *sequences: Sequence) -> list[Sampled]:
+        rows = torch.as_tensor(logits, dtype=torch.float32).reshape(len(sequences), -1).clone()
+        return sampler.sample(rows, sequences)
+
+    return choose
 
 
 def peaked(*peaks: tuple[int, float]) -> list[float]:
@@ -34,18 +50,18 @@ def peaked(*peaks: tuple[int, float]) -> list[float]:
     return logits
 
 
-def test_greedy_takes_the_likeliest() -> None:
+def test_greedy_takes_the_likeliest(choose) -> None:  # type: ignore[no-untyped-def]
     assert choose(peaked((3, 2.0)), sequence())[0].token_id == 3
 
 
-def test_repetition_penalty_counts_prompt_and_answer_and_knows_the_sign() -> None:
+def test_repetition_penalty_counts_prompt_and_answer_and_knows_the_sign(choose) -> None:  # type: ignore[no-untyped-def]
     logits = peaked((1, 2.0), (9, 1.9))
     assert choose(logits, sequence(prompt=(1,), repetition_penalty=1.2))[0].token_id == 9
     negative = [-1.0] * VOCAB
     assert choose(negative, sequence(prompt=(0,), repetition_penalty=2.0))[0].token_id == 1
 
 
-def test_presence_and_frequency_count_the_answer_only() -> None:
+def test_presence_and_frequency_count_the_answer_only(choose) -> None:  # type: ignore[no-untyped-def]
     logits = peaked((1, 2.0), (9, 1.0))
     assert choose(logits, sequence(prompt=(1,), presence_penalty=2.0))[0].token_id == 1
     assert choose(logits, sequence(answer=(1,), presence_penalty=2.0))[0].token_id == 9
@@ -54,11 +70,11 @@ def test_presence_and_frequency_count_the_answer_only() -> None:
     assert (once.token_id, twice.token_id) == (1, 9)
 
 
-def test_logit_bias_moves_one_token() -> None:
+def test_logit_bias_moves_one_token(choose) -> None:  # type: ignore[no-untyped-def]
     assert choose(peaked((3, 2.0)), sequence(logit_bias={4: 3.0}))[0].token_id == 4
 
 
-def test_min_tokens_bans_every_way_to_stop() -> None:
+def test_min_tokens_bans_every_way_to_stop(choose) -> None:  # type: ignore[no-untyped-def]
     logits = peaked((EOS, 5.0), (8, 4.0), (9, 3.0))
     early = sequence(min_tokens=1, stop_token_ids=(8,))
     late = sequence(answer=(3,), min_tokens=1, stop_token_ids=(8,))
@@ -66,7 +82,7 @@ def test_min_tokens_bans_every_way_to_stop() -> None:
     assert choose(logits, late)[0].token_id == EOS
 
 
-def test_logprobs_are_of_the_untouched_distribution() -> None:
+def test_logprobs_are_of_the_untouched_distribution(choose) -> None:  # type: ignore[no-untyped-def]
     logits = peaked((3, 2.0), (4, 1.0))
     result = choose(logits, sequence(logprobs=2, logit_bias={4: 5.0}))[0]
     expected = torch.log_softmax(torch.tensor(logits), 0)
@@ -76,7 +92,7 @@ def test_logprobs_are_of_the_untouched_distribution() -> None:
     assert [candidate.token_id for candidate in result.logprobs.top] == [3, 4]
 
 
-def test_a_broken_row_ends_that_sequence_alone() -> None:
+def test_a_broken_row_ends_that_sequence_alone(choose) -> None:  # type: ignore[no-untyped-def]
     rows = torch.tensor([peaked((3, 2.0)), [math.nan] * VOCAB, peaked((5, 1.0))])
     good, bad, other = choose(rows, sequence(), sequence(), sequence())
     assert (good.token_id, other.token_id) == (3, 5)
@@ -84,13 +100,13 @@ def test_a_broken_row_ends_that_sequence_alone() -> None:
     assert "finite" in bad.error
 
 
-def test_one_nan_among_numbers_is_broken_too() -> None:
+def test_one_nan_among_numbers_is_broken_too(choose) -> None:  # type: ignore[no-untyped-def]
     logits = peaked((3, 2.0))
     logits[40] = math.nan
     assert choose(logits, sequence())[0].error is not None
 
 
-def test_seeded_choice_ignores_the_batch_and_varies_with_everything_else() -> None:
+def test_seeded_choice_ignores_the_batch_and_varies_with_everything_else(choose) -> None:  # type: ignore[no-untyped-def]
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
     seeded = sequence(temperature=1.0)
     alone = choose(logits, seeded)[0].token_id

@@ -238,22 +238,27 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(
 def test_a_token_has_the_same_bits_decoded_or_recomputed(
     shape: Shape, precision: Precision
 ) -> None:
+    """The same bits where torch's own kernel gives them; nearly the same where it does not."""
     dtype = precision.activations if precision is not INT8 else torch.float32
-    if not products_ignore_row_count(dtype):
-        pytest.skip("this machine's matrix products sum in another order for few rows")
+    exact = products_ignore_row_count(dtype, shape.head_dim)
     world = World(LENGTHS, shape, precision)
     for window in (None, 100):
         decoded = world.attend(DECODES, len(DECODES), window=window)
         for row, i in enumerate(DECODES):
             whole = world.attend({i: (0, LENGTHS[i])}, window=window)
-            assert torch.equal(whole[-1], decoded[row]), i
+            if exact:
+                assert torch.equal(whole[-1], decoded[row]), i
+            assert relative_error(decoded[row], whole[-1]) < precision.bound, i
 
 
-def products_ignore_row_count(dtype: torch.dtype) -> bool:
-    """Whether torch's flash kernel gives four rows the same bits as thirty-two."""
-    q, k, v = (torch.randn(1, 8, n, 64).to(dtype) for n in (32, 384, 384))
+def products_ignore_row_count(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether torch's flash kernel gives few rows the same bits as thirty-two, on this machine."""
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return torch.equal(attend(q[:, :, :4], k, v)[0], attend(q, k, v)[0][:, :, :4])
+    q, k, v = (torch.randn(1, 8, n, head_dim).to(dtype) for n in (32, 384, 384))
+    whole = attend(q, k, v)[0]
+    return all(
+        torch.equal(attend(q[:, :, :rows], k, v)[0], whole[:, :, :rows]) for rows in (1, 3, 4, 8)
+    )
 
 
 lengths = st.integers(1, 400)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from appliance.kernels.backend import CPU, REFERENCE, Backend
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_cache import KVCache, KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
@@ -103,7 +103,7 @@ def side_by_side(spans: list[tuple[tuple[int, ...], int, int]]) -> RaggedBatch:
 
 def run(
     decoder: Decoder,
-    caches: list[Any],
+    cache: KVCache,
     parts: list[Part],
     rows: list[int] | None = None,
 ) -> torch.Tensor:
@@ -114,7 +114,7 @@ def run(
         torch.tensor(ids),
         torch.tensor(positions),
         side_by_side([(table, start, end) for _, table, start, end in parts]),
-        caches,
+        cache,
         None if rows is None else torch.tensor(rows, dtype=torch.int64),
     )
 
@@ -126,15 +126,15 @@ def test_sequences_in_one_step_do_not_touch_each_other(
     decoder = load(folder, backend)
     first, second, third = token_ids, token_ids[::-1], token_ids[5:38]
     alone = [logits_of(decoder, tokens) for tokens in (first, second, third)]
-    caches = decoder.allocate_caches(KVFormat.FP32, num_blocks=12, block_size=BLOCK_SIZE)
+    cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=12, block_size=BLOCK_SIZE)
     tables = [(9, 0, 4), (2, 11, 3), (7, 1, 8)]
-    run(decoder, caches, [(first, tables[0], 0, 30), (second, tables[1], 0, 17)])
+    run(decoder, cache, [(first, tables[0], 0, 30), (second, tables[1], 0, 17)])
     step: list[Part] = [
         (first, tables[0], 30, 31),
         (second, tables[1], 17, 18),
         (third, tables[2], 0, 33),
     ]
-    together = run(decoder, caches, step)
+    together = run(decoder, cache, step)
     expected = torch.cat([alone[0][30:31], alone[1][17:18], alone[2]])
     torch.testing.assert_close(together, expected, atol=1e-4, rtol=0)
 
@@ -145,11 +145,11 @@ def test_only_the_rows_asked_for_get_logits(
 ) -> None:
     decoder = load(folder, backend)
     everything = logits_of(decoder, token_ids)
-    caches = decoder.allocate_caches(KVFormat.FP32, num_blocks=3, block_size=BLOCK_SIZE)
+    cache = decoder.allocate_cache(KVFormat.FP32, num_blocks=3, block_size=BLOCK_SIZE)
     table = (0, 1, 2)
-    none = run(decoder, caches, [(token_ids, table, 0, 20)], rows=[])
+    none = run(decoder, cache, [(token_ids, table, 0, 20)], rows=[])
     assert none.shape == (0, 97)
-    some = run(decoder, caches, [(token_ids, table, 20, 45)], rows=[24, 0, 7])
+    some = run(decoder, cache, [(token_ids, table, 20, 45)], rows=[24, 0, 7])
     torch.testing.assert_close(some, everything[[44, 20, 27]], atol=1e-4, rtol=0)
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pydoc_data.topics import topics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.nn import functional
 
 from appliance.kernels.backend import CPU, REFERENCE, Backend
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import load_library
 from appliance.kernels.kv_cache import KVFormat
 from appliance.model.loader import load_decoder
-from appliance.model.size import estimate_weight_bytes
+from appliance.model.native_loader import load_native
+from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
 from appliance.tokenizer import Tokenizer
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from appliance.model.executor import Executor
+    from appliance.model.native import NativeDecoder
 
 pytestmark = pytest.mark.model
 
@@ -75,32 +81,50 @@ def oracle(request: pytest.FixtureRequest) -> Oracle:
     return Oracle(path, token_ids, logits)
 
 
-def agreement(
-    oracle: Oracle, backend: Backend, dtype: torch.dtype, format: KVFormat | None = None
-) -> Agreement:
-    decoder = load_decoder(open_model(oracle.path), backend, CPU_DEVICE, dtype)
+def agreement(oracle: Oracle, executor: Executor[Any], format: KVFormat | None = None) -> Agreement:
     chunks = [256, NUM_TOKENS - 256]
-    return Agreement.of(logits_of(decoder, oracle.token_ids, chunks=chunks, format=format), oracle)
+    return Agreement.of(logits_of(executor, oracle.token_ids, chunks=chunks, format=format), oracle)
+
+
+def torch_decoder(oracle: Oracle, backend: Backend, dtype: torch.dtype) -> Executor[Any]:
+    return load_decoder(open_model(oracle.path), backend, CPU_DEVICE, dtype)
+
+
+def native_decoder(path: Path) -> NativeDecoder:
+    return load_native(open_model(path), NativeEngine(load_library(), threads=2), torch.bfloat16)
 
 
 @pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=["reference", "cpu"])
 def test_float32_equals_transformers(oracle: Oracle, backend: Backend) -> None:
-    result = agreement(oracle, backend, torch.float32)
+    result = agreement(oracle, torch_decoder(oracle, backend, torch.float32))
     assert result.error <= 1e-3
     assert result.same_top >= 0.99
     assert abs(result.perplexity_ratio - 1) <= 0.001
 
 
-def test_the_fast_path_stays_near_transformers(oracle: Oracle) -> None:
-    result = agreement(oracle, CPU, torch.bfloat16)
+def test_torch_in_bfloat16_stays_near_transformers(oracle: Oracle) -> None:
+    result = agreement(oracle, torch_decoder(oracle, CPU, torch.bfloat16))
     assert result.same_top >= 0.95
     assert abs(result.perplexity_ratio - 1) <= 0.005
 
 
-def test_an_int8_cache_costs_little_quality(oracle: Oracle) -> None:
-    result = agreement(oracle, CPU, torch.bfloat16, KVFormat.INT8)
+def test_an_int8_cache_in_torch_costs_little_quality(oracle: Oracle) -> None:
+    result = agreement(oracle, torch_decoder(oracle, CPU, torch.bfloat16), KVFormat.INT8)
     assert result.same_top >= 0.93
     assert abs(result.perplexity_ratio - 1) <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("format", "same_top", "perplexity"),
+    [(KVFormat.BF16, 0.95, 0.01), (KVFormat.INT8, 0.93, 0.02), (KVFormat.INT4, 0.75, 0.35)],
+    ids=lambda value: value.value if isinstance(value, KVFormat) else "",
+)
+def test_the_cpu_library_stays_near_transformers(
+    oracle: Oracle, format: KVFormat, same_top: float, perplexity: float
+) -> None:
+    result = agreement(oracle, native_decoder(oracle.path), format)
+    assert result.same_top >= same_top
+    assert abs(result.perplexity_ratio - 1) <= perplexity
 
 
 def test_the_estimate_of_memory_covers_what_is_loaded(
@@ -111,6 +135,8 @@ def test_the_estimate_of_memory_covers_what_is_loaded(
         estimate = estimate_weight_bytes(source, CPU_DEVICE, torch.bfloat16)
         loaded = load_decoder(source, CPU, CPU_DEVICE, torch.bfloat16).weight_bytes
         assert loaded <= estimate <= 1.25 * loaded
+        native = native_decoder(path).weight_bytes
+        assert native <= estimate_native_bytes(source, torch.bfloat16) <= 1.4 * native
 
 
 def test_the_format_of_weights_is_told(smollm2_gguf: Path) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.model
 
 SCHEME = WeightScheme(4, 64)
 TEXT = "Hello  world!\n\n  def f(x):\n\treturn 1234567  # caf\u00e9 \u4f60\u597d <|im_end|>"
-CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+CHAT = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 
 @pytest.fixture(scope="module")

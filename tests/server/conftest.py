@@ -20,6 +20,7 @@ import openai
 import pytest
 import tokenizers
 import uvicorn
+import uvloop
 from tokenizers import decoders, models, pre_tokenizers
 
 from appliance.config import EngineConfig, ServerConfig
@@ -40,6 +41,11 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{{ '<|im_start|>assistant\n' }}"
 )
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that the server really runs on."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")

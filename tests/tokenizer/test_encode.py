@@ -128,6 +128,18 @@ def test_stream_of_broken_characters_ends_like_a_whole_decode(
     assert out == bytes(data).decode("utf-8", "replace") == native.decode(ids)
 
 
+@settings(deadline=None)
+@given(data=st.data())
+def test_stream_of_any_tokens_is_the_text_of_their_bytes(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=20))
+    stream = DecodeStream(tokenizer)
+    out = "".join(stream.push((token_id,)) for token_id in ids) + stream.flush()
+    assert out == b"".join(map(tokenizer.visible_bytes, ids)).decode("utf-8", "replace")
+    assert stream.push(ids) + stream.flush() == out, "a stream that was flushed begins anew"
+
+
 def test_stream_skips_control_tokens_and_keeps_added_ones(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<s><think>the fox<|im_end|>", add_special_tokens=False)
     assert DecodeStream(tokenizer).push(ids) == "<think>the fox" == tokenizer.decode(ids)

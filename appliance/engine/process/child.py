@@ -9,14 +9,13 @@ import os
 import signal
 import socket
 import sys
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from appliance.config import ENV_PREFIX
-from appliance.engine.messages import FromEngine, Shutdown, ToEngine
+from appliance.engine.messages import Shutdown
+from appliance.engine.process.connection import Connection
 from appliance.engine.process.entry import DUMP_STACKS_SIGNAL
-from appliance.engine.process.framing import FrameDecoder, encode_frame
 from appliance.engine.process.metadata import create_metadata, map_metadata
 from appliance.runtime import ALLOCATOR, OPENMP
 
@@ -26,28 +25,18 @@ if TYPE_CHECKING:
 # -P: nothing in the folder that a person happens to stand in is imported.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "appliance.engine.process")
 
-_READ_BYTES = 1 << 18
 _EXIT_SECONDS = 5.0  # for a process whose connection has ended, or that was told to end
 
 logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """A started process, its end of the socket and its block metadata."""
+    """A started process, the connection to it and its block metadata."""
 
-    def __init__(
-        self,
-        process: Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        metadata: memoryview,
-    ) -> None:
+    def __init__(self, process: Process, connection: Connection, metadata: memoryview) -> None:
+        self.connection = connection
         self.metadata = metadata  # (MAX_BLOCKS,) 64-bit words, written by the engine
         self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._decoder: FrameDecoder[FromEngine] = FrameDecoder(FromEngine)
-        self._received: deque[FromEngine] = deque()
 
     @classmethod
     async def spawn(cls, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
@@ -55,7 +44,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         metadata = create_metadata()
         with theirs:
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            connection = await Connection.over(ours)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 *("--socket", str(theirs.fileno()), "--metadata", str(metadata)),
@@ -66,33 +55,12 @@ class EngineProcess:
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C in the terminal is for the server alone
             )
-        return cls(process, reader, writer, map_metadata(metadata, writable=False))
+        return cls(process, connection, map_metadata(metadata, writable=False))
 
     @property
     def pid(self) -> int:
         """Process id."""
         return self._process.pid
-
-    def send(self, message: ToEngine) -> None:
-        """Queue a message; one that cannot be delivered any more is dropped."""
-        if not self._writer.is_closing():
-            self._writer.write(encode_frame(message))
-
-    async def receive(self) -> FromEngine | None:
-        """The next message; None means that the connection has ended.
-
-        Raises:
-            FrameError: the engine sent something that is no message.
-        """
-        while not self._received:
-            try:
-                data = await self._reader.read(_READ_BYTES)
-            except ConnectionError:
-                return None
-            if not data:
-                return None
-            self._received += self._decoder.feed(data)
-        return self._received.popleft()
 
     def dump_stacks(self) -> None:
         """Have the process write the stacks of all its threads to the log."""
@@ -106,12 +74,12 @@ class EngineProcess:
 
     async def stop(self) -> None:
         """End the process after its current step, or after a few seconds by force."""
-        self.send(Shutdown())
+        self.connection.send(Shutdown())
         await self.wait()
 
     async def wait(self) -> str:
         """Close the connection, wait for the end of the process; says how it ended."""
-        self._writer.close()
+        self.connection.close()
         try:
             async with asyncio.timeout(_EXIT_SECONDS):
                 await self._process.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -42,12 +43,13 @@ class Generation(AsyncIterator[SequenceDelta]):
         self.submissions = 1
         self._client = client
         self._open = set(range(request.sampling.n))
-        self._queue: asyncio.Queue[SequenceDelta | Exception] = asyncio.Queue()
+        self._arrived: deque[SequenceDelta | Exception] = deque()
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def backlog(self) -> int:
         """Deltas that have come and were not asked for yet."""
-        return self._queue.qsize()
+        return len(self._arrived)
 
     async def __anext__(self) -> SequenceDelta:
         """The next delta of a choice that is open.
@@ -57,19 +59,33 @@ class Generation(AsyncIterator[SequenceDelta]):
             EngineError: the engine failed on it, or died.
         """
         while self._open:
-            item = await self._queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item.error is not None:
-                raise (RequestError if item.refused else EngineError)(item.error)
-            if item.index not in self._open:
-                continue
-            if item.finish_reason is FinishReason.ABORT:
-                raise EngineError("the engine aborted this request")
-            if item.finish_reason is not None:
-                self._open.remove(item.index)
-            return item
+            if (delta := self.ready()) is not None:
+                return delta
+            if self._arrived and (error := self._error_of(self._arrived.popleft())):
+                raise error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         raise StopAsyncIteration
+
+    def ready(self) -> SequenceDelta | None:
+        """The next delta if it has come already; an error that has come is left to the iterator."""
+        while self._open and self._arrived and self._error_of(self._arrived[0]) is None:
+            delta = self._arrived.popleft()
+            assert isinstance(delta, SequenceDelta)
+            if delta.index in self._open:
+                if delta.finish_reason is not None:
+                    self._open.remove(delta.index)
+                return delta
+        return None
+
+    def _error_of(self, item: SequenceDelta | Exception) -> Exception | None:
+        if isinstance(item, Exception):
+            return item
+        if item.error is not None:
+            return (RequestError if item.refused else EngineError)(item.error)
+        if item.finish_reason is FinishReason.ABORT and item.index in self._open:
+            return EngineError("the engine aborted this request")
+        return None
 
     def close_choice(self, index: int) -> None:
         """Stop one choice; the others go on."""
@@ -87,7 +103,9 @@ class Generation(AsyncIterator[SequenceDelta]):
         self.close()
 
     def _put(self, item: SequenceDelta | Exception) -> None:
-        self._queue.put_nowait(item)
+        self._arrived.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EngineClient:

@@ -28,7 +28,7 @@ from appliance.errors import (
 )
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import EngineInfo, ToEngine
+    from appliance.engine.messages import EngineInfo, FromEngine, ToEngine
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -123,7 +123,7 @@ class Supervisor:
     def send(self, message: ToEngine) -> None:
         """Send to the engine, if there is one."""
         if self.process is not None:
-            self.process.send(message)
+            self.process.connection.send(message)
 
     async def close(self, *, now: bool = False) -> None:
         """End the process, after its step unless `now`, and start no other."""
@@ -141,8 +141,8 @@ class Supervisor:
     async def _load(self, load: Load, on_progress: ProgressCallback) -> EngineInfo:
         await self.prepare()
         assert self.process is not None
-        self.process.send(load)
-        while message := await self.process.receive():
+        self.process.connection.send(load)
+        while message := await self.process.connection.receive():
             match message:
                 case Progress(stage, done, total):
                     on_progress(stage, done, total)
@@ -207,17 +207,19 @@ class Supervisor:
         watch = asyncio.create_task(self._watch(self.process), name="engine-watchdog")
         trouble = ""
         try:
-            while message := await self.process.receive():
-                if not isinstance(message, StepReport):
-                    raise FrameError(f"a {type(message).__name__} while serving")
-                self._heard = True
-                self._on_report(message)
+            await self.process.connection.pass_on(self._take)
         except FrameError as error:
             trouble = f" after it sent {error}"
             self.process.kill()
         finally:
             watch.cancel()
         return EngineDiedError(f"the engine process {await self.process.wait()}{trouble}")
+
+    def _take(self, message: FromEngine) -> None:
+        if not isinstance(message, StepReport):
+            raise FrameError(f"a {type(message).__name__} while serving")
+        self._heard = True
+        self._on_report(message)
 
     async def _watch(self, process: EngineProcess) -> None:
         """Kill a process that has work and reports nothing for too long."""

@@ -1,0 +1,225 @@
+"""What executes a model on a device: the CPU library, or torch with the kernels of a backend."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from appliance.errors import ConfigError
+from appliance.kernels.backend import Backend, select_backend
+from appliance.kernels.cpu.cache import bytes_per_token
+from appliance.kernels.cpu.engine import NativeEngine
+from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.sampling import batched
+from appliance.kernels.sampling.cpu import NativeSampling
+from appliance.model.executor import heads_of
+from appliance.model.loader import load_decoder
+from appliance.model.native_loader import load_native, why_unsupported
+from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from appliance.config import EngineConfig
+    from appliance.engine.sampler import ChooseTokens
+    from appliance.model.executor import Executor
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Element types that "auto" stands for on this device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_format: KVFormat
+    block_size: int
+
+
+class Execution(Protocol):
+    """A way to execute models; nothing is loaded yet."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        ...
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one element of an activation."""
+        ...
+
+    def weight_bytes(self, source: ModelSource) -> int:
+        """Bytes that the weights will take, rounded up."""
+        ...
+
+    def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
+        """Bytes that one token takes in the cache, all layers."""
+        ...
+
+    def load(
+        self,
+        source: ModelSource,
+        on_progress: Callable[[str, int, int], None],
+        context_length: int,
+    ) -> tuple[Executor[Any], ChooseTokens]:
+        """Load the weights; returns the model, and what samples from its logits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NativeExecution:
+    """The CPU library."""
+
+    precision: Precision
+    engine: NativeEngine
+    isa: str
+
+    @property
+    def name(self) -> str:
+        """With the instruction set in use."""
+        return f"cpu library ({self.isa})"
+
+    @property
+    def activation_bytes(self) -> int:
+        """Everything between two weights is float32."""
+        return 4
+
+    def weight_bytes(self, source: ModelSource) -> int:
+        """Packed weights in their codes, all others in `dtype`."""
+        return estimate_native_bytes(source, self.precision.dtype)
+
+    def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
+        """Whole pages of the library, divided by their tokens."""
+        return sum(
+            bytes_per_token(self.engine.library, self.precision.kv_format, heads, width)
+            for heads, width in heads_of(spec)
+        )
+
+    def load(
+        self,
+        source: ModelSource,
+        on_progress: Callable[[str, int, int], None],
+        context_length: int,
+    ) -> tuple[Executor[Any], ChooseTokens]:
+        """Lay the weights out in the library's tiles."""
+        decoder = load_native(
+            source,
+            self.engine,
+            self.precision.dtype,
+            on_progress,
+            context_length=context_length,
+        )
+        return decoder, NativeSampling(self.engine)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchExecution:
+    """The torch decoder with one backend's kernels."""
+
+    precision: Precision
+    backend: Backend
+
+    @property
+    def name(self) -> str:
+        """The backend's."""
+        return self.backend.name
+
+    @property
+    def activation_bytes(self) -> int:
+        """As the dtype says."""
+        return self.precision.dtype.itemsize
+
+    def weight_bytes(self, source: ModelSource) -> int:
+        """As the backend lays them out."""
+        return estimate_weight_bytes(source, self.precision.device, self.precision.dtype)
+
+    def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
+        """Elements and scales."""
+        kv_format = self.precision.kv_format
+        return sum(kv_format.bytes_per_token(heads, width) for heads, width in heads_of(spec))
+
+    def load(
+        self,
+        source: ModelSource,
+        on_progress: Callable[[str, int, int], None],
+        context_length: int,
+    ) -> tuple[Executor[Any], ChooseTokens]:
+        """Lay the weights out for the backend."""
+        decoder = load_decoder(
+            source,
+            self.backend,
+            self.precision.device,
+            self.precision.dtype,
+            on_progress,
+            context_length=context_length,
+        )
+        return decoder, batched.choose
+
+
+def choose_execution(
+    config: EngineConfig, precision: Precision, source: ModelSource, threads: int
+) -> tuple[Execution, tuple[str, ...]]:
+    """Choose the fastest way there is.
+
+    Returns:
+        The way, and in words whatever a person should know about it.
+
+    Raises:
+        ConfigError: the settings ask for something that this way cannot do.
+    """
+    notes: list[str] = []
+    if precision.device.type == "cpu" and config.kernels == "auto":
+        reason = _why_not_native(precision, source)
+        if reason is None:
+            try:
+                library = load_library()
+                isa = select_isa(library, config.cpu_isa)
+            except LibraryError as error:
+                reason = str(error)
+            else:
+                return NativeExecution(precision, NativeEngine(library, threads), isa.name), ()
+        if config.cpu_isa != "auto":
+            raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")
+        notes.append(f"torch executes the model, slower than the CPU library would: {reason}")
+        logger.warning("%s", notes[0])
+    if precision.kv_format is KVFormat.INT4:
+        raise ConfigError(
+            "int4 KV blocks exist in the CPU library only, which "
+            f"{'is not used here' if not notes else 'cannot be used: ' + notes[0]}; "
+            "use --kv-cache-dtype int8"
+        )
+    choice = "reference" if config.kernels == "reference" else "auto"
+    backend = select_backend(precision.device, choice)
+    if backend.name == "triton":
+        _check_kernels(source.spec, precision)
+    return TorchExecution(precision, backend), tuple(notes)
+
+
+def _why_not_native(precision: Precision, source: ModelSource) -> str | None:
+    """Why the CPU library cannot execute this, in words."""
+    if precision.block_size % 16:
+        return f"its blocks hold a multiple of 16 tokens, not {precision.block_size}"
+    return why_unsupported(source)
+
+
+def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
+    """Refuse a layer that no GPU kernel covers before memory is spent on it."""
+    from appliance.kernels.paged_attention.launch import check_supported
+
+    for layer in spec.layers:
+        attention = layer.attention
+        check_supported(
+            attention.num_heads,
+            attention.num_kv_heads,
+            attention.head_dim,
+            precision.block_size,
+            precision.dtype,
+        )

@@ -1,0 +1,1 @@
+"""The CPU library: C sources, their build, and the binding through ctypes."""

@@ -1,0 +1,48 @@
+"""How setuptools puts the CPU library into the package; pyproject.toml names these classes.
+
+Loaded by path while the package is being built, when nothing of ours can be imported.
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+if TYPE_CHECKING:
+    from setuptools import Extension
+
+_build = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("build.py"))))
+
+
+class BuildLibrary(build_ext):
+    """Compiles the library; without a compiler it says so, and the package goes without."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """No tag of a Python version: the library is loaded by ctypes."""
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build into the wheel, or into the checkout for an editable install."""
+        out = _build.LIBRARY if self.editable_mode else Path(self.get_ext_fullpath(ext.name))
+        if _build.is_current(out):
+            return
+        try:
+            _build.build(out)
+        except _build.BuildError as error:
+            self.warn(str(error))
+
+    def copy_extensions_to_source(self) -> None:
+        """Nothing to copy: an editable install's library is built in its place."""
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and any Python 3, for the library uses nothing of Python's."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Tags of Python, ABI and platform."""
+        return "py3", "none", super().get_tag()[2]

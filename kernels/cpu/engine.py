@@ -1,0 +1,52 @@
+"""An ap_engine as a Python object: threads, workspace, and what its status codes mean."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from appliance.kernels.cpu.structs import Status
+
+if TYPE_CHECKING:
+    import ctypes
+
+
+class NativeEngine:
+    """The threads and the workspace with which the library runs; used by one thread at a time.
+
+    Args:
+        library: the loaded library.
+        threads: that work in a step, the caller's included.
+        max_workspace_bytes: a step that needs more fails; 0 sets no limit.
+
+    Raises:
+        MemoryError: the threads could not be started.
+    """
+
+    def __init__(self, library: ctypes.CDLL, threads: int, max_workspace_bytes: int = 0) -> None:
+        self.library = library
+        self.threads = threads
+        self.handle = library.ap_engine_create(threads, max_workspace_bytes)
+        if not self.handle:
+            raise MemoryError(f"the system gives no memory for {threads} threads")
+        self._finalizer = weakref.finalize(self, library.ap_engine_destroy, self.handle)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that steps have needed so far, at most."""
+        return int(self.library.ap_workspace_bytes(self.handle))
+
+    def close(self) -> None:
+        """End the threads and free the workspace."""
+        self._finalizer()
+
+
+def check(status: int) -> None:
+    """Turn the status of a call into an exception.
+
+    Raises:
+        MemoryError: the workspace could not grow.
+    """
+    if status == Status.NO_MEMORY:
+        raise MemoryError("no memory for the workspace of this step; lower max_num_batched_tokens")
+    assert status == Status.OK, Status(status).name

@@ -1,0 +1,217 @@
+/* The C ABI: picks the kernels of one instruction set and owns the workspace. */
+#include "engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "pack.h"
+
+#ifndef AP_VERSION
+#error "AP_VERSION must be the version of the package"
+#endif
+
+static const ap_kernels *const all_kernels[AP_NUM_ISAS] = {
+    [AP_SCALAR] = &ap_kernels_scalar,
+#ifdef AP_X86
+    [AP_AVX2] = &ap_kernels_avx2,
+    [AP_AVXVNNI] = &ap_kernels_avxvnni,
+    [AP_AVX512] = &ap_kernels_avx512,
+#endif
+};
+
+static const ap_kernels *kernels; /* of the instruction set in use; NULL before the first call */
+static int32_t current_isa;
+
+int32_t ap_abi(void) { return AP_ABI; }
+
+const char *ap_build_version(void) { return AP_VERSION; }
+
+int64_t ap_struct_bytes(const char *name) {
+#define STRUCT(type) \
+    if (!strcmp(name, #type)) return (int64_t)sizeof(type)
+    STRUCT(ap_linear);
+    STRUCT(ap_norm);
+    STRUCT(ap_rope);
+    STRUCT(ap_attention);
+    STRUCT(ap_layer);
+    STRUCT(ap_model);
+    STRUCT(ap_cache_layer);
+    STRUCT(ap_cache);
+    STRUCT(ap_batch);
+    STRUCT(ap_sampling);
+#undef STRUCT
+    return -1;
+}
+
+#ifdef AP_X86
+#include <cpuid.h>
+
+static uint64_t enabled_state(void) {
+    uint32_t low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (uint64_t)high << 32 | low;
+}
+
+static int has(uint32_t word, int bit) { return word >> bit & 1; }
+
+static int cpu_has(int32_t isa) {
+    uint32_t a, b, c, d, subleaves, b7, c7, a71, unused;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, 27)) return 0; /* OSXSAVE */
+    int has_fma = has(c, 12) && has(c, 29) && has(c, 28);         /* FMA, F16C, AVX */
+    uint64_t state = enabled_state();
+    if (!__get_cpuid_count(7, 0, &subleaves, &b7, &c7, &d)) return 0;
+    a71 = 0;
+    if (subleaves >= 1) __get_cpuid_count(7, 1, &a71, &unused, &unused, &unused);
+    int avx2 = has_fma && (state & 6) == 6 && has(b7, 5);
+    switch (isa) {
+        case AP_AVX2:
+            return avx2;
+        case AP_AVXVNNI:
+            return avx2 && has(a71, 4);
+        case AP_AVX512: /* F, DQ, BW, VL, VNNI, and the registers saved by the system */
+            return avx2 && (state & 0xe6) == 0xe6 && has(b7, 16) && has(b7, 17) && has(b7, 30) &&
+                   has(b7, 31) && has(c7, 11);
+        default:
+            return 0;
+    }
+}
+#else
+static int cpu_has(int32_t isa) {
+    (void)isa;
+    return 0;
+}
+#endif
+
+int32_t ap_isa_supported(int32_t isa) {
+    if (isa < 0 || isa >= AP_NUM_ISAS || !all_kernels[isa]) return 0;
+    return isa == AP_SCALAR || cpu_has(isa);
+}
+
+int32_t ap_use_isa(int32_t isa) {
+    if (!ap_isa_supported(isa)) return AP_UNSUPPORTED_ISA;
+    current_isa = isa;
+    kernels = all_kernels[isa];
+    return AP_OK;
+}
+
+static const ap_kernels *chosen(void) {
+    for (int32_t isa = AP_NUM_ISAS - 1; !kernels; isa--) ap_use_isa(isa);
+    return kernels;
+}
+
+int32_t ap_current_isa(void) {
+    chosen();
+    return current_isa;
+}
+
+ap_engine *ap_engine_create(int32_t threads, int64_t max_workspace_bytes) {
+    ap_engine *engine = calloc(1, sizeof *engine);
+    if (!engine) return NULL;
+    engine->max_workspace_bytes = max_workspace_bytes;
+    engine->pool = ap_pool_create(threads);
+    if (engine->pool) return engine;
+    free(engine);
+    return NULL;
+}
+
+void ap_engine_destroy(ap_engine *engine) {
+    if (!engine) return;
+    ap_pool_destroy(engine->pool);
+    free(engine->workspace);
+    free(engine);
+}
+
+int64_t ap_workspace_bytes(const ap_engine *engine) { return engine->workspace_bytes; }
+
+#ifdef AP_CHECKED
+#include <sanitizer/asan_interface.h>
+
+static void open_workspace(ap_engine *engine) {
+    __asan_unpoison_memory_region(engine->workspace, (size_t)engine->workspace_bytes);
+}
+
+/* What was not written is NaN, and what lies behind is out of bounds. */
+static void fence(char *claimed, int64_t bytes) {
+    if (!bytes) return;
+    memset(claimed, 0xff, (size_t)bytes);
+    __asan_poison_memory_region(claimed + bytes, (size_t)(ap_claim_bytes(bytes) - bytes));
+}
+#else
+static void open_workspace(ap_engine *engine) { (void)engine; }
+static void fence(char *claimed, int64_t bytes) { (void)claimed, (void)bytes; }
+#endif
+
+ap_status ap_reserve(ap_engine *engine, int64_t bytes) {
+    engine->workspace_used = 0;
+    open_workspace(engine);
+    if (bytes <= engine->workspace_bytes) return AP_OK;
+    if (engine->max_workspace_bytes && bytes > engine->max_workspace_bytes) return AP_NO_MEMORY;
+    char *larger = aligned_alloc(64, (size_t)ap_claim_bytes(bytes));
+    if (!larger) return AP_NO_MEMORY;
+    free(engine->workspace);
+    engine->workspace = larger;
+    engine->workspace_bytes = ap_claim_bytes(bytes);
+    return AP_OK;
+}
+
+void *ap_claim(ap_engine *engine, int64_t bytes) {
+    char *claimed = engine->workspace + engine->workspace_used;
+    engine->workspace_used += ap_claim_bytes(bytes);
+    fence(claimed, bytes);
+    return claimed;
+}
+
+int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
+                const ap_batch *batch, float *logits) {
+    return chosen()->step(engine, model, cache, batch, logits);
+}
+
+int32_t ap_sample(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,
+                  const ap_sampling *sampling, int64_t *tokens) {
+    return chosen()->sample(engine, logits, num_rows, vocab_size, sampling, tokens);
+}
+
+int32_t ap_linear_forward(ap_engine *engine, const ap_linear *linear, const float *x, int32_t rows,
+                          float *out) {
+    return chosen()->linear_forward(engine, linear, x, rows, out);
+}
+
+int32_t ap_linear_rows(const ap_linear *linear, const int64_t *indices, int32_t count,
+                       float *out) {
+    for (int32_t i = 0; i < count; i++)
+        if (indices[i] < 0 || indices[i] >= linear->out_features) return AP_BAD_ARGUMENT;
+    chosen()->linear_rows(linear, indices, count, out);
+    return AP_OK;
+}
+
+int32_t ap_linear_pack(ap_engine *engine, const ap_linear *linear, const void *codes,
+                       const void *scales, const void *offsets, int32_t source_scale_format,
+                       int32_t source_group) {
+    return pack_linear(engine, linear, codes, scales, offsets, source_scale_format, source_group);
+}
+
+int32_t ap_kv_write(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
+                    int32_t layer, const float *key, const float *value, int32_t num_tokens,
+                    const int64_t *slot_mapping) {
+    return chosen()->kv_write(engine, attention, cache, layer, key, value, num_tokens,
+                              slot_mapping);
+}
+
+int32_t ap_paged_attention(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
+                           int32_t layer, const ap_batch *batch, const float *query, float *out) {
+    return chosen()->paged_attention(engine, attention, cache, layer, batch, query, out);
+}
+
+void ap_rms_norm(const float *x, const ap_norm *norm, int32_t rows, int32_t width, float *out) {
+    chosen()->rms_norm(x, norm, rows, width, out);
+}
+
+void ap_rotary(float *heads, const ap_rope *rope, const int64_t *positions, int32_t rows,
+               int32_t num_heads, int32_t head_dim) {
+    chosen()->rotary(heads, rope, positions, rows, num_heads, head_dim);
+}
+
+void ap_gated_activation(const float *gate, const float *up, int32_t activation, int32_t rows,
+                         int32_t width, float *out) {
+    chosen()->gated_activation(gate, up, activation, rows, width, out);
+}

@@ -1,0 +1,256 @@
+/* Paged attention: how a ragged batch is cut into blocks of rows, and shared out to the threads. */
+#ifndef AP_ATTENTION_H
+#define AP_ATTENTION_H
+
+#include <stdatomic.h>
+
+#include "attention_split.h"
+
+/* Rows of a sequence and KV head: row r is query head r % group of that KV head, token r / group of
+ * the sequence's rows in this batch. */
+typedef struct {
+    int32_t seq;
+    int32_t kv_head;
+    int32_t first_row;
+    int32_t rows;
+    int32_t first_split;
+    int32_t end_split;
+    int32_t first_part; /* number of its first split among those that are computed alone, or -1 */
+    _Atomic int32_t left; /* splits that are not computed yet, if they are computed alone */
+} attention_block;
+
+/* A chunk of the pool: a block, or one split of it. */
+typedef struct {
+    int32_t block;
+    int32_t split; /* -1: all, one after the other */
+} attention_chunk;
+
+typedef struct {
+    int32_t blocks;
+    int32_t chunks;
+    int32_t parts; /* splits that are computed alone */
+} attention_size;
+
+typedef struct {
+    const ap_attention *attention;
+    const ap_cache *cache;
+    const ap_batch *batch;
+    const float *query;
+    float *out;
+    int32_t layer;
+    int32_t query_stride;
+    attention_scratch *scratch; /* of each worker */
+    attention_block *blocks;
+    attention_chunk *chunks;
+    float *partials; /* (parts, MOST_ROWS, partial_stride) */
+} attention_run;
+
+static visible_tokens seen_by(const ap_attention *a, const ap_batch *batch, int32_t seq,
+                              int32_t row) {
+    int32_t group = a->num_heads / a->num_kv_heads;
+    int32_t tokens = batch->query_start[seq + 1] - batch->query_start[seq];
+    int32_t last = batch->context_lens[seq] - tokens + row / group + 1;
+    return (visible_tokens){a->window && last > a->window ? last - a->window : 0, last};
+}
+
+/* Calls of this for all blocks must be in the same order. `all` counts them, and what they need. */
+static void place_block(const attention_block *block, int64_t quota, attention_size *all,
+                        attention_block *blocks, attention_chunk *chunks) {
+    int32_t splits = block->end_split - block->first_split;
+    bool alone = splits > 1 && (int64_t)splits * block->rows > quota;
+    if (blocks) {
+        blocks[all->blocks] = *block;
+        blocks[all->blocks].first_part = alone ? all->parts : -1;
+        for (int32_t i = 0; i < (alone ? splits : 1); i++)
+            chunks[all->chunks + i] =
+                (attention_chunk){all->blocks, alone ? block->first_split + i : -1};
+    }
+    all->blocks++;
+    all->chunks += alone ? splits : 1;
+    all->parts += alone ? splits : 0;
+}
+
+/* Cut the batch into blocks; returns their work, in splits times rows. A block whose work is above
+ * the quota is computed split by split. */
+static int64_t cut_attention(const ap_attention *a, const ap_batch *batch, int64_t quota,
+                             attention_size *size, attention_block *blocks,
+                             attention_chunk *chunks) {
+    int32_t group = a->num_heads / a->num_kv_heads;
+    int64_t work = 0;
+    *size = (attention_size){0};
+    for (int32_t seq = 0; seq < batch->num_seqs; seq++) {
+        int32_t rows = (batch->query_start[seq + 1] - batch->query_start[seq]) * group;
+        for (int32_t row = 0; row < rows; row += MOST_ROWS) {
+            attention_block block = {.seq = seq, .first_row = row};
+            block.rows = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
+            block.first_split = first_split(seen_by(a, batch, seq, row));
+            block.end_split = end_split(seen_by(a, batch, seq, row + block.rows - 1));
+            atomic_init(&block.left, block.end_split - block.first_split);
+            for (block.kv_head = 0; block.kv_head < a->num_kv_heads; block.kv_head++) {
+                place_block(&block, quota, size, blocks, chunks);
+                work += (int64_t)(block.end_split - block.first_split) * block.rows;
+            }
+        }
+    }
+    return work;
+}
+
+/* Splits times rows from which a block would keep the other threads waiting. */
+static int64_t attention_quota(int32_t threads, int64_t work) {
+    return threads == 1 ? INT64_MAX : work / (2 * threads);
+}
+
+static attention_size measure_attention(const ap_engine *engine, const ap_attention *a,
+                                        const ap_batch *batch, int64_t *quota) {
+    attention_size size;
+    int64_t work = cut_attention(a, batch, 0, &size, NULL, NULL);
+    *quota = attention_quota(ap_pool_threads(engine->pool), work);
+    cut_attention(a, batch, *quota, &size, NULL, NULL);
+    return size;
+}
+
+/* The parts of a run's memory, one after the other; with memory NULL only their size. */
+static int64_t place_run(const ap_engine *engine, const ap_attention *a, attention_size size,
+                         char *memory, attention_run *run) {
+    int64_t threads = ap_pool_threads(engine->pool);
+    int64_t scratch = ap_claim_bytes(threads * (int64_t)sizeof(attention_scratch));
+    int64_t blocks = ap_claim_bytes(size.blocks * (int64_t)sizeof(attention_block));
+    int64_t chunks = ap_claim_bytes(size.chunks * (int64_t)sizeof(attention_chunk));
+    int64_t partials = (int64_t)size.parts * MOST_ROWS * partial_stride(a->head_dim) * 4;
+    if (memory) {
+        run->scratch = (attention_scratch *)(void *)memory;
+        run->blocks = (attention_block *)(void *)(memory + scratch);
+        run->chunks = (attention_chunk *)(void *)(memory + scratch + blocks);
+        run->partials = (float *)(void *)(memory + scratch + blocks + chunks);
+    }
+    return scratch + blocks + chunks + ap_claim_bytes(partials);
+}
+
+/* bytes of workspace that `attend` needs for this batch */
+static int64_t attend_bytes(const ap_engine *engine, const ap_attention *a,
+                            const ap_batch *batch) {
+    int64_t quota;
+    return place_run(engine, a, measure_attention(engine, a, batch, &quota), NULL, NULL);
+}
+
+static void open_block(const attention_run *run, const attention_block *block,
+                       attention_scratch *scratch) {
+    const ap_attention *a = run->attention;
+    query_block *b = &scratch->block;
+    int32_t group = a->num_heads / a->num_kv_heads, dim = a->head_dim;
+    int32_t format = run->cache->layers[run->layer].format;
+    float scale = a->softcap != 0.0f ? a->scale / a->softcap : a->scale * LOG2_E;
+    b->attention = a;
+    b->cache = run->cache;
+    b->layer = run->layer;
+    b->kv_head = block->kv_head;
+    b->rows = block->rows;
+    b->block_table = run->batch->block_tables + (int64_t)block->seq * run->batch->table_width;
+    for (int32_t m = 0; m < b->rows; m++) {
+        int32_t row = block->first_row + m;
+        int64_t token = run->batch->query_start[block->seq] + row / group;
+        int32_t head = block->kv_head * group + row % group;
+        b->seen[m] = seen_by(a, run->batch, block->seq, row);
+        b->out[m] = run->out + (token * a->num_heads + head) * dim;
+        prepare_query(format, run->query + token * run->query_stride + head * dim, dim, scale,
+                      scratch->query_parts + 2 * dim * m, &b->query[m]);
+    }
+    b->any = (visible_tokens){b->seen[0].first, b->seen[b->rows - 1].last};
+}
+
+static void attend_chunk(void *context, int32_t number, int32_t worker) {
+    const attention_run *run = context;
+    const attention_chunk *chunk = &run->chunks[number];
+    attention_block *block = &run->blocks[chunk->block];
+    attention_scratch *scratch = &run->scratch[worker];
+    open_block(run, block, scratch);
+    const query_block *b = &scratch->block;
+    if (chunk->split < 0) {
+        for (int32_t split = block->first_split; split < block->end_split; split++) {
+            attend_split(b, split, scratch, scratch->partial);
+            merge_split(b, split, scratch->partial, scratch->merged);
+        }
+        finish_rows(b, scratch->merged);
+        return;
+    }
+    int64_t stride = (int64_t)MOST_ROWS * partial_stride(run->attention->head_dim);
+    float *partials = run->partials + block->first_part * stride;
+    attend_split(b, chunk->split, scratch,
+                 partials + (chunk->split - block->first_split) * stride);
+    /* whoever ends last merges */
+    if (atomic_fetch_sub_explicit(&block->left, 1, memory_order_acq_rel) > 1) return;
+    for (int32_t split = block->first_split; split < block->end_split; split++)
+        merge_split(b, split, partials + (split - block->first_split) * stride, scratch->merged);
+    finish_rows(b, scratch->merged);
+}
+
+/* query rows at query + token * query_stride, (num_heads, head_dim) each;
+ * out (num_tokens, num_heads, head_dim). `memory` has attend_bytes. */
+static void attend(ap_engine *engine, char *memory, const ap_attention *a, const ap_cache *cache,
+                   int32_t layer, const ap_batch *batch, const float *query, int32_t query_stride,
+                   float *out) {
+    attention_run run = {.attention = a, .cache = cache, .batch = batch, .query = query,
+                         .out = out, .layer = layer, .query_stride = query_stride};
+    int64_t quota;
+    attention_size size = measure_attention(engine, a, batch, &quota);
+    place_run(engine, a, size, memory, &run);
+    cut_attention(a, batch, quota, &size, run.blocks, run.chunks);
+    ap_pool_run(engine->pool, attend_chunk, &run, size.chunks);
+}
+
+/* ---- what api.c calls ---- */
+
+static bool attention_supported(const ap_attention *a, const ap_cache *cache, int32_t layer) {
+    return ap_page_bytes(cache->layers[layer].format, a->head_dim) > 0 &&
+           cache->block_size > 0 && cache->block_size % AP_LANES == 0 && a->num_kv_heads > 0 &&
+           a->num_heads % a->num_kv_heads == 0;
+}
+
+typedef struct {
+    const ap_attention *attention;
+    const ap_cache *cache;
+    const float *key;
+    const float *value;
+    const int64_t *slots;
+    int32_t layer;
+    int32_t tokens;
+} kv_write_run;
+
+enum { TOKENS_PER_CHUNK = 16 };
+
+static void kv_write_chunk(void *context, int32_t chunk, int32_t worker) {
+    const kv_write_run *run = context;
+    (void)worker;
+    int64_t width = (int64_t)run->attention->num_kv_heads * run->attention->head_dim;
+    int32_t last = (chunk + 1) * TOKENS_PER_CHUNK;
+    if (last > run->tokens) last = run->tokens;
+    for (int32_t i = chunk * TOKENS_PER_CHUNK; i < last; i++)
+        kv_write_token(run->attention, run->cache, run->layer, run->key + i * width,
+                       run->value + i * width, run->slots[i]);
+}
+
+static ap_status kv_write(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
+                          int32_t layer, const float *key, const float *value, int32_t num_tokens,
+                          const int64_t *slot_mapping) {
+    if (!attention_supported(attention, cache, layer)) return AP_BAD_ARGUMENT;
+    int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
+    for (int32_t i = 0; i < num_tokens; i++)
+        if (slot_mapping[i] < 0 || slot_mapping[i] >= slots) return AP_BAD_ARGUMENT;
+    kv_write_run run = {attention, cache, key, value, slot_mapping, layer, num_tokens};
+    ap_pool_run(engine->pool, kv_write_chunk, &run,
+                (num_tokens + TOKENS_PER_CHUNK - 1) / TOKENS_PER_CHUNK);
+    return AP_OK;
+}
+
+static ap_status paged_attention(ap_engine *engine, const ap_attention *attention,
+                                 const ap_cache *cache, int32_t layer, const ap_batch *batch,
+                                 const float *query, float *out) {
+    if (!attention_supported(attention, cache, layer)) return AP_BAD_ARGUMENT;
+    int64_t bytes = attend_bytes(engine, attention, batch);
+    if (ap_reserve(engine, bytes)) return AP_NO_MEMORY;
+    attend(engine, ap_claim(engine, bytes), attention, cache, layer, batch, query,
+           attention->num_heads * attention->head_dim, out);
+    return AP_OK;
+}
+
+#endif

@@ -1,0 +1,181 @@
+/* Scores of query rows against the keys of pages: q . k * scale, one vector a page and row.
+ *
+ * Float keys are multiplied in the order of the dimensions. Integer keys meet the query as integers
+ * of 15 bits, in two parts of 8: 128 * high + low. Integer sums are exact, so neither the number of
+ * rows nor of pages that are multiplied together can be seen in the result.
+ */
+#ifndef AP_ATTENTION_SCORES_H
+#define AP_ATTENTION_SCORES_H
+
+#include "attention_page.h"
+
+enum {
+    SPLIT_TOKENS = 256, /* a sequence is cut at its multiples, measured with bench_cpu_attention */
+    SPLIT_PAGES = SPLIT_TOKENS / AP_LANES,
+    TILE_PAGES = 4, /* whose values are added up as integers */
+    MOST_ROWS = 24, /* of one KV head, in a block: scores of a split stay in the L1 cache */
+    QUERY_HIGHEST = 127 * 128,
+};
+
+#define LOG2_E 1.44269504088896341f /* scores are powers of 2 */
+
+/* The query of a row, with what its scores are multiplied by. */
+typedef struct {
+    const float *query; /* (head_dim,), for float keys */
+    const int8_t *high; /* (head_dim,), for integer keys */
+    const int8_t *low;
+    int32_t sum; /* of the integers 128 * high + low */
+    float scale;
+} query_row;
+
+INLINE bool is_integer(int format) { return format == AP_INT8 || format == AP_INT4; }
+
+/* Make the integer parts of x, rotated as the keys are; parts has room for 2 * dim. */
+static void prepare_query(int format, const float *x, int32_t dim, float scale, int8_t *parts,
+                          query_row *row) {
+    float rotated[MAX_HEAD_DIM];
+    row->query = x;
+    row->scale = scale;
+    if (!is_integer(format)) return;
+    if (format == AP_INT4) {
+        rotate(x, dim, rotated);
+        x = rotated;
+    }
+    float highest = highest_magnitude(x, dim);
+    row->scale = highest / QUERY_HIGHEST * scale;
+    row->high = parts;
+    row->low = parts + dim;
+    row->sum = 0;
+    if (!(highest > 1e-30f)) { /* all zero, or not finite: then the scale is NaN */
+        memset(parts, 0, 2 * (size_t)dim);
+        return;
+    }
+    float inverse = QUERY_HIGHEST / highest;
+    vint sum = vi_zero();
+    for (int32_t d = 0; d < dim; d += 16) {
+        vint whole = vi_round(vf_mul(vf_load(x + d), vf_set(inverse)));
+        vint high = vi_round(vf_mul(vf_from_int(whole), vf_set(1.0f / 128.0f)));
+        sum = vi_add(sum, whole);
+        vi_store_bytes(parts + d, high);
+        vi_store_bytes(parts + dim + d, vi_sub(whole, vi_shift_left(high, 7)));
+    }
+    row->sum = vi_sum(sum);
+}
+
+INLINE vfloat load_floats(int format, const uint8_t *p, int64_t index) {
+    if (format == AP_F32) return vf_load((const float *)(const void *)p + index);
+    if (format == AP_F16) return vf_load_half((const uint16_t *)(const void *)p + index);
+    return vf_load_bfloat((const uint16_t *)(const void *)p + index);
+}
+
+INLINE vfloat page_scales(const uint8_t *p) {
+    return vf_load_half((const uint16_t *)(const void *)p);
+}
+
+/* A constant number of rows against a constant number of pages. The scores of a row are MOST_ROWS
+ * vectors apart from page to page. Sum i is that of row i % rows and page i / rows: loops that are
+ * not nested are unrolled early enough for the sums to become registers. */
+INLINE void float_scores(int format, const int rows, const int pages, const query_row *row,
+                         const uint8_t *const *page, int32_t dim, float *scores) {
+    vfloat sum[16];
+    UNROLL for (int i = 0; i < rows * pages; i++) sum[i] = vf_zero();
+    for (int32_t d = 0; d < dim; d++)
+        UNROLL for (int i = 0; i < rows * pages; i++)
+            sum[i] = vf_fma(vf_set(row[i % rows].query[d]),
+                            load_floats(format, page[i / rows], 16 * (int64_t)d), sum[i]);
+    UNROLL for (int i = 0; i < rows * pages; i++)
+        vf_store(scores + (i / rows * MOST_ROWS + i % rows) * 16,
+                 vf_mul(sum[i], vf_set(row[i % rows].scale)));
+}
+
+INLINE void integer_scores(int format, const int rows, const int pages, const query_row *row,
+                           const uint8_t *const *page, int32_t dim, float *scores) {
+    vint high[16], low[16];
+    UNROLL for (int i = 0; i < rows * pages; i++) {
+        high[i] = vi_zero();
+        /* codes of 8 bits are stored with 128 added */
+        low[i] = format == AP_INT8 ? vi_set(-128 * row[i % rows].sum) : vi_zero();
+    }
+    if (format == AP_INT8)
+        for (int32_t d = 0; d < dim; d += 4)
+            UNROLL for (int i = 0; i < rows * pages; i++) {
+                vbyte key = vb_load(page[i / rows] + 16 * d);
+                high[i] = vi_dot(high[i], key, row[i % rows].high + d);
+                low[i] = vi_dot(low[i], key, row[i % rows].low + d);
+            }
+    else
+        for (int32_t d = 0; d < dim; d += 8)
+            UNROLL for (int i = 0; i < rows * pages; i++) {
+                vbyte both = vb_load(page[i / rows] + 8 * d);
+                high[i] = vi_dot_nibbles(high[i], vb_low(both), row[i % rows].high + d);
+                low[i] = vi_dot_nibbles(low[i], vb_low(both), row[i % rows].low + d);
+                high[i] = vi_dot_nibbles(high[i], vb_high(both), row[i % rows].high + d + 4);
+                low[i] = vi_dot_nibbles(low[i], vb_high(both), row[i % rows].low + d + 4);
+            }
+    int32_t scales = page_of(format, dim).scales;
+    UNROLL for (int i = 0; i < rows * pages; i++) {
+        const query_row *of = row + i % rows;
+        const uint8_t *at = page[i / rows] + scales;
+        vfloat sum = vf_from_int(vi_add(vi_shift_left(high[i], 7), low[i]));
+        if (format == AP_INT4)
+            sum = vf_fma(page_scales(at + 32), vf_set((float)of->sum), sum);
+        sum = vf_mul(sum, vf_mul(page_scales(at), vf_set(of->scale)));
+        vf_store(scores + (i / rows * MOST_ROWS + i % rows) * 16, sum);
+    }
+}
+
+/* A function for each: compilers keep the sums in registers only where a function is small. */
+typedef void (*scores_kernel)(const query_row *, const uint8_t *const *, int32_t, float *);
+#define KERNEL(kind, format, rows, pages)                                                      \
+    static void scores_##format##_##rows(const query_row *row, const uint8_t *const *page,     \
+                                         int32_t dim, float *scores) {                         \
+        kind##_scores(AP_##format, rows, pages, row, page, dim, scores);                       \
+    }
+#if VECTORS >= 32
+#define KERNELS(kind, format)                                                                  \
+    KERNEL(kind, format, 1, 4) KERNEL(kind, format, 2, 4) KERNEL(kind, format, 3, 4)           \
+    KERNEL(kind, format, 4, 2)
+#define TABLE(format) \
+    {scores_##format##_1, scores_##format##_2, scores_##format##_3, scores_##format##_4}
+enum { MOST_ROWS_OF_SCORES = 4 };
+static const int32_t pages_of_scores[] = {4, 4, 4, 2};
+#else
+#define KERNELS(kind, format) KERNEL(kind, format, 1, 2) KERNEL(kind, format, 2, 1)
+#define TABLE(format) {scores_##format##_1, scores_##format##_2}
+enum { MOST_ROWS_OF_SCORES = 2 };
+static const int32_t pages_of_scores[] = {2, 1};
+#endif
+KERNELS(float, F32)
+KERNELS(float, F16)
+KERNELS(float, BF16)
+KERNELS(integer, INT8)
+KERNELS(integer, INT4)
+
+static const scores_kernel scores_kernels[5][MOST_ROWS_OF_SCORES] = {
+    [AP_F32] = TABLE(F32),   [AP_F16] = TABLE(F16),   [AP_BF16] = TABLE(BF16),
+    [AP_INT8] = TABLE(INT8), [AP_INT4] = TABLE(INT4),
+};
+#undef TABLE
+#undef KERNELS
+#undef KERNEL
+
+/* Rows that are computed together, of `left`: 3 and 4 are the best, and 1 is the worst. */
+INLINE int32_t next_rows(int32_t left) {
+    if (left <= MOST_ROWS_OF_SCORES) return left;
+    if (MOST_ROWS_OF_SCORES == 2) return 2;
+    return left % 4 == 1 || left % 4 == 2 ? 3 : 4;
+}
+
+/* All rows against TILE_PAGES pages; the sums of a step fit the registers. */
+INLINE void tile_scores(int format, int32_t rows, const query_row *row,
+                        const uint8_t *const *page, int32_t dim, float *scores) {
+    for (int32_t m = 0, together; m < rows; m += together) {
+        together = next_rows(rows - m);
+        int32_t pages = pages_of_scores[together - 1];
+        for (int32_t p = 0; p < TILE_PAGES; p += pages)
+            scores_kernels[format][together - 1](row + m, page + p, dim,
+                                                 scores + (p * MOST_ROWS + m) * 16);
+    }
+}
+
+#endif

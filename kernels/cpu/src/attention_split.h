@@ -1,0 +1,195 @@
+/* One split of a sequence's tokens against a block of query rows, and how splits are put together.
+ *
+ * A sequence is cut at multiples of SPLIT_TOKENS whatever the batch looks like; a row's splits are
+ * merged from the first to the last. So its result does not depend on what else is computed.
+ */
+#ifndef AP_ATTENTION_SPLIT_H
+#define AP_ATTENTION_SPLIT_H
+
+#include "attention_values.h"
+
+/* What one split makes of a row: `highest` and `sum` in all lanes, then head_dim values. */
+enum { HIGHEST_AT = 0, SUM_AT = 16, VALUES_AT = 32 };
+
+INLINE int32_t partial_stride(int32_t head_dim) { return VALUES_AT + head_dim; }
+
+/* Rows of one KV head that go through its pages together. */
+typedef struct {
+    const ap_attention *attention;
+    const ap_cache *cache;
+    int32_t layer;
+    int32_t kv_head;
+    int32_t rows;
+    const int32_t *block_table;
+    visible_tokens any; /* of its rows */
+    visible_tokens seen[MOST_ROWS];
+    query_row query[MOST_ROWS];
+    float *out[MOST_ROWS];
+} query_block;
+
+/* What a worker needs besides. */
+typedef struct {
+    float scores[SPLIT_PAGES * MOST_ROWS * 16];
+    float partial[MOST_ROWS * (VALUES_AT + MAX_HEAD_DIM)];
+    float merged[MOST_ROWS * VALUES_AT]; /* highest and sum of the splits so far */
+    row_softmax softmax[MOST_ROWS];
+    float scales[2 * TILE_TOKENS];
+    float step[MOST_ROWS];
+    const uint8_t *page[SPLIT_PAGES];
+    int8_t query_parts[MOST_ROWS * 2 * MAX_HEAD_DIM];
+    uint8_t weight_parts[MOST_ROWS * 2 * TILE_TOKENS];
+    query_block block;
+} attention_scratch;
+
+INLINE int32_t first_split(visible_tokens seen) { return seen.first / SPLIT_TOKENS; }
+INLINE int32_t end_split(visible_tokens seen) {
+    return (seen.last + SPLIT_TOKENS - 1) / SPLIT_TOKENS;
+}
+
+/* Value scales of a tile's pages, then their offsets. */
+INLINE void load_value_scales(int format, const uint8_t *const *page, int32_t at, float *scales) {
+    if (!is_integer(format)) return;
+    for (int32_t p = 0; p < TILE_PAGES; p++) {
+        const uint8_t *from = page[p] + at + (format == AP_INT4 ? 64 : 32);
+        vf_store(scales + 16 * p, page_scales(from));
+        if (format == AP_INT4) vf_store(scales + TILE_TOKENS + 16 * p, page_scales(from + 32));
+    }
+}
+
+/* The beginning of each page of a tile, from which the processor goes on by itself. */
+INLINE void prefetch_tile(const uint8_t *const *page) {
+    for (int32_t p = 0; p < TILE_PAGES; p++)
+        for (int32_t i = 0; i < 256; i += 64) prefetch(page[p] + i);
+}
+
+INLINE void split_with(int format, const query_block *b, int32_t split,
+                       attention_scratch *scratch, float *partial) {
+    int32_t dim = b->attention->head_dim, stride = partial_stride(dim);
+    int32_t pages_in_block = b->cache->block_size / AP_LANES;
+    float cap = b->attention->softcap;
+    ap_page at = page_of(format, dim);
+    int32_t origin = split * SPLIT_PAGES; /* pages count from here below */
+    int32_t first = b->any.first / AP_LANES - origin;
+    int32_t last = (b->any.last + AP_LANES - 1) / AP_LANES - origin;
+    first = first < 0 ? 0 : first;
+    last = last > SPLIT_PAGES ? SPLIT_PAGES : last;
+    int32_t first_tile = first / TILE_PAGES * TILE_PAGES;
+
+    for (int32_t p = first_tile; p < last || p % TILE_PAGES; p++) {
+        /* a tile that is not full is filled up: those scores are not read */
+        int32_t page = origin + (p < first ? first : p >= last ? last - 1 : p);
+        scratch->page[p] = page_in(b->cache, b->layer, &at, b->block_table[page / pages_in_block],
+                                   b->kv_head, page % pages_in_block);
+    }
+    for (int32_t p = first_tile; p < last; p += TILE_PAGES) {
+        if (p + TILE_PAGES < last) prefetch_tile(scratch->page + p + TILE_PAGES);
+        tile_scores(format, b->rows, b->query, scratch->page + p, dim,
+                    scratch->scores + p * MOST_ROWS * 16);
+    }
+    for (int32_t m = 0; m < b->rows; m++) {
+        row_softmax *row = &scratch->softmax[m];
+        row->highest = highest_score(scratch->scores + (first * MOST_ROWS + m) * 16, last - first,
+                                     (origin + first) * AP_LANES, b->seen[m],
+                                     cap * LOG2_E);
+        row->sum = row->offset = vf_zero();
+        for (int32_t d = 0; d < dim; d += 16)
+            vf_store(partial + m * stride + VALUES_AT + d, vf_zero());
+    }
+    for (int32_t p = first_tile; p < last; p += TILE_PAGES) {
+        value_tile tile = {
+            .dim = dim,
+            .first_page = p < first ? first - p : 0,
+            .last_page = last - p < TILE_PAGES ? last - p : TILE_PAGES,
+            .token = (origin + p) * AP_LANES,
+            .page = scratch->page + p,
+            .seen = b->seen,
+            .weights = scratch->scores + p * MOST_ROWS * 16,
+            .parts = scratch->weight_parts,
+            .step = scratch->step,
+            .out = partial + VALUES_AT,
+            .stride = stride,
+        };
+        load_value_scales(format, tile.page, at.scales, scratch->scales);
+        for (int32_t m = 0; m < b->rows; m++) {
+            row_softmax *row = &scratch->softmax[m];
+            float *scores = scratch->scores + (p * MOST_ROWS + m) * 16;
+            uint8_t *parts = scratch->weight_parts + 2 * TILE_TOKENS * m;
+            scratch->step[m] =
+                sees_all(b->seen[m], tile.token, TILE_TOKENS)
+                    ? tile_weights(format, true, row, scores, scratch->scales, tile.token,
+                                   b->seen[m], parts)
+                    : tile_weights(format, false, row, scores, scratch->scales, tile.token,
+                                   b->seen[m], parts);
+        }
+        tile_values(format, b->rows, &tile);
+    }
+    for (int32_t m = 0; m < b->rows; m++) {
+        const row_softmax *row = &scratch->softmax[m];
+        float *to = partial + m * stride;
+        vf_store(to + HIGHEST_AT, row->highest);
+        vf_store(to + SUM_AT, vf_set(vf_sum(row->sum)));
+        if (format != AP_INT4) continue;
+        vfloat offset = vf_set(vf_sum(row->offset));
+        for (int32_t d = VALUES_AT; d < VALUES_AT + dim; d += 16)
+            vf_store(to + d, vf_add(vf_load(to + d), offset));
+    }
+}
+
+#define SPLIT_OF(name, format)                                                            \
+    static void name(const query_block *b, int32_t split, attention_scratch *scratch,     \
+                     float *partial) {                                                    \
+        split_with(format, b, split, scratch, partial);                                   \
+    }
+SPLIT_OF(split_f32, AP_F32)
+SPLIT_OF(split_f16, AP_F16)
+SPLIT_OF(split_bf16, AP_BF16)
+SPLIT_OF(split_int8, AP_INT8)
+SPLIT_OF(split_int4, AP_INT4)
+#undef SPLIT_OF
+
+/* partial (rows, partial_stride) of one split */
+static void attend_split(const query_block *b, int32_t split, attention_scratch *scratch,
+                         float *partial) {
+    switch (b->cache->layers[b->layer].format) {
+        case AP_F32: split_f32(b, split, scratch, partial); break;
+        case AP_F16: split_f16(b, split, scratch, partial); break;
+        case AP_BF16: split_bf16(b, split, scratch, partial); break;
+        case AP_INT8: split_int8(b, split, scratch, partial); break;
+        default: split_int4(b, split, scratch, partial);
+    }
+}
+
+/* Put the next split's partial results to those before it, which are in `merged` and `out`. */
+static void merge_split(const query_block *b, int32_t split, const float *partial, float *merged) {
+    int32_t dim = b->attention->head_dim;
+    for (int32_t m = 0; m < b->rows; m++, partial += partial_stride(dim), merged += VALUES_AT) {
+        if (split < first_split(b->seen[m]) || split >= end_split(b->seen[m])) continue;
+        float *out = b->out[m];
+        if (split == first_split(b->seen[m])) {
+            memcpy(merged, partial, VALUES_AT * sizeof(float));
+            memcpy(out, partial + VALUES_AT, (size_t)dim * sizeof(float));
+            continue;
+        }
+        vfloat before = vf_load(merged + HIGHEST_AT), now = vf_load(partial + HIGHEST_AT);
+        vfloat highest = vf_max(before, now);
+        before = vf_exp2(vf_sub(before, highest));
+        now = vf_exp2(vf_sub(now, highest));
+        vf_store(merged + HIGHEST_AT, highest);
+        vfloat sum = vf_mul(vf_load(partial + SUM_AT), now);
+        vf_store(merged + SUM_AT, vf_fma(vf_load(merged + SUM_AT), before, sum));
+        for (int32_t d = 0; d < dim; d += 16) {
+            vfloat value = vf_mul(vf_load(partial + VALUES_AT + d), now);
+            vf_store(out + d, vf_fma(vf_load(out + d), before, value));
+        }
+    }
+}
+
+static void finish_rows(const query_block *b, const float *merged) {
+    for (int32_t m = 0; m < b->rows; m++, merged += VALUES_AT) {
+        vfloat inverse = vf_div(vf_set(1.0f), vf_load(merged + SUM_AT));
+        for (int32_t d = 0; d < b->attention->head_dim; d += 16)
+            vf_store(b->out[m] + d, vf_mul(vf_load(b->out[m] + d), inverse));
+    }
+}
+
+#endif

@@ -1,0 +1,54 @@
+/* What an ap_engine is made of, and the table of functions that each instruction set provides. */
+#ifndef AP_ENGINE_H
+#define AP_ENGINE_H
+
+#include <stddef.h>
+
+#include "appliance_cpu.h"
+#include "pool.h"
+
+struct ap_engine {
+    ap_pool *pool;
+    int64_t max_workspace_bytes; /* 0: no limit */
+    int64_t workspace_bytes;     /* what is allocated */
+    int64_t workspace_used;
+    char *workspace;
+};
+
+/* With sanitizers, a gap that must not be touched follows each claim. */
+#ifdef AP_CHECKED
+#define AP_GAP 64
+#else
+#define AP_GAP 0
+#endif
+
+/* The workspace is claimed from in order and given back all at once. `ap_reserve` makes room for a
+ * number of bytes before the first claim; a claim after it cannot fail. */
+ap_status ap_reserve(ap_engine *engine, int64_t bytes);
+void *ap_claim(ap_engine *engine, int64_t bytes); /* 64-byte aligned */
+/* bytes that a claim takes */
+static inline int64_t ap_claim_bytes(int64_t bytes) { return (bytes + AP_GAP + 63) / 64 * 64; }
+
+typedef struct {
+    ap_status (*step)(ap_engine *, const ap_model *, const ap_cache *, const ap_batch *, float *);
+    ap_status (*sample)(ap_engine *, const float *, int32_t, int32_t, const ap_sampling *,
+                        int64_t *);
+    ap_status (*linear_forward)(ap_engine *, const ap_linear *, const float *, int32_t, float *);
+    void (*linear_rows)(const ap_linear *, const int64_t *, int32_t, float *);
+    ap_status (*kv_write)(ap_engine *, const ap_attention *, const ap_cache *, int32_t,
+                          const float *, const float *, int32_t, const int64_t *);
+    ap_status (*paged_attention)(ap_engine *, const ap_attention *, const ap_cache *, int32_t,
+                                 const ap_batch *, const float *, float *);
+    void (*rms_norm)(const float *, const ap_norm *, int32_t, int32_t, float *);
+    void (*rotary)(float *, const ap_rope *, const int64_t *, int32_t, int32_t, int32_t);
+    void (*gated_activation)(const float *, const float *, int32_t, int32_t, int32_t, float *);
+} ap_kernels;
+
+extern const ap_kernels ap_kernels_scalar;
+#ifdef AP_X86
+extern const ap_kernels ap_kernels_avx2;
+extern const ap_kernels ap_kernels_avxvnni;
+extern const ap_kernels ap_kernels_avx512;
+#endif
+
+#endif

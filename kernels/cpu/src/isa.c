@@ -1,0 +1,24 @@
+/* All kernels, compiled once per instruction set: AP_ISA is its name, vector.h follows the target
+ * flags that come with it. */
+#include "vector.h"
+
+#include "pointwise.h"
+#include "linear.h"
+#include "attention.h"
+#include "sample.h"
+#include "step.h"
+
+#define AP_JOIN_(a, b) a##b
+#define AP_JOIN(a, b) AP_JOIN_(a, b)
+
+const ap_kernels AP_JOIN(ap_kernels_, AP_ISA) = {
+    .step = step,
+    .sample = sample,
+    .linear_forward = linear_forward,
+    .linear_rows = linear_rows,
+    .kv_write = kv_write,
+    .paged_attention = paged_attention,
+    .rms_norm = rms_norm,
+    .rotary = rotary,
+    .gated_activation = gated_activation,
+};

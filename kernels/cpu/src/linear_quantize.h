@@ -1,0 +1,109 @@
+/* Rows of activations, quantized so that their products with a weight's codes are sums of integers.
+ *
+ * Every 16 inputs have a scale of their own, however large the weight's groups are: with 32 the
+ * likeliest token changed at 3.1 % of positions (SmolLM2-135M), with 16 at 2.1 %
+ * (scripts/bench_cpu_quality). */
+#ifndef AP_LINEAR_QUANTIZE_H
+#define AP_LINEAR_QUANTIZE_H
+
+#include "engine.h"
+#include "half.h"
+#include "linear_layout.h"
+
+#define INPUTS_PER_SCALE 16
+
+/* What 16 inputs of a row are multiplied with. */
+typedef struct {
+    float scale; /* x = code * scale, about */
+    float lift;  /* -VI_BIAS_FLOAT * scale, see vf_unbias */
+    float sum;   /* scale * the sum of the codes; of the first in a group, all of the group's */
+    /* what a dot product begins at, so that it ends at VI_BIAS + the sum that is wanted */
+    int32_t start_centered_nibbles;
+    int32_t start_centered_bytes;
+    int32_t start_bytes;
+} row_scale;
+
+/* Rows lie side by side in blocks, so that a kernel for several rows walks along one address. */
+#define ROWS_SIDE_BY_SIDE 12
+
+/* The rows that a linear multiplies: float32, and for integer weights quantized per group. */
+typedef struct {
+    const float *x; /* (rows, stride) */
+    int32_t stride;
+    int32_t rows;
+    int32_t group;     /* of the weight that they meet; 0: not quantized */
+    int8_t *codes;     /* block after block: (in_features / 4, rows of the block, 4), -127 .. 127 */
+    row_scale *scales; /* block after block: (in_features / 16, rows of the block) */
+} rows_in;
+
+/* bytes of workspace for the quantized form of `rows` rows */
+static int64_t quantized_bytes(int32_t rows, int32_t width, int32_t group) {
+    if (!group) return 0;
+    int64_t scales = (int64_t)rows * (width / INPUTS_PER_SCALE) * (int64_t)sizeof(row_scale);
+    return ap_claim_bytes((int64_t)rows * width) + ap_claim_bytes(scales);
+}
+
+/* lay the pointers of `in` out in `memory` of quantized_bytes, 64-byte aligned */
+static void quantized_place(rows_in *in, char *memory, int32_t width) {
+    in->codes = (int8_t *)memory;
+    in->scales = (row_scale *)(memory + ap_claim_bytes((int64_t)in->rows * width));
+}
+
+/* rows of the block that a row lies in, and of them those before it */
+INLINE int32_t block_rows(const rows_in *in, int32_t row) {
+    return smaller(in->rows - row / ROWS_SIDE_BY_SIDE * ROWS_SIDE_BY_SIDE, ROWS_SIDE_BY_SIDE);
+}
+INLINE int8_t *row_codes(const rows_in *in, int32_t row, int32_t width) {
+    int32_t before = row % ROWS_SIDE_BY_SIDE;
+    return in->codes + (int64_t)(row - before) * width + 4 * before;
+}
+INLINE row_scale *row_scales(const rows_in *in, int32_t row, int32_t width) {
+    int32_t before = row % ROWS_SIDE_BY_SIDE;
+    return in->scales + (int64_t)(row - before) * (width / INPUTS_PER_SCALE) + before;
+}
+
+/* Beyond these magnitudes a scale would not be a normal number with room for its products. */
+#define LARGEST_INPUT 0x1p100f
+#define SMALLEST_INPUT 0x1p-100f
+
+/* 16 inputs; four codes at a time, `apart` bytes from four to four */
+static void quantize_inputs(const float *x, int8_t *codes, int32_t apart, row_scale *out) {
+    vfloat inputs = vf_load(x);
+    float largest = from_bits((uint32_t)vi_highest(vi_magnitude_bits(inputs)));
+    float scale = 0.0f;
+    vint code = vi_zero(); /* of what has no integer, too */
+    if (largest >= SMALLEST_INPUT && largest <= LARGEST_INPUT) {
+        code = vi_round(vf_mul(inputs, vf_set(127.0f / largest)));
+        /* two bits less, so that three times it is a float too, and `lift` exact */
+        scale = from_bits((to_bits(largest / 127.0f) + 2u) & ~3u);
+    } else if (!(largest < SMALLEST_INPUT)) {
+        scale = NAN; /* for the engine to find in the result */
+    }
+    int8_t bytes[INPUTS_PER_SCALE];
+    vi_store_bytes(bytes, code);
+    for (int i = 0; i < INPUTS_PER_SCALE; i += 4, codes += apart) memcpy(codes, bytes + i, 4);
+    int32_t sum = vi_sum(code);
+    out->scale = scale;
+    out->lift = -VI_BIAS_FLOAT * scale;
+    out->sum = scale * (float)sum;
+    out->start_centered_nibbles = VI_BIAS - 8 * sum;
+    out->start_centered_bytes = VI_BIAS + (BYTE_ZERO - 128) * sum;
+    out->start_bytes = VI_BIAS + BYTE_ZERO * sum;
+}
+
+/* one row of x; `width` is in_features */
+static void quantize_row(rows_in *in, int32_t row, int32_t width) {
+    const float *x = in->x + (int64_t)row * in->stride;
+    int32_t beside = block_rows(in, row);
+    int8_t *codes = row_codes(in, row, width);
+    row_scale *out = row_scales(in, row, width), *first = out;
+    for (int32_t k = 0; k < width; k += INPUTS_PER_SCALE, out += beside) {
+        quantize_inputs(x + k, codes + (int64_t)k * beside, 4 * beside, out);
+        if (k % in->group)
+            first->sum += out->sum;
+        else
+            first = out;
+    }
+}
+
+#endif

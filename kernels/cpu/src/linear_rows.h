@@ -1,0 +1,51 @@
+/* Single outputs of a weight as floats: the rows of an embedding. */
+#ifndef AP_LINEAR_ROWS_H
+#define AP_LINEAR_ROWS_H
+
+#include "half.h"
+#include "linear_layout.h"
+
+static float element_at(const void *elements, int64_t index, int32_t format) {
+    if (format == AP_F32) return ((const float *)elements)[index];
+    uint16_t bits = ((const uint16_t *)elements)[index];
+    return format == AP_F16 ? half_to_float(bits) : bfloat_to_float(bits);
+}
+
+/* the code of input k, where codes is that of input 0 in a tile of INT4 or INT8 */
+static float code_at(const uint8_t *codes, int32_t k, bool nibbles) {
+    if (!nibbles) return (float)codes[k / 4 * 64 + k % 4];
+    uint8_t pair = codes[k / 8 * 64 + k % 4];
+    return (float)(k % 8 < 4 ? pair & 15 : pair >> 4);
+}
+
+static void integer_row(const ap_linear *w, int32_t tile, int32_t lane, float *out) {
+    const uint8_t *codes = tile_codes(w, tile) + lane * 4;
+    bool nibbles = w->format == AP_INT4;
+    int64_t index = tile * tile_scales(w) + lane;
+    for (int32_t first = 0; first < w->in_features; first += w->group, index += AP_LANES) {
+        float scale = element_at(w->scales, index, w->scale_format);
+        float offset = nibbles ? 8.0f : 128.0f;
+        if (w->offset_kind != AP_CENTERED) offset = element_at(w->offsets, index, w->scale_format);
+        for (int32_t k = first; k < first + w->group; k++) {
+            float code = code_at(codes, k, nibbles);
+            bool additive = w->offset_kind == AP_ADDITIVE;
+            out[k] = additive ? code * scale + offset : (code - offset) * scale;
+        }
+    }
+}
+
+static void linear_rows(const ap_linear *linear, const int64_t *indices, int32_t count,
+                        float *out) {
+    for (int32_t i = 0; i < count; i++, out += linear->in_features) {
+        int32_t tile = (int32_t)(indices[i] / AP_LANES), lane = indices[i] % AP_LANES;
+        if (has_groups(linear)) {
+            integer_row(linear, tile, lane, out);
+            continue;
+        }
+        const uint8_t *codes = tile_codes(linear, tile);
+        for (int32_t k = 0; k < linear->in_features; k++)
+            out[k] = element_at(codes, (int64_t)k * AP_LANES + lane, linear->format);
+    }
+}
+
+#endif

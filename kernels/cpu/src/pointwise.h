@@ -1,0 +1,152 @@
+/* Norms, rotary embedding, activations: one row at a time, any width. */
+#ifndef AP_POINTWISE_H
+#define AP_POINTWISE_H
+
+#include "engine.h"
+#include "vector.h"
+
+/* The next 16 elements, or as many as are left; the other lanes are 0. */
+INLINE vfloat load_next(const float *p, int32_t left) {
+    return left >= AP_LANES ? vf_load(p) : vf_load_first(p, left);
+}
+
+INLINE void store_next(float *p, vfloat a, int32_t left) {
+    if (left >= AP_LANES)
+        vf_store(p, a);
+    else
+        vf_store_first(p, a, left);
+}
+
+/* ---- norms and the residual stream ---- */
+
+static float sum_of_squares(const float *x, int32_t width) {
+    /* four sums, since each addition waits for the one before it in the same sum */
+    vfloat sums[4] = {vf_zero(), vf_zero(), vf_zero(), vf_zero()};
+    int32_t i = 0;
+    for (; i + 4 * AP_LANES <= width; i += 4 * AP_LANES)
+        for (int j = 0; j < 4; j++) {
+            vfloat a = vf_load(x + i + j * AP_LANES);
+            sums[j] = vf_fma(a, a, sums[j]);
+        }
+    for (; i < width; i += AP_LANES) {
+        vfloat a = load_next(x + i, width - i);
+        sums[0] = vf_fma(a, a, sums[0]);
+    }
+    return vf_sum(vf_add(vf_add(sums[0], sums[1]), vf_add(sums[2], sums[3])));
+}
+
+/* x / sqrt(mean(x^2) + eps) * weight; out may be x */
+static void rms_norm_row(const float *x, const ap_norm *norm, int32_t width, float *out) {
+    float mean_square = sum_of_squares(x, width) / (float)width;
+    vfloat factor = vf_set(1.0f / sqrtf(mean_square + norm->eps));
+    for (int32_t i = 0; i < width; i += AP_LANES) {
+        int32_t left = width - i;
+        vfloat normed = vf_mul(load_next(x + i, left), factor);
+        store_next(out + i, vf_mul(normed, load_next(norm->weight + i, left)), left);
+    }
+}
+
+/* stream += added */
+static void add_row(float *stream, const float *added, int32_t width) {
+    for (int32_t i = 0; i < width; i += AP_LANES) {
+        int32_t left = width - i;
+        vfloat sum = vf_add(load_next(stream + i, left), load_next(added + i, left));
+        store_next(stream + i, sum, left);
+    }
+}
+
+static void scale_row(float *x, float factor, int32_t width) {
+    for (int32_t i = 0; i < width; i += AP_LANES)
+        store_next(x + i, vf_mul(load_next(x + i, width - i), vf_set(factor)), width - i);
+}
+
+/* cap * tanh(x / cap) */
+static void softcap_row(float *x, float cap, int32_t width) {
+    vfloat caps = vf_set(cap);
+    for (int32_t i = 0; i < width; i += AP_LANES) {
+        int32_t left = width - i;
+        vfloat share = vf_div(load_next(x + i, left), caps);
+        store_next(x + i, vf_mul(vf_tanh(share), caps), left);
+    }
+}
+
+/* ---- rotary embedding ---- */
+
+#define MOST_ROTARY_PAIRS 128 /* of the widest head */
+
+/* Cosine and sine of one position, (rotary_dim / 2,) each. */
+static void rope_angles(const ap_rope *rope, int64_t position, float *cosine, float *sine) {
+    for (int32_t i = 0; i < rope->rotary_dim / 2; i++) {
+        float angle = (float)position * rope->frequencies[i];
+        cosine[i] = cosf(angle) * rope->amplitude;
+        sine[i] = sinf(angle) * rope->amplitude;
+    }
+}
+
+/* Turn element i with element i + rotary_dim / 2, in place; those beyond rotary_dim stay. */
+static void rotate_head(float *head, const float *cosine, const float *sine, int32_t rotary_dim) {
+    int32_t half = rotary_dim / 2;
+    for (int32_t i = 0; i < half; i += AP_LANES) {
+        int32_t left = half - i;
+        vfloat c = load_next(cosine + i, left), s = load_next(sine + i, left);
+        vfloat a = load_next(head + i, left), b = load_next(head + half + i, left);
+        store_next(head + i, vf_sub(vf_mul(a, c), vf_mul(b, s)), left);
+        store_next(head + half + i, vf_add(vf_mul(b, c), vf_mul(a, s)), left);
+    }
+}
+
+/* ---- activations ---- */
+
+/* Both activations are x * sigmoid(y): SiLU has y = x, and (1 + tanh(z)) / 2 is sigmoid(2z). */
+INLINE vfloat activated(vfloat x, int32_t activation) {
+    vfloat minus_y = vf_sub(vf_zero(), x);
+    if (activation == AP_GELU_TANH) {
+        /* -2 sqrt(2 / pi) * (x + 0.044715 x^3) */
+        vfloat inner = vf_fma(vf_mul(x, x), vf_set(0.044715f), vf_set(1.0f));
+        minus_y = vf_mul(vf_mul(x, inner), vf_set(-1.5957691216057308f));
+    }
+    return vf_div(x, vf_add(vf_set(1.0f), vf_exp(minus_y)));
+}
+
+INLINE void gate_with(const float *gate, const float *up, int32_t activation, int32_t width,
+                      float *out) {
+    for (int32_t i = 0; i < width; i += AP_LANES) {
+        int32_t left = width - i;
+        vfloat a = activated(load_next(gate + i, left), activation);
+        store_next(out + i, vf_mul(a, load_next(up + i, left)), left);
+    }
+}
+
+/* act(gate) * up; out may be gate */
+static void gated_row(const float *gate, const float *up, int32_t activation, int32_t width,
+                      float *out) {
+    if (activation == AP_GELU_TANH)
+        gate_with(gate, up, AP_GELU_TANH, width, out);
+    else
+        gate_with(gate, up, AP_SILU, width, out);
+}
+
+/* ---- entries of the ABI ---- */
+
+static void rms_norm(const float *x, const ap_norm *norm, int32_t rows, int32_t width,
+                     float *out) {
+    for (int64_t i = 0; i < rows; i++) rms_norm_row(x + i * width, norm, width, out + i * width);
+}
+
+static void rotary(float *heads, const ap_rope *rope, const int64_t *positions, int32_t rows,
+                   int32_t num_heads, int32_t head_dim) {
+    float cosine[MOST_ROTARY_PAIRS], sine[MOST_ROTARY_PAIRS];
+    for (int32_t i = 0; i < rows; i++) {
+        rope_angles(rope, positions[i], cosine, sine);
+        for (int32_t j = 0; j < num_heads; j++, heads += head_dim)
+            rotate_head(heads, cosine, sine, rope->rotary_dim);
+    }
+}
+
+static void gated_activation(const float *gate, const float *up, int32_t activation, int32_t rows,
+                             int32_t width, float *out) {
+    for (int64_t i = 0; i < rows; i++)
+        gated_row(gate + i * width, up + i * width, activation, width, out + i * width);
+}
+
+#endif

@@ -1,0 +1,27 @@
+/* The clocks that the pool reads, in nanoseconds, and the pause of a thread that spins. */
+#ifndef AP_POOL_CLOCK_H
+#define AP_POOL_CLOCK_H
+
+#include <stdint.h>
+#include <time.h>
+
+static inline int64_t read_clock(clockid_t clock) {
+    struct timespec time;
+    clock_gettime(clock, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static inline int64_t now(void) { return read_clock(CLOCK_MONOTONIC); }
+
+/* time that this thread has had a core */
+static inline int64_t own_cpu_time(void) { return read_clock(CLOCK_THREAD_CPUTIME_ID); }
+
+static inline void pause_thread(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#endif

@@ -1,0 +1,165 @@
+/* The parallel sections that a step is made of: over rows, and over the tiles of linears. */
+#ifndef AP_SECTION_H
+#define AP_SECTION_H
+
+#include "linear.h"
+#include "pointwise.h"
+
+/* Rows are handed out in pieces, some for each thread, so that none waits long for the others. */
+#define PIECES_PER_THREAD 4
+/* A chunk of a linear takes at least so many multiplications: some microseconds. */
+#define LEAST_WORK 200000
+/* Rows of one chunk of a linear: few enough that their codes stay in the second-level cache. */
+#define ROW_BLOCK 256
+
+static int32_t ceil_div(int64_t a, int64_t b) { return (int32_t)((a + b - 1) / b); }
+
+/* ---- over rows ---- */
+
+typedef void (*row_function)(void *context, int32_t row);
+
+typedef struct {
+    row_function function;
+    void *context;
+    int32_t rows;
+    int32_t rows_per_chunk;
+} row_section;
+
+static void row_chunk(void *context, int32_t chunk, int32_t worker) {
+    (void)worker;
+    const row_section *section = context;
+    int32_t first = chunk * section->rows_per_chunk;
+    int32_t last = first + section->rows_per_chunk;
+    if (last > section->rows) last = section->rows;
+    for (int32_t row = first; row < last; row++) section->function(section->context, row);
+}
+
+/* function(context, 0 .. rows - 1) */
+static void for_rows(ap_engine *engine, row_function function, void *context, int32_t rows) {
+    row_section section = {.function = function, .context = context, .rows = rows};
+    int32_t pieces = PIECES_PER_THREAD * ap_pool_threads(engine->pool);
+    /* one or two rows take less time than to tell another thread */
+    section.rows_per_chunk = rows <= 2 ? rows : ceil_div(rows, pieces);
+    int32_t chunks = rows ? ceil_div(rows, section.rows_per_chunk) : 0;
+    if (chunks) ap_pool_run(engine->pool, row_chunk, &section, chunks);
+}
+
+/* ---- the input of linears ---- */
+
+#define MOST_FORMS 3
+
+/* Rows that linears multiply, in every form that one of them wants. */
+typedef struct {
+    rows_in forms[MOST_FORMS];
+    int32_t num_forms;
+    int32_t width;
+} input;
+
+static bool is_quantized(const ap_linear *linear) {
+    return linear->format == AP_INT8 || linear->format == AP_INT4;
+}
+
+/* Which form a linear multiplies. */
+static const rows_in *form_of(const input *in, const ap_linear *linear) {
+    int32_t group = is_quantized(linear) ? linear->group : 0;
+    int32_t i = 0;
+    while (in->forms[i].group != group) i++;
+    return &in->forms[i];
+}
+
+static void add_form(input *in, const ap_linear *linear) {
+    int32_t group = is_quantized(linear) ? linear->group : 0;
+    for (int32_t i = 0; i < in->num_forms; i++)
+        if (in->forms[i].group == group) return;
+    in->forms[in->num_forms++].group = group;
+}
+
+/* The bytes that an input's quantized forms take. */
+static int64_t input_bytes(const ap_linear *const *linears, int32_t count, int32_t rows) {
+    input in = {0};
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < count; i++) add_form(&in, linears[i]);
+    for (int32_t i = 0; i < in.num_forms; i++)
+        if (in.forms[i].group)
+            bytes += quantized_bytes(rows, linears[0]->in_features, in.forms[i].group);
+    return bytes;
+}
+
+/* Rows x as the input of linears of one width; the quantized forms lie in memory, but are made by
+ * `prepare_row`, row by row. */
+static input input_of(const ap_linear *const *linears, int32_t count, const float *x, int32_t rows,
+                      char *memory) {
+    input in = {.width = linears[0]->in_features};
+    for (int32_t i = 0; i < count; i++) add_form(&in, linears[i]);
+    for (int32_t i = 0; i < in.num_forms; i++) {
+        rows_in *form = &in.forms[i];
+        form->x = x;
+        form->stride = in.width;
+        form->rows = rows;
+        if (!form->group) continue;
+        quantized_place(form, memory, in.width);
+        memory += quantized_bytes(rows, in.width, form->group);
+    }
+    return in;
+}
+
+static void prepare_row(input *in, int32_t row) {
+    for (int32_t i = 0; i < in->num_forms; i++)
+        if (in->forms[i].group) quantize_row(&in->forms[i], row, in->width);
+}
+
+/* ---- over the tiles of a linear ---- */
+
+/* What happens to a linear's outputs; `finish` sees columns [first, last) of a row. */
+typedef void (*finish_function)(void *context, int32_t row, int32_t first, int32_t last);
+
+typedef struct {
+    const ap_linear *linears[2]; /* the second may be NULL: one of equal shape beside the first */
+    const rows_in *in[2];
+    float *out[2];
+    int32_t out_stride;
+    bool add; /* to what is in out */
+    finish_function finish;
+    void *context;
+    int32_t tiles_per_chunk;
+    int32_t rows_per_chunk;
+    int32_t row_chunks;
+} linear_section;
+
+static void linear_chunk(void *context, int32_t chunk, int32_t worker) {
+    (void)worker;
+    const linear_section *s = context;
+    int32_t num_tiles = ceil_div(s->linears[0]->out_features, AP_LANES);
+    int32_t first_tile = chunk / s->row_chunks * s->tiles_per_chunk;
+    int32_t last_tile = first_tile + s->tiles_per_chunk;
+    int32_t first_row = chunk % s->row_chunks * s->rows_per_chunk;
+    int32_t last_row = first_row + s->rows_per_chunk;
+    if (last_tile > num_tiles) last_tile = num_tiles;
+    if (last_row > s->in[0]->rows) last_row = s->in[0]->rows;
+    for (int32_t i = 0; i < 2 && s->linears[i]; i++)
+        linear_tiles(s->linears[i], s->in[i], first_row, last_row, first_tile, last_tile,
+                     s->out[i], s->out_stride, s->add);
+    if (!s->finish) return;
+    int32_t last = last_tile * AP_LANES;
+    if (last > s->linears[0]->out_features) last = s->linears[0]->out_features;
+    for (int32_t row = first_row; row < last_row; row++)
+        s->finish(s->context, row, first_tile * AP_LANES, last);
+}
+
+static void run_linear(ap_engine *engine, linear_section *s) {
+    int64_t rows = s->in[0]->rows;
+    int64_t in_features = s->linears[0]->in_features * (s->linears[1] ? 2 : 1);
+    int32_t num_tiles = ceil_div(s->linears[0]->out_features, AP_LANES);
+    s->row_chunks = ceil_div(rows, ROW_BLOCK);
+    s->rows_per_chunk = ceil_div(rows, s->row_chunks);
+    int64_t tile_work = in_features * AP_LANES * s->rows_per_chunk;
+    int32_t pieces = PIECES_PER_THREAD * ap_pool_threads(engine->pool);
+    s->tiles_per_chunk = ceil_div((int64_t)num_tiles * s->row_chunks, pieces);
+    int32_t least = ceil_div(LEAST_WORK, tile_work);
+    if (s->tiles_per_chunk < least) s->tiles_per_chunk = least;
+    if (s->tiles_per_chunk > num_tiles) s->tiles_per_chunk = num_tiles;
+    ap_pool_run(engine->pool, linear_chunk, s,
+                ceil_div(num_tiles, s->tiles_per_chunk) * s->row_chunks);
+}
+
+#endif

@@ -1,0 +1,93 @@
+/* Vectors of 16 lanes, the same functions for every instruction set.
+ *
+ * vfloat: 16 floats. vint: 16 int32. vbyte: 16 lanes of 4 bytes, which an integer dot product
+ * multiplies with 4 signed bytes that are the same for all lanes. Reductions add in one fixed
+ * order, so that AVX2 and AVX-512 give the same bits; the scalar path has no fused multiply-add.
+ */
+#ifndef AP_VECTOR_H
+#define AP_VECTOR_H
+
+#include <math.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* A build with sanitizers defines AP_CHECKED. All in one function, the kernels would compile for
+ * minutes then; and sanitizers do not see masked accesses: the lanes are read one by one, too. */
+#ifdef AP_CHECKED
+#define INLINE static __attribute__((unused))
+INLINE void touch(const float *p, int n) {
+    for (int i = 0; i < n; i++) (void)*(const volatile float *)(p + i);
+}
+#else
+#define INLINE static inline __attribute__((always_inline))
+INLINE void touch(const float *p, int n) { (void)p, (void)n; }
+#endif
+
+/* An integer sum that begins at VI_BIAS, and moves away by less than 2^22, reads as a float as
+ * VI_BIAS_FLOAT plus that integer: its bits are the conversion. */
+#define VI_BIAS 0x4b400000
+#define VI_BIAS_FLOAT 0x1.8p23f
+
+#if defined(__AVX512VNNI__)
+#include "vector_avx512.h"
+#elif defined(__AVX2__)
+#include "vector_avx2.h"
+#else
+#include "vector_scalar.h"
+#endif
+
+/* Before a loop of constant length over vectors, which are to stay in registers. */
+#if VECTORS < 8 || defined(AP_CHECKED)
+#define UNROLL
+#elif defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
+INLINE vfloat vf_zero(void) { return vf_set(0.0f); }
+INLINE vint vi_zero(void) { return vi_set(0); }
+
+/* e^x, with a relative error below 2e-7; below -87 the result is that of -87. NaN stays NaN: min
+ * and max give their second argument then. */
+INLINE vfloat vf_exp(vfloat x) {
+    x = vf_min(vf_set(88.0f), vf_max(vf_set(-87.0f), x));
+    vint whole = vi_round(vf_mul(x, vf_set(1.44269504088896341f)));
+    vfloat n = vf_from_int(whole);
+    vfloat r = vf_fma(n, vf_set(-0.693145751953125f), x);
+    r = vf_fma(n, vf_set(-1.42860677e-6f), r);
+    vfloat p = vf_set(1.9875691500e-4f); /* minimax polynomial of Cephes' expf (Moshier) */
+    p = vf_fma(p, r, vf_set(1.3981999507e-3f));
+    p = vf_fma(p, r, vf_set(8.3334519073e-3f));
+    p = vf_fma(p, r, vf_set(4.1665795894e-2f));
+    p = vf_fma(p, r, vf_set(1.6666665459e-1f));
+    p = vf_fma(p, r, vf_set(5.0000001201e-1f));
+    p = vf_fma(p, vf_mul(r, r), vf_add(r, vf_set(1.0f)));
+    return vf_scale(p, whole);
+}
+
+/* 2^x for x below 127, with a relative error below 2e-7; below -126 the result is that of -126. NaN
+ * stays NaN. */
+INLINE vfloat vf_exp2(vfloat x) {
+    x = vf_max(vf_set(-126.0f), x);
+    vint whole = vi_round(x);
+    vfloat r = vf_sub(x, vf_from_int(whole));
+    vfloat p = vf_set(1.32647273e-3f); /* the polynomial with p(0) = 1 of least relative error */
+    p = vf_fma(p, r, vf_set(9.67151299e-3f));
+    p = vf_fma(p, r, vf_set(5.55073358e-2f));
+    p = vf_fma(p, r, vf_set(2.40222424e-1f));
+    p = vf_fma(p, r, vf_set(6.93147004e-1f));
+    p = vf_fma(p, r, vf_set(1.0f));
+    return vf_scale(p, whole);
+}
+
+INLINE vfloat vf_tanh(vfloat x) {
+    /* 1 - 2 / (e^2x + 1), exact at both ends */
+    vfloat e = vf_exp(vf_add(x, x));
+    vfloat one = vf_set(1.0f);
+    return vf_sub(one, vf_div(vf_set(2.0f), vf_add(e, one)));
+}
+
+#endif

@@ -1,0 +1,153 @@
+"""Weights as the library holds them: tiles of 16 outputs in an arena."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.kernels.cpu.engine import NativeEngine, check
+from appliance.kernels.cpu.structs import LANES, Format, LinearStruct, NormStruct, Offset
+from appliance.kernels.packed import OffsetKind, PackedWeight
+
+if TYPE_CHECKING:
+    from appliance.kernels.cpu.arena import Arena
+
+GROUP_SIZES = (128, 64, 32)
+FORMATS = {
+    torch.float32: Format.F32,
+    torch.float16: Format.F16,
+    torch.bfloat16: Format.BF16,
+}
+_BITS = {Format.F32: 32, Format.F16: 16, Format.BF16: 16, Format.INT8: 8, Format.INT4: 4}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPacker:
+    """Lays weights out in an arena.
+
+    Attributes:
+        engine: its threads do the work.
+        arena: where the tiles go.
+        dtype: of weights that are not packed, or in groups that the library does not multiply.
+    """
+
+    engine: NativeEngine
+    arena: Arena
+    dtype: torch.dtype
+
+    def linear(self, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> LinearStruct:
+        """Lay out a weight (out_features, in_features) and its bias (out_features,)."""
+        if isinstance(weight, PackedWeight) and kernel_group(weight.group_size) is None:
+            weight = weight.dequantize(self.dtype)
+        struct = self._packed(weight) if isinstance(weight, PackedWeight) else self._dense(weight)
+        if bias is not None:
+            struct.bias = self.floats(bias)
+        return struct
+
+    def norm(self, weight: Tensor, eps: float) -> NormStruct:
+        """Lay out a norm's weight (width,)."""
+        return NormStruct(self.floats(weight), eps)
+
+    def floats(self, values: Tensor) -> int:
+        """The address of a copy in float32."""
+        values = values.detach().float().contiguous()
+        address = self.arena.claim(values.nbytes)
+        ctypes.memmove(address, values.data_ptr(), values.nbytes)
+        return address
+
+    def _dense(self, weight: Tensor) -> LinearStruct:
+        weight = weight.to(self.dtype).contiguous()
+        out_features, in_features = weight.shape
+        struct = LinearStruct(
+            format=FORMATS[self.dtype], in_features=in_features, out_features=out_features
+        )
+        struct.codes = self.arena.claim(_codes_bytes(struct))
+        self._pack(struct, weight, None, None, 0)
+        return struct
+
+    def _packed(self, weight: PackedWeight) -> LinearStruct:
+        group = kernel_group(weight.group_size)
+        assert group is not None
+        out_features, in_features = weight.shape
+        centered = is_centered(weight)
+        offset = None if centered else weight.offset.contiguous()
+        scale = weight.scale.contiguous()
+        is_half = all(fits_half(values) for values in (scale, offset) if values is not None)
+        struct = LinearStruct(
+            format=Format.INT4 if weight.bits == 4 else Format.INT8,
+            offset_kind=Offset.CENTERED if centered else _OFFSETS[weight.offset_kind],
+            scale_format=Format.F16 if is_half else Format.F32,
+            group=group,
+            in_features=in_features,
+            out_features=out_features,
+        )
+        struct.codes = self.arena.claim(_codes_bytes(struct))
+        struct.scales = self.arena.claim(_scales_bytes(struct))
+        if offset is not None:
+            struct.offsets = self.arena.claim(_scales_bytes(struct))
+        self._pack(struct, weight.codes.contiguous(), scale, offset, weight.group_size)
+        return struct
+
+    def _pack(
+        self,
+        struct: LinearStruct,
+        codes: Tensor,
+        scale: Tensor | None,
+        offset: Tensor | None,
+        group_size: int,
+    ) -> None:
+        check(
+            self.engine.library.ap_linear_pack(
+                self.engine.handle,
+                ctypes.byref(struct),
+                codes.data_ptr(),
+                None if scale is None else scale.data_ptr(),
+                None if offset is None else offset.data_ptr(),
+                Format.F32 if scale is None else FORMATS[scale.dtype],
+                group_size,
+            )
+        )
+
+
+_OFFSETS = {OffsetKind.ADDITIVE: Offset.ADDITIVE, OffsetKind.ZERO_POINT: Offset.ZERO_POINT}
+
+
+def kernel_group(group_size: int) -> int | None:
+    """The group in which the library multiplies; None if it has none that divides."""
+    return next((group for group in GROUP_SIZES if group_size % group == 0), None)
+
+
+def is_centered(weight: PackedWeight) -> bool:
+    """Whether every code stands for its distance from the middle, so that no offset is needed."""
+    middle = 1 << (weight.bits - 1)
+    if weight.offset_kind is OffsetKind.ZERO_POINT:
+        return bool((weight.offset == middle).all())
+    return bool((weight.offset.float() == weight.scale.float() * -middle).all())
+
+
+def fits_half(values: Tensor) -> bool:
+    """Whether float16 holds every value exactly."""
+    return values.dtype == torch.float16 or bool((values.half().float() == values.float()).all())
+
+
+def linear_bytes(struct: LinearStruct) -> int:
+    """Bytes that a weight's tiles take, without its bias."""
+    scales = sum(_scales_bytes(struct) for values in (struct.scales, struct.offsets) if values)
+    return _codes_bytes(struct) + scales
+
+
+def _tiles(struct: LinearStruct) -> int:
+    return -(-int(struct.out_features) // LANES)
+
+
+def _codes_bytes(struct: LinearStruct) -> int:
+    return _tiles(struct) * LANES * int(struct.in_features) * _BITS[Format(struct.format)] // 8
+
+
+def _scales_bytes(struct: LinearStruct) -> int:
+    groups = int(struct.in_features) // int(struct.group)
+    return _tiles(struct) * LANES * groups * _BITS[Format(struct.scale_format)] // 8

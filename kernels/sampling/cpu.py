@@ -1,0 +1,73 @@
+"""Sampling by the CPU library: one call for all rows of a step."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.cpu.structs import SamplingStruct, Status
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.cpu.engine import NativeEngine
+    from appliance.kernels.sampling.rows import SamplingRows
+
+NO_FINITE_LOGIT = -1  # the row holds NaN, or no finite value
+INFINITE_LOGIT = -2  # the row holds +inf
+
+
+class NativeSampling:
+    """Chooses tokens as `reference.sample` does, up to float32 rounding of the probabilities.
+
+    Args:
+        engine: runs nothing else during a call.
+    """
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+
+    def __call__(self, logits: Tensor, rows: SamplingRows) -> list[int]:
+        """Choose one token per row.
+
+        Args:
+            logits: (num_rows, vocab_size) float32, contiguous, on the CPU; not changed.
+            rows: settings of each row.
+
+        Returns:
+            num_rows token ids; `NO_FINITE_LOGIT` or `INFINITE_LOGIT` where a row has no choice.
+
+        Raises:
+            MemoryError: the engine may not, or cannot, have the workspace that this takes.
+        """
+        num_rows, vocab_size = logits.shape
+        sampling = SamplingStruct(
+            temperature=_address(rows.temperature, torch.float32, num_rows),
+            top_k=_address(rows.top_k, torch.int64, num_rows),
+            top_p=_address(rows.top_p, torch.float32, num_rows),
+            min_p=_address(rows.min_p, torch.float32, num_rows),
+            uniform=_address(rows.uniform, torch.float64, num_rows),
+        )
+        tokens = (ctypes.c_int64 * num_rows)()
+        status = self._engine.library.ap_sample(
+            self._engine.handle,
+            _address(logits, torch.float32, num_rows),
+            num_rows,
+            vocab_size,
+            sampling,
+            tokens,
+        )
+        if status == Status.NO_MEMORY:
+            raise MemoryError(f"no workspace to sample {num_rows} rows of {vocab_size} logits")
+        assert status == Status.OK, f"ap_sample returned {Status(status).name}"
+        return list(tokens)
+
+
+def _address(values: Tensor, dtype: torch.dtype, num_rows: int) -> int:
+    assert values.dtype is dtype, f"{values.dtype} where {dtype} is read"
+    assert not values.is_cuda, "the CPU library reads the memory of the CPU"
+    assert values.is_contiguous(), "the CPU library reads element after element"
+    assert values.size(0) == num_rows, f"{values.size(0)} rows beside {num_rows} of logits"
+    return values.data_ptr()

@@ -1,0 +1,59 @@
+"""Measured servers side by side, for a terminal, with the ratio of ours to each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def add_ratios(rows: list[dict[str, Any]], ours: str = "ours") -> None:
+    """Put into each other row what ours does as a multiple of it, where both were measured."""
+    measured = {row["name"]: _rates(row) for row in rows if "sweep" in row}
+    for row in rows:
+        if row["name"] in measured and ours in measured and row["name"] != ours:
+            theirs, own = measured[row["name"]], measured[ours]
+            row["ours_as_multiple"] = {
+                name: round(own[name] / theirs[name], 2) for name in theirs if name in own
+            }
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Output tokens per second at each number of clients, prefill, start, memory."""
+    measured = [row for row in rows if "sweep" in row]
+    if not measured:
+        return
+    names = list(_rates(measured[0]))
+    print(f"{'server':<19}" + "".join(f"{name:>16}" for name in names) + "   start s   PSS MB")
+    for row in measured:
+        rates, ratios = _rates(row), row.get("ours_as_multiple", {})
+        disturbed = {_name(level) for level in _levels(row) if _is_disturbed(level)}
+        cells = ""
+        for name in names:
+            ratio = f" ({ratios[name]:.2f}x)" if name in ratios else ""
+            cells += f"{rates[name]:g}{'*' if name in disturbed else ''}{ratio}".rjust(16)
+        start, memory = row["start"]["healthy_seconds"], row["memory_after_load"]["pss_mb"]
+        print(f"{row['name']:<19}{cells}{start:>10.2f}{memory:>9}")
+    print("tokens per second; (ours as a multiple of it)")
+    if any(_is_disturbed(level) for row in measured for level in _levels(row)):
+        print("* too few quiet repeats: other programs used the machine")
+
+
+def _levels(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*row["sweep"], row["prefill"]]
+
+
+def _name(level: dict[str, Any]) -> str:
+    return f"c={level['concurrency']}" if "concurrency" in level else "prefill"
+
+
+def _is_disturbed(level: dict[str, Any]) -> bool:
+    return bool(level["quiet_repeats"] < level["repeats"])
+
+
+def _rates(row: dict[str, Any]) -> dict[str, float]:
+    return {_name(level): _rate(level)["median"] for level in _levels(row)}
+
+
+def _rate(level: dict[str, Any]) -> dict[str, float]:
+    key = "output_tokens_per_second" if "concurrency" in level else "tokens_per_second"
+    rate: dict[str, float] = level[key]
+    return rate

@@ -1,0 +1,119 @@
+"""The wheel that `pip install .` makes holds the CPU library, or says that it does not."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from appliance.kernels.cpu import structs
+from appliance.kernels.cpu.build import find_compiler
+from appliance.version import __version__
+
+pytestmark = pytest.mark.slow
+
+LIBRARY = "appliance/kernels/cpu/libappliance_cpu.so"
+
+
+@pytest.fixture
+def sources(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
+    """What a checkout holds, without what was built in this one."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    built = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("appliance", "kernels", "quant", "tui"):
+        shutil.copytree(pytestconfig.rootpath / name, folder / name, symlinks=True, ignore=built)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(pytestconfig.rootpath / name, folder)
+    return folder
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> str:
+    """The compiler that is there, told not to optimize: the kernels would take it a minute."""
+    path = tmp_path / "quick-cc"
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(find_compiler())} "$@" -O0\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def python(*arguments: str | Path, **variables: str) -> str:
+    """What Python prints; it must end well."""
+    environment = {name: value for name, value in os.environ.items() if name != "CC"}
+    finished = subprocess.run(
+        [sys.executable, *arguments],
+        env={**environment, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stdout
+    return finished.stdout
+
+
+def make_wheel(sources: Path, folder: Path, **variables: str) -> tuple[Path, str]:
+    """Build with the setuptools that is installed, so that no index is asked."""
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--verbose"]
+    output = python("-m", "pip", "wheel", *options, "--wheel-dir", folder, sources, **variables)
+    (wheel,) = folder.glob("*.whl")
+    return wheel, output
+
+
+def installed(wheel: Path, folder: Path) -> set[str]:
+    """Unpack a wheel as an installer would, and check that it is of a platform, not of a Python."""
+    tag = wheel.stem.removeprefix(f"appliance-{__version__}-")
+    assert tag.startswith("py3-none-linux_")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+        return set(archive.namelist())
+
+
+LOAD = """
+from appliance.kernels.cpu.library import LibraryError, load_library
+try:
+    library = load_library()
+    print(library._name, library.ap_abi())
+except LibraryError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_the_wheel_holds_the_library_and_its_sources(
+    sources: Path, tmp_path: Path, compiler: str
+) -> None:
+    wheel, output = make_wheel(sources, tmp_path / "wheels", CC=compiler)
+    assert "was not compiled" not in output, output
+    folder = tmp_path / "installed"
+    names = installed(wheel, folder)
+    assert {name for name in names if name.endswith(".so")} == {LIBRARY}
+    written = {path.name for path in (sources / "kernels/cpu/src").iterdir()}
+    assert {f"appliance/kernels/cpu/src/{name}" for name in written} <= names
+    loaded = python("-P", "-c", LOAD, PYTHONPATH=str(folder))
+    assert loaded.strip() == f"{folder / LIBRARY} {structs.ABI}"
+
+
+def test_without_a_compiler_the_wheel_is_built_and_says_what_is_missing(
+    sources: Path, tmp_path: Path, compiler: str
+) -> None:
+    empty, folder = tmp_path / "empty", tmp_path / "installed"
+    empty.mkdir()
+    wheel, output = make_wheel(sources, tmp_path / "wheels", PATH=str(empty))
+    (said,) = [line for line in output.splitlines() if "was not compiled" in line]
+    assert "install gcc or clang" in said
+    names = installed(wheel, folder)
+    assert LIBRARY not in names
+    assert "appliance/kernels/cpu/src/api.c" in names
+    path = {"PYTHONPATH": str(folder)}
+    missing = python("-P", "-c", LOAD, **path)
+    assert missing.startswith("LibraryMissingError")
+    assert "run: python -m appliance.kernels.cpu.build" in missing
+    # What the message says is enough, on a machine that has a compiler by now.
+    assert "compiling" in python("-P", "-m", "appliance.kernels.cpu.build", CC=compiler, **path)
+    loaded = python("-P", "-c", LOAD, **path)
+    assert loaded.strip() == f"{folder / LIBRARY} {structs.ABI}"

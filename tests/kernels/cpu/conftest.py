@@ -1,0 +1,77 @@
+"""The CPU library under test, once per instruction set that this machine has.
+
+APPLIANCE_TEST_CPU_LIBRARY names another library than the package's own, such as one with
+sanitizers; with APPLIANCE_TEST_CPU_CASES=N only tests that call the library run, in N cases per
+function and instruction set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from appliance.kernels.cpu.library import LIBRARY, LibraryError, load_library, supported_isas
+from appliance.kernels.cpu.structs import Isa
+
+# Taken out, because the product refuses variables that begin with its name and are no settings.
+_PATH = Path(os.environ.pop("APPLIANCE_TEST_CPU_LIBRARY", LIBRARY))
+_MAX_CASES = int(os.environ.pop("APPLIANCE_TEST_CPU_CASES", "0"))
+
+
+def _supported() -> list[Isa]:
+    try:
+        return supported_isas(load_library(_PATH))
+    except LibraryError:
+        return [Isa.SCALAR]  # the tests fail with the reason, rather than the whole collection
+
+
+@pytest.fixture
+def loaded() -> ctypes.CDLL:
+    """The library, with whatever instruction set is in use."""
+    try:
+        return load_library(_PATH)
+    except LibraryError as error:
+        pytest.fail(str(error))
+
+
+@pytest.fixture(params=_supported(), ids=lambda isa: isa.name.lower())
+def library(request: pytest.FixtureRequest, loaded: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    """The library, with one instruction set in use."""
+    before = loaded.ap_current_isa()
+    assert loaded.ap_use_isa(request.param) == 0
+    yield loaded
+    loaded.ap_use_isa(before)
+
+
+@pytest.fixture(params=[1, 3], ids=["1thread", "3threads"])
+def engine(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Iterator[int]:
+    """An ap_engine of one thread, and one of more than this machine may have cores."""
+    handle = library.ap_engine_create(request.param, 0)
+    assert handle
+    yield handle
+    library.ap_engine_destroy(handle)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep `_MAX_CASES` of those that call the library, spread over all cases of a function."""
+    if not _MAX_CASES:
+        return
+    cases = defaultdict(list)
+    for item in items:
+        if "loaded" not in getattr(item, "fixturenames", ()):
+            continue
+        callspec = getattr(item, "callspec", None)
+        isa = callspec.params.get("library") if callspec else None
+        cases[item.path, getattr(item, "originalname", item.name), isa].append(item)
+    kept = {
+        id(group[index * (len(group) - 1) // max(1, _MAX_CASES - 1)])
+        for group in cases.values()
+        for index in range(_MAX_CASES)
+    }
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]

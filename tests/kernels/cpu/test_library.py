@@ -1,0 +1,273 @@
+"""Only the library of this very package is called; every refusal says what to do."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from appliance.config import EngineConfig
+from appliance.errors import ConfigError
+from appliance.kernels.cpu import build, library, structs
+from appliance.kernels.cpu.library import (
+    LibraryLoadError,
+    LibraryMismatchError,
+    LibraryMissingError,
+    UnsupportedIsaError,
+    load_library,
+    select_isa,
+    supported_isas,
+)
+from appliance.kernels.cpu.structs import Isa
+from appliance.version import __version__
+
+SIZES = {name: ctypes.sizeof(struct) for name, struct in structs.STRUCTS.items()}
+REBUILD = "run: python -m appliance.kernels.cpu.build"
+
+
+def compile_fake(
+    folder: Path,
+    *,
+    abi: int = structs.ABI,
+    version: str = __version__,
+    sizes: dict[str, int] = SIZES,
+    leave_out: str = "",
+) -> Path:
+    """A library that answers as it is told and has every function, but does nothing."""
+    answers = {
+        "ap_abi": f"int ap_abi(void) {{ return {abi}; }}",
+        "ap_build_version": f'const char *ap_build_version(void) {{ return "{version}"; }}',
+        "ap_struct_bytes": "long ap_struct_bytes(const char *name) {"
+        + "".join(f'if (!strcmp(name, "{name}")) return {size};' for name, size in sizes.items())
+        + "return -1; }",
+    }
+    functions = {name: f"void {name}(void) {{}}" for name in library._SIGNATURES} | answers
+    functions.pop(leave_out, None)
+    source = folder / "fake.c"
+    source.write_text("#include <string.h>\n" + "\n".join(functions.values()))
+    out = folder / "fake.so"
+    subprocess.run([*build.find_compiler(), "-shared", "-fPIC", source, "-o", out], check=True)
+    return out
+
+
+def test_the_fake_library_has_nothing_wrong(tmp_path: Path) -> None:
+    assert load_library(compile_fake(tmp_path)).ap_abi() == structs.ABI
+
+
+def test_a_library_that_was_not_compiled_names_the_compiler_to_install(tmp_path: Path) -> None:
+    with pytest.raises(LibraryMissingError, match="install gcc or clang") as caught:
+        load_library(tmp_path / "absent.so")
+    assert REBUILD in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "another processor"])
+def test_a_file_that_is_no_library_of_this_machine(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "library.so"
+    if damage == "another processor":
+        content = bytearray(compile_fake(tmp_path).read_bytes())
+        content[18:20] = (0xF3).to_bytes(2, "little")  # e_machine: RISC-V
+        path.write_bytes(content)
+    else:
+        path.write_text(damage.removeprefix("empty"))
+    with pytest.raises(LibraryLoadError, match=str(path)) as caught:
+        load_library(path)
+    assert REBUILD in str(caught.value)
+
+
+def assert_mismatch(path: Path, expected: str) -> None:
+    with pytest.raises(LibraryMismatchError, match=expected) as caught:
+        load_library(path)
+    assert str(path) in str(caught.value)
+    assert REBUILD in str(caught.value)
+
+
+def test_another_abi_is_refused(tmp_path: Path) -> None:
+    wrong = structs.ABI + 1
+    assert_mismatch(compile_fake(tmp_path, abi=wrong), f"ABI is {wrong}, not {structs.ABI}")
+
+
+def test_another_version_is_refused(tmp_path: Path) -> None:
+    path = compile_fake(tmp_path, version="0.0.1")
+    assert_mismatch(path, rf"of version 0\.0\.1, not {__version__}")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_struct_of_another_size_is_refused(tmp_path: Path, name: str) -> None:
+    path = compile_fake(tmp_path, sizes=SIZES | {name: SIZES[name] + 8})
+    assert_mismatch(path, f"its {name} has {SIZES[name] + 8} bytes, not {SIZES[name]}")
+
+
+@pytest.mark.parametrize("name", ["ap_abi", "ap_build_version", "ap_struct_bytes", "ap_step"])
+def test_a_library_without_one_of_the_functions_is_refused(tmp_path: Path, name: str) -> None:
+    assert_mismatch(compile_fake(tmp_path, leave_out=name), f"it has no {name};")
+
+
+def test_every_struct_of_the_header_is_checked() -> None:
+    header = (build.SOURCES / "appliance_cpu.h").read_text()
+    declared = {line[2:].rstrip(";") for line in header.splitlines() if line.startswith("} ap_")}
+    enums = {"ap_status", "ap_isa", "ap_format", "ap_offset_kind", "ap_activation"}
+    assert declared - enums == set(structs.STRUCTS)
+
+
+def test_the_constants_are_those_of_the_header() -> None:
+    header = (build.SOURCES / "appliance_cpu.h").read_text()
+    assert f"#define AP_ABI {structs.ABI} " in header
+    assert f"#define AP_LANES {structs.LANES} " in header
+    for values in (structs.Status, structs.Isa, structs.Format, structs.Offset):
+        for value in values:
+            assert f"AP_{value.name} = {value.value}" in header
+
+
+# ---- instruction sets
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="the system does not tell its CPU")
+def test_the_instruction_sets_are_those_that_the_system_sees(loaded: ctypes.CDLL) -> None:
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    avx2 = {"avx2", "fma", "f16c"}
+    needs = {
+        Isa.SCALAR: set(),
+        Isa.AVX2: avx2,
+        Isa.AVXVNNI: avx2 | {"avx_vnni"},
+        Isa.AVX512: avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+    }
+    assert supported_isas(loaded) == [isa for isa in Isa if needs[isa] <= words]
+
+
+def test_each_supported_instruction_set_can_be_chosen(library: ctypes.CDLL) -> None:
+    isa = Isa(library.ap_current_isa())
+    assert select_isa(library, isa.name.lower()) is isa
+    assert library.ap_current_isa() == isa
+
+
+def test_auto_takes_the_fastest(
+    library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    best = Isa(library.ap_current_isa())  # pretend that nothing better is there
+    supported = library.ap_isa_supported
+    monkeypatch.setattr(library, "ap_isa_supported", lambda isa: isa <= best and supported(isa))
+    assert select_isa(library) is best
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == (best is Isa.SCALAR)
+    assert all("many times slower" in record.getMessage() for record in warnings)
+
+
+@pytest.mark.parametrize("choice", ["avx512", "neon"])
+def test_an_instruction_set_that_is_not_there_is_refused_with_those_that_are(
+    loaded: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    before = loaded.ap_current_isa()
+    monkeypatch.setattr(loaded, "ap_isa_supported", lambda isa: isa in (Isa.SCALAR, Isa.AVX2))
+    with pytest.raises(UnsupportedIsaError, match=f"{choice}.*it has scalar, avx2"):
+        select_isa(loaded, choice)
+    assert loaded.ap_current_isa() == before
+
+
+def test_the_setting_knows_every_instruction_set() -> None:
+    for isa in Isa:
+        assert EngineConfig(cpu_isa=isa.name.lower()).cpu_isa == isa.name.lower()
+    names = ", ".join(isa.name.lower() for isa in reversed(Isa))
+    with pytest.raises(ConfigError, match=f"one of auto, {names};"):
+        EngineConfig(cpu_isa="")
+
+
+# ---- the build
+
+
+def test_the_library_under_test_is_of_these_sources(loaded: ctypes.CDLL) -> None:
+    if Path(loaded._name) != build.LIBRARY:
+        pytest.skip("another library was named")
+    assert build.is_current(), "the sources have changed; scripts/setup compiles them"
+
+
+@pytest.fixture
+def small_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sources that compile at once, in place of the real ones."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    for name in (*build.COMMON, "isa.c"):
+        (folder / name).write_text("")
+    (folder / "api.c").write_text('#include "small.h"\nconst char *version = AP_VERSION SUFFIX;\n')
+    (folder / "small.h").write_text('#define SUFFIX ""\n')
+    monkeypatch.setattr(build, "SOURCES", folder)
+    return folder
+
+
+def version_in(path: Path) -> bytes:
+    value = ctypes.c_char_p.in_dll(ctypes.CDLL(str(path)), "version").value
+    assert value is not None
+    return value
+
+
+VISIBLE = ("-fvisibility=default",)
+
+
+def test_a_change_of_a_source_or_a_flag_makes_the_library_out_of_date(
+    tmp_path: Path, small_sources: Path
+) -> None:
+    out = build.build(tmp_path / "new folder" / "library.so", VISIBLE)
+    assert version_in(out) == __version__.encode()
+    assert build.is_current(out, VISIBLE)
+    assert not build.is_current(out)
+    (small_sources / "small.h").write_text('#define SUFFIX "+changed"\n')
+    assert not build.is_current(out, VISIBLE)
+    again = build.build(tmp_path / "again.so", VISIBLE)
+    assert version_in(again) == __version__.encode() + b"+changed"
+    assert build.is_current(again, VISIBLE)
+
+
+@pytest.mark.parametrize("found", ["none", "CC names another", "it fails"])
+def test_a_failed_build_says_why_and_leaves_no_library_of_other_sources(
+    tmp_path: Path, small_sources: Path, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    out = build.build(tmp_path / "library.so")
+    expected = "install gcc or clang"
+    if found == "none":
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+    elif found == "CC names another":
+        monkeypatch.setenv("CC", "no-such-compiler -m64")
+        expected = "CC names, no-such-compiler, was not found.*" + expected
+    else:
+        monkeypatch.setenv("CC", sys.executable)
+        expected = "the C compiler failed"
+    with pytest.raises(build.BuildError, match=expected):
+        build.build(out)
+    assert build.is_current(out)  # it was of these sources, so nothing is lost
+    (small_sources / "small.h").write_text("")
+    with pytest.raises(build.BuildError, match="the CPU library was not compiled"):
+        build.build(out)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_the_command_line_compiles_when_something_changed(
+    tmp_path: Path, small_sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "library.so"
+    monkeypatch.setattr(sys, "argv", ["build.py", "--if-changed", "--out", str(out)])
+    build.main()
+    first = out.stat().st_ino
+    build.main()
+    assert out.stat().st_ino == first
+    (small_sources / "small.h").write_text('#define SUFFIX ""\n#define OTHER\n')
+    build.main()
+    assert out.stat().st_ino != first
+    (small_sources / "small.h").write_text("")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="install gcc or clang"):
+            build.main()
+        assert not out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("clang") is None, reason="clang is not installed")
+def test_clang_compiles_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "clang")
+    built = load_library(build.build(tmp_path / "library.so"))
+    assert select_isa(built) is supported_isas(built)[-1]

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import json
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from appliance.engine.request import Request, SamplingParams
+from appliance.server.answer import MAX_TURN, Answer
+from appliance.server.completions import completion_frames
+from appliance.server.exchange import Exchange
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Running, Serve
+
+
+def answer_to(running: Running, prompt: bytes, **sampling: object) -> Answer:
+    request = Request(
+        request_id="r",
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
+    )
+    return Answer(running.state, [request])
+
+
+async def test_what_came_meanwhile_is_handed_over_together(serve: Serve) -> None:
+    async with serve() as running:
+        answer = answer_to(running, b"ab", max_tokens=100)
+        await running.until(lambda: running.state.engine.stats.generation_tokens_total == 100)
+        async with aclosing(answer.pieces()) as turns:
+            found = [pieces async for pieces in turns]
+        answer.close()
+        assert list(map(len, found)) == [MAX_TURN, 100 - MAX_TURN]
+        assert "".join(piece.text for pieces in found for piece in pieces) == "ab" * 50
+
+
+async def test_it_is_still_one_frame_a_token(serve: Serve) -> None:
+    async with serve() as running:
+        answer = answer_to(running, b"ab", max_tokens=5)
+        exchange = Exchange.begin(running.state, "cmpl", logprobs=False)
+        await running.until(lambda: running.state.engine.stats.generation_tokens_total == 5)
+        frames = completion_frames(exchange, answer, include_usage=False, echo=[""])
+        async with aclosing(frames):
+            writes = [write async for write in frames]
+        answer.close()
+        assert len(writes) == 2, "all there was, and [DONE]"
+        chunks = [json.loads(frame[6:]) for frame in writes[0].split(b"\n\n") if frame]
+        texts = [chunk["choices"][0]["text"] for chunk in chunks]
+        assert texts == ["a", "b", "a", "b", "a", ""]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_nothing_comes_after_a_stop_string(serve: Serve, n: int) -> None:
+    async with serve("step_seconds=0.001") as running:
+        answer = answer_to(running, b"abc", n=n, max_tokens=400, stop=("ca",))
+        await running.until(lambda: running.state.engine.stats.generation_tokens_total >= 20 * n)
+        async with aclosing(answer.pieces()) as turns:
+            pieces = [piece async for turn in turns for piece in turn]
+        answer.close()
+        texts = ["".join(p.text for p in pieces if p.choice == number) for number in range(n)]
+        assert texts == ["ab", "b"][:n]
+        assert sorted(p.choice for p in pieces if p.finish_reason is not None) == list(range(n))
+        assert answer.completion_tokens == (4 if n == 1 else 7)
+        await running.until(running.idle)
