@@ -18,7 +18,7 @@ from appliance.server.responses import (
 from appliance.server.stream import DONE, FrameTemplate, data_frame
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from appliance.engine.messages import Candidate, TokenLogprobs
     from appliance.server.answer import Answer, Piece
@@ -51,21 +51,22 @@ async def chat_frames(
 
     templates: dict[int, FrameTemplate] = {}  # of the choices that have begun
 
-    def frames_of(piece: Piece) -> Iterator[bytes]:
-        number = piece.choice
+    def frames_of(piece: Piece) -> bytes:
+        number, frames = piece.choice, b""
         if number not in templates:
-            yield frame(number, ChatDelta(role="assistant", content=""))
+            frames = frame(number, ChatDelta(role="assistant", content=""))
             templates[number] = FrameTemplate(frame(number, ChatDelta(content=FrameTemplate.MARK)))
         if piece.tokens:
             logprobs = chat_logprobs(piece.tokens, exchange.tokenizer)
-            yield frame(number, ChatDelta(content=piece.text), logprobs)
+            frames += frame(number, ChatDelta(content=piece.text), logprobs)
         elif piece.text:
-            yield templates[number].fill(piece.text)
+            frames += templates[number].fill(piece.text)
         if piece.finish_reason is not None:
-            yield frame(number, ChatDelta(), None, piece.finish_reason.value)
+            frames += frame(number, ChatDelta(), None, piece.finish_reason.value)
+        return frames
 
     async for pieces in answer.pieces():
-        yield b"".join([part for piece in pieces for part in frames_of(piece)])
+        yield b"".join(map(frames_of, pieces))
     if include_usage:
         head.choices = []
         head.usage = answer.usage()

@@ -8,7 +8,7 @@ from appliance.server.responses import Completion, CompletionChoice, CompletionL
 from appliance.server.stream import DONE, FrameTemplate, data_frame
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
     from appliance.engine.messages import TokenLogprobs
     from appliance.server.answer import Answer, Piece
@@ -49,23 +49,24 @@ async def completion_frames(
 
     templates: dict[int, FrameTemplate] = {}  # of the choices that have begun
 
-    def frames_of(piece: Piece) -> Iterator[bytes]:
-        number = piece.choice
+    def frames_of(piece: Piece) -> bytes:
+        number, frames = piece.choice, b""
         if number not in templates:
             templates[number] = FrameTemplate(frame(number, FrameTemplate.MARK))
             if echo[number]:
-                yield frame(number, echo[number])
+                frames = frame(number, echo[number])
         if exchange.logprobs and (piece.text or piece.tokens):
             logprobs = completion_logprobs(piece.tokens, exchange.tokenizer, offsets[number])
             offsets[number] += sum(map(len, logprobs.tokens))
-            yield frame(number, piece.text, logprobs)
+            frames += frame(number, piece.text, logprobs)
         elif piece.text:
-            yield templates[number].fill(piece.text)
+            frames += templates[number].fill(piece.text)
         if piece.finish_reason is not None:
-            yield frame(number, "", None, piece.finish_reason.value)
+            frames += frame(number, "", None, piece.finish_reason.value)
+        return frames
 
     async for pieces in answer.pieces():
-        yield b"".join([part for piece in pieces for part in frames_of(piece)])
+        yield b"".join(map(frames_of, pieces))
     if include_usage:
         head.choices = []
         head.usage = answer.usage()

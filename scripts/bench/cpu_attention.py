@@ -190,7 +190,7 @@ def sdpa(run: Run, dtype: torch.dtype, layers: int) -> Callable[[int], torch.Ten
 
 def microseconds(call: Callable[[int], object], seconds: float) -> dict[str, float]:
     """Best and median of calls that take about that long together."""
-    times = []
+    times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 5 or time.perf_counter() < end:
         begin = time.perf_counter()

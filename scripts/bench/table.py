@@ -6,13 +6,16 @@ from typing import Any
 
 
 def add_ratios(rows: list[dict[str, Any]], ours: str = "ours") -> None:
-    """Put into each other row what ours does as a multiple of it, where both were measured."""
-    measured = {row["name"]: _rates(row) for row in rows if "sweep" in row}
-    for row in rows:
-        if row["name"] in measured and ours in measured and row["name"] != ours:
-            theirs, own = measured[row["name"]], measured[ours]
+    """Put into each other row what ours does as a multiple of it, where both were undisturbed."""
+    measured = {row["name"]: row for row in rows if "sweep" in row}
+    if ours not in measured:
+        return
+    own = _rates(measured[ours], only_quiet=True)
+    for name, row in measured.items():
+        if name != ours:
+            theirs = _rates(row, only_quiet=True)
             row["ours_as_multiple"] = {
-                name: round(own[name] / theirs[name], 2) for name in theirs if name in own
+                level: round(own[level] / theirs[level], 2) for level in theirs if level in own
             }
 
 
@@ -32,7 +35,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             cells += f"{rates[name]:g}{'*' if name in disturbed else ''}{ratio}".rjust(16)
         start, memory = row["start"]["healthy_seconds"], row["memory_after_load"]["pss_mb"]
         print(f"{row['name']:<19}{cells}{start:>10.2f}{memory:>9}")
-    print("tokens per second; (ours as a multiple of it)")
+    print("tokens per second; (ours as a multiple of it, where neither was disturbed)")
     if any(_is_disturbed(level) for row in measured for level in _levels(row)):
         print("* too few quiet repeats: other programs used the machine")
 
@@ -49,8 +52,12 @@ def _is_disturbed(level: dict[str, Any]) -> bool:
     return bool(level["quiet_repeats"] < level["repeats"])
 
 
-def _rates(row: dict[str, Any]) -> dict[str, float]:
-    return {_name(level): _rate(level)["median"] for level in _levels(row)}
+def _rates(row: dict[str, Any], *, only_quiet: bool = False) -> dict[str, float]:
+    return {
+        _name(level): _rate(level)["median"]
+        for level in _levels(row)
+        if not (only_quiet and _is_disturbed(level))
+    }
 
 
 def _rate(level: dict[str, Any]) -> dict[str, float]:

@@ -43,7 +43,8 @@ class Generation(AsyncIterator[SequenceDelta]):
         self.submissions = 1
         self._client = client
         self._open = set(range(request.sampling.n))
-        self._arrived: deque[SequenceDelta | Exception] = deque()
+        self._arrived: deque[SequenceDelta] = deque()
+        self._error: Exception | None = None  # what comes after them
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -61,30 +62,25 @@ class Generation(AsyncIterator[SequenceDelta]):
         while self._open:
             if (delta := self.ready()) is not None:
                 return delta
-            if self._arrived and (error := self._error_of(self._arrived.popleft())):
-                raise error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            if self._error is not None:
+                raise self._error
+            if self._open:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
         raise StopAsyncIteration
 
     def ready(self) -> SequenceDelta | None:
         """The next delta if it has come already; an error that has come is left to the iterator."""
-        while self._open and self._arrived and self._error_of(self._arrived[0]) is None:
+        while self._arrived and self._open:
             delta = self._arrived.popleft()
-            assert isinstance(delta, SequenceDelta)
-            if delta.index in self._open:
-                if delta.finish_reason is not None:
-                    self._open.remove(delta.index)
-                return delta
-        return None
-
-    def _error_of(self, item: SequenceDelta | Exception) -> Exception | None:
-        if isinstance(item, Exception):
-            return item
-        if item.error is not None:
-            return (RequestError if item.refused else EngineError)(item.error)
-        if item.finish_reason is FinishReason.ABORT and item.index in self._open:
-            return EngineError("the engine aborted this request")
+            if delta.index not in self._open:
+                continue
+            if delta.finish_reason is FinishReason.ABORT:
+                self._fail(EngineError("the engine aborted this request"))
+                return None
+            if delta.finish_reason is not None:
+                self._open.remove(delta.index)
+            return delta
         return None
 
     def close_choice(self, index: int) -> None:
@@ -102,8 +98,18 @@ class Generation(AsyncIterator[SequenceDelta]):
         """The same, for `contextlib.aclosing`."""
         self.close()
 
-    def _put(self, item: SequenceDelta | Exception) -> None:
-        self._arrived.append(item)
+    def _put(self, delta: SequenceDelta) -> None:
+        if delta.error is not None:
+            self._fail((RequestError if delta.refused else EngineError)(delta.error))
+        elif self._error is None:
+            self._arrived.append(delta)
+            self._wake()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -231,7 +237,7 @@ class EngineClient:
 
     def _end(self, generation: Generation, error: Exception) -> None:
         del self._generations[generation.request.request_id]
-        generation._put(error)
+        generation._fail(error)
 
     def _forget(self, generation: Generation, *, abort: bool) -> None:
         request_id = generation.request.request_id

@@ -5,7 +5,6 @@
 #include "engine.h"
 #include "page.h"
 
-
 enum { MAX_HEAD_DIM = 256 };
 
 /* Column j of the 16 x 16 Hadamard matrix: the sign of element i is the parity of i & j. */
@@ -54,8 +53,8 @@ INLINE float highest_magnitude(const float *x, int32_t count) {
     return magnitude < INFINITY ? magnitude : NAN;
 }
 
-/* NaN if one of these magnitudes is, else 0. Added to all scales of a token: what is not finite
- * must not look like a number later. */
+/* NaN if one of these magnitudes is, else 0. It is added to all scales of a token: what is not
+ * finite must not look like a number later. */
 INLINE float not_finite(float of_key, float of_value) { return of_key * 0.0f + of_value * 0.0f; }
 
 /* Stores x rounded to float16, saturated; returns what was stored. */

@@ -35,7 +35,7 @@ typedef struct {
     row_softmax softmax[MOST_ROWS];
     float scales[2 * TILE_TOKENS];
     float step[MOST_ROWS];
-    const uint8_t *page[SPLIT_PAGES];
+    const uint8_t *page[SPLIT_PAGES + 2 * TILE_PAGES];
     int8_t query_parts[MOST_ROWS * 2 * MAX_HEAD_DIM];
     uint8_t weight_parts[MOST_ROWS * 2 * TILE_TOKENS];
     query_block block;
@@ -56,82 +56,104 @@ INLINE void load_value_scales(int format, const uint8_t *const *page, int32_t at
     }
 }
 
-/* The beginning of each page of a tile, from which the processor goes on by itself. */
-INLINE void prefetch_tile(const uint8_t *const *page) {
-    for (int32_t p = 0; p < TILE_PAGES; p++)
-        for (int32_t i = 0; i < 256; i += 64) prefetch(page[p] + i);
+/* The pages of one split that a block sees: first .. last - 1, counted from its beginning. */
+typedef struct {
+    int32_t split;
+    int32_t first;
+    int32_t last;
+    int32_t first_tile; /* page that its first tile begins at */
+} split_pages;
+
+/* Finds them, up to a tile after the last, which will be prefetched. There is always a page: a tile
+ * of the beginning or the end is filled up with the nearest one, whose scores are then not read. */
+static split_pages find_pages(const query_block *b, int32_t split, const uint8_t **page) {
+    ap_page at = page_of(b->cache->layers[b->layer].format, b->attention->head_dim);
+    int32_t pages_in_block = b->cache->block_size / AP_LANES, origin = split * SPLIT_PAGES;
+    int32_t first = b->any.first / AP_LANES - origin;
+    int32_t end = (b->any.last + AP_LANES - 1) / AP_LANES - origin;
+    split_pages found = {.split = split, .first = first < 0 ? 0 : first};
+    found.last = end > SPLIT_PAGES ? SPLIT_PAGES : end;
+    found.first_tile = found.first / TILE_PAGES * TILE_PAGES;
+    int32_t here = found.first, block = (origin + here) / pages_in_block;
+    int32_t index = (origin + here) % pages_in_block;
+    for (int32_t p = found.first_tile; p < found.last + 2 * TILE_PAGES; p++) {
+        if (here < p && here + 1 < end) {
+            here++;
+            index = index + 1 == pages_in_block ? 0 : index + 1;
+            block += index == 0;
+        }
+        page[p] = page_in(b->cache, b->layer, &at, b->block_table[block], b->kv_head, index);
+    }
+    return found;
+}
+
+/* All scores of a split, and what a row's softmax begins with. */
+INLINE void split_scores(int format, const query_block *b, split_pages pages,
+                         attention_scratch *scratch) {
+    int32_t token = (pages.split * SPLIT_PAGES + pages.first) * AP_LANES;
+    for (int32_t p = pages.first_tile; p < pages.last; p += TILE_PAGES)
+        tile_scores(format, b->rows, b->query, scratch->page + p, b->attention->head_dim,
+                    scratch->scores + p * MOST_ROWS * 16);
+    for (int32_t m = 0; m < b->rows; m++)
+        scratch->softmax[m] = (row_softmax){
+            .highest = highest_score(scratch->scores + (pages.first * MOST_ROWS + m) * 16,
+                                     pages.last - pages.first, token, b->seen[m],
+                                     b->attention->softcap * LOG2_E),
+            .sum = vf_zero(),
+            .offset = vf_zero(),
+        };
+}
+
+/* Weights and values of the tile that begins at page p, added to the values in `partial`. */
+INLINE void split_tile(int format, const query_block *b, split_pages pages, int32_t p,
+                       attention_scratch *scratch, float *partial) {
+    int32_t dim = b->attention->head_dim;
+    value_tile tile = {
+        .dim = dim,
+        .first_page = p < pages.first ? pages.first - p : 0,
+        .last_page = pages.last - p < TILE_PAGES ? pages.last - p : TILE_PAGES,
+        .token = (pages.split * SPLIT_PAGES + p) * AP_LANES,
+        .page = scratch->page + p,
+        .seen = b->seen,
+        .weights = scratch->scores + p * MOST_ROWS * 16,
+        .parts = scratch->weight_parts,
+        .step = scratch->step,
+        .out = partial + VALUES_AT,
+        .stride = partial_stride(dim),
+    };
+    load_value_scales(format, tile.page, page_of(format, dim).scales, scratch->scales);
+    for (int32_t m = 0; m < b->rows; m++) {
+        row_softmax *row = &scratch->softmax[m];
+        float *scores = scratch->scores + (p * MOST_ROWS + m) * 16;
+        uint8_t *parts = scratch->weight_parts + 2 * TILE_TOKENS * m;
+        visible_tokens seen = b->seen[m];
+        scratch->step[m] = sees_all(seen, tile.token, TILE_TOKENS)
+                               ? tile_weights(format, true, row, scores, scratch->scales,
+                                              tile.token, seen, parts)
+                               : tile_weights(format, false, row, scores, scratch->scales,
+                                              tile.token, seen, parts);
+    }
+    tile_values(format, b->rows, &tile);
 }
 
 INLINE void split_with(int format, const query_block *b, int32_t split,
                        attention_scratch *scratch, float *partial) {
     int32_t dim = b->attention->head_dim, stride = partial_stride(dim);
-    int32_t pages_in_block = b->cache->block_size / AP_LANES;
-    float cap = b->attention->softcap;
-    ap_page at = page_of(format, dim);
-    int32_t origin = split * SPLIT_PAGES; /* pages count from here below */
-    int32_t first = b->any.first / AP_LANES - origin;
-    int32_t last = (b->any.last + AP_LANES - 1) / AP_LANES - origin;
-    first = first < 0 ? 0 : first;
-    last = last > SPLIT_PAGES ? SPLIT_PAGES : last;
-    int32_t first_tile = first / TILE_PAGES * TILE_PAGES;
-
-    for (int32_t p = first_tile; p < last || p % TILE_PAGES; p++) {
-        /* a tile that is not full is filled up: those scores are not read */
-        int32_t page = origin + (p < first ? first : p >= last ? last - 1 : p);
-        scratch->page[p] = page_in(b->cache, b->layer, &at, b->block_table[page / pages_in_block],
-                                   b->kv_head, page % pages_in_block);
-    }
-    for (int32_t p = first_tile; p < last; p += TILE_PAGES) {
-        if (p + TILE_PAGES < last) prefetch_tile(scratch->page + p + TILE_PAGES);
-        tile_scores(format, b->rows, b->query, scratch->page + p, dim,
-                    scratch->scores + p * MOST_ROWS * 16);
-    }
-    for (int32_t m = 0; m < b->rows; m++) {
-        row_softmax *row = &scratch->softmax[m];
-        row->highest = highest_score(scratch->scores + (first * MOST_ROWS + m) * 16, last - first,
-                                     (origin + first) * AP_LANES, b->seen[m],
-                                     cap * LOG2_E);
-        row->sum = row->offset = vf_zero();
+    split_pages pages = find_pages(b, split, scratch->page);
+    split_scores(format, b, pages, scratch);
+    for (int32_t m = 0; m < b->rows; m++)
         for (int32_t d = 0; d < dim; d += 16)
             vf_store(partial + m * stride + VALUES_AT + d, vf_zero());
-    }
-    for (int32_t p = first_tile; p < last; p += TILE_PAGES) {
-        value_tile tile = {
-            .dim = dim,
-            .first_page = p < first ? first - p : 0,
-            .last_page = last - p < TILE_PAGES ? last - p : TILE_PAGES,
-            .token = (origin + p) * AP_LANES,
-            .page = scratch->page + p,
-            .seen = b->seen,
-            .weights = scratch->scores + p * MOST_ROWS * 16,
-            .parts = scratch->weight_parts,
-            .step = scratch->step,
-            .out = partial + VALUES_AT,
-            .stride = stride,
-        };
-        load_value_scales(format, tile.page, at.scales, scratch->scales);
-        for (int32_t m = 0; m < b->rows; m++) {
-            row_softmax *row = &scratch->softmax[m];
-            float *scores = scratch->scores + (p * MOST_ROWS + m) * 16;
-            uint8_t *parts = scratch->weight_parts + 2 * TILE_TOKENS * m;
-            scratch->step[m] =
-                sees_all(b->seen[m], tile.token, TILE_TOKENS)
-                    ? tile_weights(format, true, row, scores, scratch->scales, tile.token,
-                                   b->seen[m], parts)
-                    : tile_weights(format, false, row, scores, scratch->scales, tile.token,
-                                   b->seen[m], parts);
-        }
-        tile_values(format, b->rows, &tile);
-    }
-    for (int32_t m = 0; m < b->rows; m++) {
+    for (int32_t p = pages.first_tile; p < pages.last; p += TILE_PAGES)
+        split_tile(format, b, pages, p, scratch, partial);
+    for (int32_t m = 0; m < b->rows; m++, partial += stride) {
         const row_softmax *row = &scratch->softmax[m];
-        float *to = partial + m * stride;
-        vf_store(to + HIGHEST_AT, row->highest);
-        vf_store(to + SUM_AT, vf_set(vf_sum(row->sum)));
+        vf_store(partial + HIGHEST_AT, row->highest);
+        vf_store(partial + SUM_AT, vf_set(vf_sum(row->sum)));
         if (format != AP_INT4) continue;
         vfloat offset = vf_set(vf_sum(row->offset));
         for (int32_t d = VALUES_AT; d < VALUES_AT + dim; d += 16)
-            vf_store(to + d, vf_add(vf_load(to + d), offset));
+            vf_store(partial + d, vf_add(vf_load(partial + d), offset));
     }
 }
 

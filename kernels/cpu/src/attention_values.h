@@ -96,8 +96,8 @@ INLINE float tile_weights(int format, bool sees_tile, row_softmax *row, float *s
 }
 
 /* out[m] += weights . values for a constant number of rows and of vectors, from dimension
- * 16 * first on. With 4 bits `first` is even, and `count` too except at an odd end. Sum i is
- * that of row i / count and vector i % count. */
+ * 16 * first on. With 4 bits `first` is even, and `count` too except at an odd end. Sum i is that
+ * of row i / count and vector i % count. */
 INLINE void integer_values(int format, const int rows, const int count, int32_t first_page,
                            int32_t last_page, const uint8_t *const *page, int32_t dim,
                            int32_t first, const uint8_t *parts, const float *step, float *out,
@@ -107,7 +107,7 @@ INLINE void integer_values(int format, const int rows, const int count, int32_t 
     int32_t group_bytes = format == AP_INT8 ? 4 * dim : (dim + 31) / 32 * 64;
     UNROLL for (int i = 0; i < rows * count; i++) high[i] = low[i] = vi_zero();
     for (int32_t p = first_page; p < last_page; p++)
-        for (int g = 0; g < 4; g++) {
+        for (int g = 0; g < 4; g++) { /* groups of 4 tokens */
             const uint8_t *at = page[p] + values + g * group_bytes;
             const uint8_t *weights = parts + 16 * g + 4 * p;
             UNROLL for (int i = 0; i < rows * count; i++) {

@@ -175,13 +175,6 @@ INLINE int32_t vi_sum(vint a) {
     y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
 }
-INLINE vint vi_shift_right(vint a, int bits) {
-    return (vint){_mm256_srli_epi32(a.low, bits), _mm256_srli_epi32(a.high, bits)};
-}
-INLINE vint vi_and(vint a, int32_t mask) {
-    __m256i bits = _mm256_set1_epi32(mask);
-    return (vint){_mm256_and_si256(a.low, bits), _mm256_and_si256(a.high, bits)};
-}
 INLINE vint vi_shift_left(vint a, int bits) {
     return (vint){_mm256_slli_epi32(a.low, bits), _mm256_slli_epi32(a.high, bits)};
 }

@@ -98,12 +98,6 @@ INLINE vfloat vf_unbias(vint biased, float scale, float lift) {
     return _mm512_fmadd_ps((__m512)biased, _mm512_set1_ps(scale), _mm512_set1_ps(lift));
 }
 INLINE int32_t vi_sum(vint a) { return _mm512_reduce_add_epi32((__m512i)a); }
-INLINE vint vi_shift_right(vint a, int bits) {
-    return (vint)_mm512_srli_epi32((__m512i)a, (unsigned)bits);
-}
-INLINE vint vi_and(vint a, int32_t mask) {
-    return (vint)_mm512_and_si512((__m512i)a, _mm512_set1_epi32(mask));
-}
 INLINE vint vi_shift_left(vint a, int bits) {
     return (vint)_mm512_slli_epi32((__m512i)a, (unsigned)bits);
 }

@@ -170,14 +170,6 @@ INLINE int32_t vi_sum(vint a) {
     LANES r += a.lane[i];
     return r;
 }
-INLINE vint vi_shift_right(vint a, int bits) {
-    LANES a.lane[i] = (int32_t)((uint32_t)a.lane[i] >> bits);
-    return a;
-}
-INLINE vint vi_and(vint a, int32_t mask) {
-    LANES a.lane[i] &= mask;
-    return a;
-}
 INLINE vint vi_shift_left(vint a, int bits) {
     LANES a.lane[i] = (int32_t)((uint32_t)a.lane[i] << bits);
     return a;
