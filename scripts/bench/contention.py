@@ -5,7 +5,7 @@
 
 Two kinds of steps: 150 parallel sections of 20 us each on the CPU library's thread pool, and the
 decode step of the engine with whatever kernels it chooses. They run alone and beside N processes
-of `while True: pass`, in turns, so that a drift of the machine meets both. What counts is the
+that compute, in turns, so that a drift of the machine meets both. What counts is the
 ratio of medians. `same` and `other` say whether the busy processes share the scheduling group of
 the benchmark, or have one of their own: Linux shares cores among groups first (sessions, control
 groups), so that one process in another group is due as much as all threads of this one. With two
@@ -70,7 +70,8 @@ class Turns:
 @contextmanager
 def busy_processes(count: int, *, own_group: bool) -> Iterator[list[int]]:
     """Processes that compute until the end of the block; gives their ids."""
-    command = [sys.executable, "-c", "while True: pass"]
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(100_000))"
+    command = [sys.executable, "-c", loop]  # which ends when its parent does, however it does
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
