@@ -25,7 +25,11 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     if not measured:
         return
     names = list(_rates(measured[0]))
-    print(f"{'server':<19}" + "".join(f"{name:>16}" for name in names) + "   start s   PSS MB")
+    print(
+        f"{'server':<19}"
+        + "".join(f"{name:>16}" for name in names)
+        + "   start s  PSS MB (before/after)"
+    )
     for row in measured:
         rates, ratios = _rates(row), row.get("ours_as_multiple", {})
         disturbed = {_name(level) for level in _levels(row) if _is_disturbed(level)}
@@ -33,8 +37,9 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         for name in names:
             ratio = f" ({ratios[name]:.2f}x)" if name in ratios else ""
             cells += f"{rates[name]:g}{'*' if name in disturbed else ''}{ratio}".rjust(16)
-        start, memory = row["start"]["healthy_seconds"], row["memory_after_load"]["pss_mb"]
-        print(f"{row['name']:<19}{cells}{start:>10.2f}{memory:>9}")
+        start = row["start"]["healthy_seconds"]
+        before, after = (row[f"memory_{when}_load"]["pss_mb"] for when in ("before", "after"))
+        print(f"{row['name']:<19}{cells}{start:>10.2f}{f'{before}/{after}':>18}")
     print("tokens per second; (ours as a multiple of it, where neither was disturbed)")
     if any(_is_disturbed(level) for row in measured for level in _levels(row)):
         print("* too few quiet repeats: other programs used the machine")

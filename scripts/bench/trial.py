@@ -81,7 +81,7 @@ class Trial:
         load = self._load
         meter = Meter(self._server)
         healthy = await self._server.healthy()
-        cores = meter.read()
+        cores, memory = meter.read(), self._server.memory()
         first = await self._burst(1, load.prompt_tokens, 8)
         answered = healthy + first.answers[0].first_token
         await self._burst(max(load.concurrency), load.prompt_tokens, 32)  # warm-up
@@ -91,6 +91,7 @@ class Trial:
                 "first_token_seconds": round(answered, 2),
                 "cores": cores,
             },
+            "memory_before_load": memory,
             "prefill": await self._prefill(),
             "sweep": [await self._level(concurrency) for concurrency in load.concurrency],
             "memory_after_load": self._server.memory(),
