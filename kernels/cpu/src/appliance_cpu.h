@@ -202,7 +202,8 @@ void ap_rotary(float *heads, const ap_rope *rope, const int64_t *positions, int3
 /* gate, up (rows, width) -> out */
 void ap_gated_activation(const float *gate, const float *up, int32_t activation, int32_t rows,
                          int32_t width, float *out);
-/* count tasks of `nanoseconds` busy work each, as one parallel section: for tests and benches */
+/* count tasks of `nanoseconds` busy work each, as one parallel section: for tests and benches.
+ * runs (count,): how often each task ran is added to it; NULL: nobody asks. */
 int32_t ap_pool_exercise(ap_engine *engine, int32_t count, int64_t nanoseconds, int64_t *runs);
 
 #pragma GCC visibility pop

@@ -31,21 +31,22 @@ def _supported() -> list[Isa]:
 
 
 @pytest.fixture
-def loaded() -> ctypes.CDLL:
-    """The library, with whatever instruction set is in use."""
+def loaded() -> Iterator[ctypes.CDLL]:
+    """The library, with whatever instruction set is in use, and will be again after the test."""
     try:
-        return load_library(_PATH)
+        library = load_library(_PATH)
     except LibraryError as error:
         pytest.fail(str(error))
+    before = library.ap_current_isa()
+    yield library
+    library.ap_use_isa(before)
 
 
 @pytest.fixture(params=_supported(), ids=lambda isa: isa.name.lower())
-def library(request: pytest.FixtureRequest, loaded: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+def library(request: pytest.FixtureRequest, loaded: ctypes.CDLL) -> ctypes.CDLL:
     """The library, with one instruction set in use."""
-    before = loaded.ap_current_isa()
     assert loaded.ap_use_isa(request.param) == 0
-    yield loaded
-    loaded.ap_use_isa(before)
+    return loaded
 
 
 @pytest.fixture(params=[1, 3], ids=["1thread", "3threads"])
@@ -53,6 +54,14 @@ def engine(request: pytest.FixtureRequest, library: ctypes.CDLL) -> Iterator[int
     """An ap_engine of one thread, and one of more than this machine may have cores."""
     handle = library.ap_engine_create(request.param, 0)
     assert handle
+    yield handle
+    library.ap_engine_destroy(handle)
+
+
+@pytest.fixture
+def single(library: ctypes.CDLL) -> Iterator[int]:
+    """An ap_engine of one thread."""
+    handle = library.ap_engine_create(1, 0)
     yield handle
     library.ap_engine_destroy(handle)
 

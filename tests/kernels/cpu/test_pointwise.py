@@ -16,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from appliance.kernels.cpu import build
+from appliance.kernels.cpu.library import supported_isas
 from appliance.kernels.cpu.structs import Isa, NormStruct, RopeStruct
 
 Array = NDArray[Any]
@@ -241,22 +242,22 @@ def calls_on(library: ctypes.CDLL, width: int) -> list[Callable[[Array], None]]:
     return [norm_input, norm_weight, gate, up]
 
 
-def test_vector_instruction_sets_agree_bit_for_bit(library: ctypes.CDLL) -> None:
-    here = Isa(library.ap_current_isa())
-    if here in (Isa.SCALAR, Isa.AVX2):
-        pytest.skip("the scalar path has no fused multiply-add, and AVX2 is what others equal")
+def test_vector_instruction_sets_agree_bit_for_bit(loaded: ctypes.CDLL) -> None:
+    """But not with the scalar path, which has no fused multiply-add."""
     frequencies = (10000.0 ** (-np.arange(40) / 40)).astype(np.float32)
     rope = RopeStruct(80, 1.0, frequencies.ctypes.data)
     results = []
-    for isa in (here, Isa.AVX2):
-        assert library.ap_use_isa(isa) == 0
-        found = [rotated(library, numbers(5, 2, 128), rope, np.arange(5) * 9999)]
+    for isa in supported_isas(loaded):
+        if isa is Isa.SCALAR:
+            continue
+        assert loaded.ap_use_isa(isa) == 0
+        found = [rotated(loaded, numbers(5, 2, 128), rope, np.arange(5) * 9999)]
         for width in WIDTHS:
             gate, up = numbers(4, width) * 6, numbers(4, width, seed=1)
-            found.append(norm(library, gate, up[0]))
-            found += [gated(library, gate, up, a, in_place=False) for a in ACTIVATIONS]
+            found.append(norm(loaded, gate, up[0]))
+            found += [gated(loaded, gate, up, a, in_place=False) for a in ACTIVATIONS]
             capped = gate[0].copy()
             row_functions(isa).entry_softcap(capped.ctypes.data, 30.0, width)
             found.append(capped)
         results.append(b"".join(x.tobytes() for x in found))
-    assert results[0] == results[1]
+    assert len(set(results)) <= 1
