@@ -6,6 +6,7 @@ import pytest
 
 from appliance.config import EngineConfig, ServerConfig, load_settings
 from appliance.errors import ConfigError
+from appliance.kernels.kv_cache import KVFormat
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +81,8 @@ def test_a_named_file_must_exist(tmp_path: Path) -> None:
 
 def test_sections_do_not_share_names() -> None:
     assert not set(EngineConfig.__struct_fields__) & set(ServerConfig.__struct_fields__)
+
+
+@pytest.mark.parametrize("kv_format", list(KVFormat), ids=lambda kv_format: kv_format.value)
+def test_every_format_of_the_kv_cache_can_be_asked_for(kv_format: KVFormat) -> None:
+    assert EngineConfig(kv_cache_dtype=kv_format.value).kv_cache_dtype == kv_format.value

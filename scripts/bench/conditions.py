@@ -43,10 +43,11 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def write_result(path: Path | None, result: dict[str, Any]) -> None:
-    """Print the result, and keep it where it was asked for."""
+def write_result(path: Path | None, result: dict[str, Any], *, quiet: bool = False) -> None:
+    """Print the result unless `quiet`, and keep it where it was asked for."""
     text = json.dumps(result, indent=2)
-    print(text)
+    if not quiet:
+        print(text)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
