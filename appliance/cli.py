@@ -79,6 +79,9 @@ def serve(
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of the GPU's memory to use [0.90].")
     ] = None,
+    cuda_graphs: Annotated[
+        str | None, typer.Option(help="Replay decode steps as CUDA graphs: auto, off [auto].")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads [physical cores].")] = None,
     prefix_caching: Annotated[
         bool | None, typer.Option(help="Reuse the KV cache of shared prompt beginnings [on].")
@@ -123,6 +126,7 @@ def serve(
             "block_size": block_size,
             "kv_cache_memory": None if kv_cache_memory is None else parse_size(kv_cache_memory),
             "gpu_memory_utilization": gpu_memory_utilization,
+            "cuda_graphs": cuda_graphs,
             "threads": threads,
             "prefix_caching": prefix_caching,
             "kernels": kernels,
@@ -149,7 +153,9 @@ def serve(
 def quantize(
     model: Model = "",
     out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist.")] = None,
-    method: Annotated[str, typer.Option(help="rtn: round to nearest.")] = "rtn",
+    method: Annotated[
+        str, typer.Option(help="rtn (no text needed), gptq, awq or awq+gptq.")
+    ] = "rtn",
     bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,
     group_size: Annotated[
         str, typer.Option(help="Inputs that share a scale: 32, 64, 128 or channel.")
@@ -157,12 +163,18 @@ def quantize(
     symmetric: Annotated[
         bool, typer.Option(help="No zero points: readable by transformers and vLLM.")
     ] = True,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text file or folder of them [Python's help topics].")
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate with.")] = 8192,
+    seed: Annotated[int, typer.Option(help="Chooses the rows of text.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Quantize a model's weights into a compressed-tensors folder."""
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
+    from appliance.quant.calibration import CalibrationText
     from appliance.quant.pipeline import quantize_model
     from appliance.quant.scheme import WeightScheme
 
@@ -172,7 +184,13 @@ def quantize(
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
         report = quantize_model(
-            resolved.path, out, scheme, method=method, overwrite=overwrite, on_progress=progress
+            resolved.path,
+            out,
+            scheme,
+            method=method,
+            text=CalibrationText(calibration, calibration_tokens, seed=seed),
+            overwrite=overwrite,
+            on_progress=progress,
         )
     typer.echo(report.summary(), err=True)
     typer.echo(f"serve it with: appliance serve {out}", err=True)

@@ -10,53 +10,50 @@ import json
 import math
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ConfigError, QuantizeError
 from appliance.files import read_json
 from appliance.gguf import GGUFFile
-from appliance.kernels.packed import PackedWeight
 from appliance.model.source import open_model
-from appliance.quant import rtn
-from appliance.quant.formats.compressed_tensors import encode
+from appliance.quant.calibrated import Calibrated
+from appliance.quant.calibration import CalibrationText
 from appliance.quant.plan import make_plan
 from appliance.quant.report import QuantizeReport
 from appliance.quant.shard_writer import ShardWriter
 from appliance.quant.staging import check_destination, staged_folder
 from appliance.quant.tokenizer_files import write_tokenizer_files
+from appliance.quant.writing import write_calibrated, write_rounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from concurrent.futures import Executor
     from pathlib import Path
 
     from appliance.model.source import ModelSource
-    from appliance.quant.formats import WeightReader
+    from appliance.quant.calibration import Calibration
     from appliance.quant.plan import QuantizePlan
     from appliance.quant.scheme import WeightScheme
+    from appliance.quant.writing import OnProgress
 
 MAX_SHARD_BYTES = 4 << 30
-PIECE_ELEMENTS = 1 << 18  # numbers of a weight that are worked on at once: 1 MiB in float32
 
 
 class Method(Enum):
     """How the codes of a weight are chosen."""
 
     RTN = "rtn"
+    AWQ = "awq"
+    GPTQ = "gptq"
+    AWQ_GPTQ = "awq+gptq"
 
-
-class OnProgress(Protocol):
-    """What wants to know how far the work is."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Done and total are bytes of the result."""
+    @property
+    def needs_text(self) -> bool:
+        """Whether calibration rows are shown to the model."""
+        return self is not Method.RTN
 
 
 def quantize_model(
@@ -65,6 +62,7 @@ def quantize_model(
     scheme: WeightScheme,
     *,
     method: str = Method.RTN.value,
+    text: CalibrationText | None = None,
     overwrite: bool = False,
     on_progress: OnProgress | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -75,7 +73,8 @@ def quantize_model(
         model_path: a .gguf file, or a folder with config.json and safetensors.
         out: the folder to write; compressed-tensors weights, config and tokenizer.
         scheme: a weight whose width it does not divide gets a smaller group, which is noted.
-        method: "rtn".
+        method: the value of a `Method`.
+        text: what to calibrate with, for methods that do; by default what `CalibrationText` says.
         overwrite: replace an older model folder at `out`.
         on_progress: called after every tensor.
         max_shard_bytes: where a new safetensors file begins.
@@ -96,9 +95,14 @@ def quantize_model(
         source = open_model(model_path)
         plan = make_plan(source.slots(), scheme, _stored_dtype(source))
         _check_space(out, plan)
+        calibration = (text or CalibrationText()).rows_of(model_path) if chosen.needs_text else None
         with staged_folder(out) as staging:
             with ShardWriter(staging, plan.layouts(), max_shard_bytes) as writer:
-                _write_tensors(source.weights, plan, writer, on_progress)
+                if calibration is None:
+                    write_rounded(source.weights, plan, writer, on_progress)
+                else:
+                    calibrated = Calibrated(chosen.value)
+                    write_calibrated(source, plan, writer, calibrated, calibration, on_progress)
             config = json.dumps(plan.model_config(source.config), indent=2, ensure_ascii=False)
             (staging / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
             write_tokenizer_files(model_path, staging)
@@ -118,85 +122,8 @@ def quantize_model(
         parameters=sum(math.prod(tensor.shape) for tensor in plan.tensors),
         weight_bytes=sum(tensor.nbytes for tensor in plan.tensors),
         seconds=time.monotonic() - started,
-        notes=(*_notes(model_path, scheme), *plan.notes),
+        notes=(*_notes(model_path, scheme, calibration), *plan.notes),
     )
-
-
-def _write_tensors(
-    weights: WeightReader,
-    plan: QuantizePlan,
-    writer: ShardWriter,
-    on_progress: OnProgress | None,
-) -> None:
-    done = 0
-    with _workers() as workers:
-        for tensor in plan.tensors:
-            weight = weights.load(tensor.name)
-            if tensor.scheme is None:
-                writer.write(tensor.name, _in_type(plan.dtype, tensor.name, weight))
-            else:
-                packed = _quantized(workers, tensor.scheme, plan.dtype, tensor.name, weight)
-                for name, stored in encode(tensor.name, packed).items():
-                    writer.write(name, [stored])
-            done += tensor.nbytes
-            if on_progress is not None:
-                on_progress("quantizing", done, writer.total_bytes)
-
-
-def _in_type(dtype: torch.dtype, name: str, weight: Tensor | PackedWeight) -> Iterator[Tensor]:
-    """The rows of a weight that is not quantized, piece by piece."""
-    for rows in _row_ranges(weight.shape):
-        yield _read_rows(name, weight, rows).to(dtype)
-
-
-def _quantized(
-    workers: Executor,
-    scheme: WeightScheme,
-    scale_dtype: torch.dtype,
-    name: str,
-    weight: Tensor | PackedWeight,
-) -> PackedWeight:
-    def quantize_rows(rows: slice) -> PackedWeight:
-        return rtn.quantize(_read_rows(name, weight, rows), scheme, scale_dtype)
-
-    return PackedWeight.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
-
-
-def _read_rows(name: str, weight: Tensor | PackedWeight, rows: slice) -> Tensor:
-    """Some rows of a weight in float32; packed ones are dequantized.
-
-    Raises:
-        QuantizeError: they hold NaN or infinity.
-    """
-    if isinstance(weight, PackedWeight):
-        piece = weight.rows(rows).dequantize()
-    else:
-        piece = weight[rows].to(torch.float32)
-    if not torch.isfinite(piece).all():
-        raise QuantizeError(f"{name} holds NaN or infinity; fetch the model again")
-    return piece
-
-
-def _row_ranges(shape: tuple[int, ...]) -> list[slice]:
-    """Cut a tensor along its first dimension into pieces to work on at once."""
-    rows = max(1, PIECE_ELEMENTS // math.prod(shape[1:]))
-    return [slice(start, start + rows) for start in range(0, shape[0], rows)]
-
-
-@contextmanager
-def _workers() -> Iterator[Executor]:
-    """Threads that share the cores by pieces of a weight, with torch on one core in each.
-
-    Torch's own threads wait for each other after every operation, which takes ten times as long
-    as the work itself where another program uses the cores too.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads) as workers:
-            yield workers
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _known_method(name: str) -> Method:
@@ -236,7 +163,11 @@ def _check_space(out: Path, plan: QuantizePlan) -> None:
         )
 
 
-def _notes(model_path: Path, scheme: WeightScheme) -> Iterator[str]:
+def _notes(
+    model_path: Path, scheme: WeightScheme, calibration: Calibration | None
+) -> Iterator[str]:
+    if calibration is not None:
+        yield str(calibration)
     if model_path.is_file():
         file = GGUFFile(model_path)
         types = {file.type_name(n) for n in file.tensor_names() if len(file.shape(n)) == 2}

@@ -63,7 +63,7 @@ class ShardWriter:
     def __init__(self, folder: Path, layouts: Sequence[TensorLayout], max_shard_bytes: int) -> None:
         shards = split_into_shards(layouts, max_shard_bytes)
         self.total_bytes = sum(layout.nbytes for layout in layouts)
-        self._folder = folder
+        self.folder = folder
         self._waiting = {layout.name: layout for layout in layouts}
         self._places: dict[str, tuple[BinaryIO, int]] = {}
         self._files: list[BinaryIO] = []
@@ -144,7 +144,7 @@ class ShardWriter:
     def _write_index(self, shards: dict[str, list[TensorLayout]]) -> None:
         weight_map = {layout.name: name for name, shard in shards.items() for layout in shard}
         index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-        (self._folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
     def _close(self) -> None:
         for file in self._files:

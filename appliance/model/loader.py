@@ -60,7 +60,7 @@ def load_decoder(
     report = on_progress or (lambda stage, done, total: None)
     spec = source.spec
     ropes = distinct_ropes(spec)
-    builder = _Builder(backend, dtype, ropes)
+    builder = LayerBuilder(backend, dtype, ropes)
     total = len(spec.layers) + 1
     report("weights", 0, total)
     first_norm = builder.counted(reader.first_norm(0))
@@ -92,7 +92,7 @@ def load_decoder(
     )
 
 
-class _Builder:
+class LayerBuilder:
     """Lays weights out for one backend and counts their bytes."""
 
     def __init__(self, backend: Backend, dtype: torch.dtype, ropes: tuple[RopeSpec, ...]) -> None:

@@ -18,7 +18,7 @@ from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import ApplianceError, CheckpointError, ConfigError, QuantizeError
 from appliance.kernels.packed import PackedWeight
 from appliance.model.source import open_model
-from appliance.quant import pipeline
+from appliance.quant import pipeline, writing
 from appliance.quant.pipeline import quantize_model
 from appliance.quant.rtn import quantize
 from appliance.quant.scheme import WeightScheme
@@ -164,7 +164,7 @@ def test_the_same_model_gives_the_same_bytes_however_it_is_cut(
 ) -> None:
     source = make_llama()
     first = quantize_model(source, tmp_path / "first", WeightScheme()).out
-    monkeypatch.setattr(pipeline, "PIECE_ELEMENTS", 300)
+    monkeypatch.setattr(writing, "PIECE_ELEMENTS", 300)
     second = quantize_model(source, tmp_path / "second", WeightScheme()).out
     assert digests(first) == digests(second)
 
@@ -201,7 +201,7 @@ def mark_quantized(source: Path, _: Path) -> None:
 
 
 REFUSALS = {
-    "an unknown method": Refusal(ConfigError, "supported: rtn", lambda s, o: None, "awq"),
+    "an unknown method": Refusal(ConfigError, "supported: rtn, awq", lambda s, o: None, "aqlm"),
     "a destination that exists": Refusal(
         QuantizeError, "add --overwrite", lambda s, o: shutil.copytree(s, o)
     ),

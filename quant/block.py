@@ -1,0 +1,165 @@
+"""One decoder layer under the knife: its linears see calibration rows, and can be changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from appliance.kernels.packed import PackedWeight
+from appliance.model.linear import stack_neighbours
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from appliance.kernels.backend import Backend
+    from appliance.model.layers import DecoderLayer
+    from appliance.model.linear import LinearPart
+    from appliance.model.norm import Norm
+    from appliance.model.reader import LayerWeights
+
+
+class Moments:
+    """Sums over the inputs that a linear has seen."""
+
+    def __init__(self, in_features: int, device: torch.device) -> None:
+        self.tokens = 0
+        self._square = torch.zeros((in_features, in_features), device=device)
+        self._magnitude = torch.zeros(in_features, device=device)
+
+    def add(self, x: Tensor) -> None:
+        """Count x (num_tokens, in_features) float32 in."""
+        self.tokens += x.shape[0]
+        self._square.addmm_(x.T, x)
+        self._magnitude += x.abs().sum(0)
+
+    @property
+    def hessian(self) -> Tensor:
+        """The mean of x x^T: (in_features, in_features) float32."""
+        return self._square / max(self.tokens, 1)
+
+    @property
+    def magnitude(self) -> Tensor:
+        """The mean of |x|: (in_features,) float32."""
+        return self._magnitude / max(self.tokens, 1)
+
+
+class ObservedLinear:
+    """A dense linear in float32 that can be watched and changed; a `kernels.backend.Linear`.
+
+    Args:
+        weight: (out_features, in_features) float32; belongs to this linear.
+        bias: (out_features,) float32 or None; likewise.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.moments: Moments | None = None  # of what it sees from now on
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Width of the result."""
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weight and bias."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(num_tokens, in_features) -> (num_tokens, out_features)."""
+        if self.moments is not None:
+            self.moments.add(x)
+        return functional.linear(x, self.weight, self.bias)
+
+    def scale_inputs(self, scales: Tensor) -> None:
+        """Multiply columns with (in_features,): inputs come divided by it from now on."""
+        self.weight.mul_(scales)
+
+    def scale_outputs(self, rows: slice, scales: Tensor) -> None:
+        """Divide some rows and their biases by (rows,)."""
+        self.weight[rows].div_(scales.unsqueeze(1))
+        if self.bias is not None:
+            self.bias[rows].div_(scales)
+
+
+def observed_linear(
+    weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> ObservedLinear:
+    """Lay a weight out to be watched; a `Backend.prepare_linear`."""
+    dense = weight.dequantize() if isinstance(weight, PackedWeight) else weight.float().clone()
+    return ObservedLinear(dense, None if bias is None else bias.to(dtype).clone())
+
+
+def observing(backend: Backend) -> Backend:
+    """The same operations, with linears that can be watched."""
+    return replace(backend, name=f"{backend.name}, observed", prepare_linear=observed_linear)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A layer and its linears in the order in which they are used.
+
+    Attributes:
+        layer: computes; without the norm before it.
+        attention_norm: the norm before it.
+    """
+
+    layer: DecoderLayer
+    attention_norm: Norm
+
+    @property
+    def qkv(self) -> ObservedLinear:
+        """Query, key and value."""
+        return _observed(self.layer.attention.qkv)
+
+    @property
+    def output(self) -> ObservedLinear:
+        """Back from the heads."""
+        return _observed(self.layer.attention.output)
+
+    @property
+    def gate_up(self) -> ObservedLinear:
+        """Gate, then up."""
+        return _observed(self.layer.mlp.gate_up)
+
+    @property
+    def down(self) -> ObservedLinear:
+        """Back from the MLP."""
+        return _observed(self.layer.mlp.down)
+
+    def linears(self) -> Iterator[ObservedLinear]:
+        """In the order of computation."""
+        yield from (self.qkv, self.output, self.gate_up, self.down)
+
+
+def dense_parts(weights: LayerWeights) -> LayerWeights:
+    """All linears of a layer in float32, so that those of one input become one."""
+
+    def dense(part: LinearPart) -> LinearPart:
+        weight = part.weight
+        full = weight.dequantize() if isinstance(weight, PackedWeight) else weight.float()
+        return replace(part, weight=full)
+
+    return replace(
+        weights,
+        qkv=stack_neighbours([dense(part) for part in weights.qkv]),
+        output=dense(weights.output),
+        gate_up=stack_neighbours([dense(part) for part in weights.gate_up]),
+        down=dense(weights.down),
+    )
+
+
+def _observed(linear: object) -> ObservedLinear:
+    assert isinstance(linear, ObservedLinear), linear
+    return linear

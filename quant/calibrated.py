@@ -1,0 +1,179 @@
+"""GPTQ and AWQ over a whole model: layer by layer, each seeing what the quantized ones before do.
+
+A layer's weights are read, shown the calibration rows, changed, and handed on to be written; then
+the rows go through it as it was stored, and the next one follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.errors import QuantizeError
+from appliance.kernels.packed import PackedWeight
+from appliance.quant import gptq
+from appliance.quant.fold import scale_inputs
+from appliance.quant.ranges import SHRUNK, choose_steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from appliance.model.source import ModelSource
+    from appliance.quant.block import Block, ObservedLinear
+    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.walk import Walk
+
+
+class Calibrated(Enum):
+    """How the codes of a weight are chosen with the help of calibration rows."""
+
+    AWQ = "awq"
+    GPTQ = "gptq"
+    AWQ_GPTQ = "awq+gptq"
+
+    @property
+    def scales_inputs(self) -> bool:
+        """Whether inputs are scaled first."""
+        return self is not Calibrated.GPTQ
+
+    @property
+    def makes_up(self) -> bool:
+        """Whether later columns make up for the rounding of earlier ones."""
+        return self is not Calibrated.AWQ
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """All tensors of one layer, by their names in the model.
+
+    Attributes:
+        index: of the layer.
+        tensors: packed where they are quantized, else float32.
+        losses: of each quantized linear's outputs, as a share of their energy.
+    """
+
+    index: int
+    tensors: dict[str, Tensor | PackedWeight]
+    losses: dict[str, float]
+
+
+def quantize_layers(
+    source: ModelSource,
+    walk: Walk,
+    method: Calibrated,
+    schemes: Mapping[str, WeightScheme | None],
+    dtype: torch.dtype,
+) -> Iterator[QuantizedLayer]:
+    """Quantize a model's layers in order.
+
+    Args:
+        source: an opened model.
+        walk: its calibration rows, before the first layer.
+        method: how.
+        schemes: of every linear weight, by name; None keeps it in 16 bits.
+        dtype: in which scales, norms and what is not quantized will be stored.
+
+    Raises:
+        QuantizeError: activations are not finite; the message names the weight.
+    """
+    for index in range(len(source.spec.layers)):
+        block = walk.block(index)
+        parts = _parts(source, index)
+        chosen = [_scheme(schemes, [name for name, _ in rows]) for rows in parts]
+        if method.scales_inputs:
+            moments = walk.observe(block, list(block.linears()))
+            offset = source.spec.layers[index].norm.offset
+            scale_inputs(block, moments, chosen, dtype, offset)
+        tensors = _norms_and_biases(source, index, block, parts)
+        losses: dict[str, float] = {}
+        for linear, rows, scheme in zip(block.linears(), parts, chosen, strict=True):
+            name = " + ".join(name for name, _ in rows)
+            whole: Tensor | PackedWeight = linear.weight
+            if scheme is not None:
+                whole, losses[name] = _quantize(walk, block, linear, scheme, method, dtype, name)
+            for part, where in rows:
+                tensors[part] = (
+                    whole.rows(where) if isinstance(whole, PackedWeight) else whole[where]
+                )
+        yield QuantizedLayer(index, tensors, losses)
+        walk.advance(block)
+
+
+def _quantize(
+    walk: Walk,
+    block: Block,
+    linear: ObservedLinear,
+    scheme: WeightScheme,
+    method: Calibrated,
+    dtype: torch.dtype,
+    name: str,
+) -> tuple[PackedWeight, float]:
+    """Quantize one linear by what reaches it now, and let it compute with the result."""
+    (seen,) = walk.observe(block, [linear])
+    hessian = seen.hessian
+    if not bool(torch.isfinite(hessian).all()):
+        raise QuantizeError(f"the activations before {name} hold NaN or infinity")
+    if not bool(torch.isfinite(linear.weight).all()):
+        raise QuantizeError(f"{name} holds NaN or infinity; fetch the model again")
+    original = linear.weight
+    if method.makes_up:
+        result = gptq.quantize(original, hessian, scheme, dtype)
+        packed, loss = result.weight, result.loss
+        linear.weight = packed.dequantize()
+    else:
+        steps = choose_steps(original, scheme, dtype, importance=hessian.diagonal(), shares=SHRUNK)
+        group_size = scheme.group_size or linear.in_features
+        groups = torch.arange(linear.in_features, device=original.device) // group_size
+        packed = steps.pack(steps.codes(original, groups))
+        linear.weight = packed.dequantize()
+        loss = gptq.output_loss(original, linear.weight, hessian)
+    return packed, loss
+
+
+def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:
+    """Of each of a layer's four linears, the stored weights and their rows in it."""
+    names, layer = source.family.names, source.spec.layers[index]
+    attention, middle = layer.attention, layer.mlp.intermediate_size
+    queries, keys = (heads * attention.head_dim for heads in (
+        attention.num_heads, attention.num_kv_heads))  # fmt: skip
+    hidden = source.spec.hidden_size
+    sizes = ([queries, keys, keys], [hidden], [middle, middle], [hidden])
+    parts = (names.qkv, (names.output,), names.gate_up, (names.down,))
+    found = []
+    for stored, rows in zip(parts, sizes, strict=True):
+        lengths = rows if len(stored) == len(rows) else [sum(rows)]
+        start, linear = 0, []
+        for part, length in zip(stored, lengths, strict=True):
+            name = f"{names.in_layer(index, part)}.weight"
+            linear.append((name, slice(start, start + length)))
+            start += length
+        found.append(linear)
+    return found
+
+
+def _scheme(schemes: Mapping[str, WeightScheme | None], names: list[str]) -> WeightScheme | None:
+    found = {schemes[name] for name in names}
+    assert len(found) == 1, f"{names} share an input and so a scheme"
+    return found.pop()
+
+
+def _norms_and_biases(
+    source: ModelSource, index: int, block: Block, parts: list[list[tuple[str, slice]]]
+) -> dict[str, Tensor | PackedWeight]:
+    """What scales are folded into, as it is stored."""
+    names, offset = source.family.names, source.spec.layers[index].norm.offset
+    tensors: dict[str, Tensor | PackedWeight] = {
+        f"{names.in_layer(index, names.attention_norm)}.weight": block.attention_norm.weight
+        - offset,
+        f"{names.in_layer(index, names.mlp_norm)}.weight": block.layer.mlp_norm.weight - offset,
+    }
+    for linear, rows in zip(block.linears(), parts, strict=True):
+        if linear.bias is not None:
+            for name, where in rows:
+                tensors[f"{name.removesuffix('.weight')}.bias"] = linear.bias[where]
+    return tensors

@@ -1,0 +1,153 @@
+"""Fills a model folder's tensors: rounded one at a time, or calibrated layer by layer."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from appliance.errors import QuantizeError
+from appliance.kernels.packed import PackedWeight
+from appliance.quant import rtn
+from appliance.quant.calibrated import quantize_layers
+from appliance.quant.formats.compressed_tensors import encode
+from appliance.quant.walk import Walk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Executor
+
+    from appliance.model.source import ModelSource
+    from appliance.quant.calibrated import Calibrated
+    from appliance.quant.calibration import Calibration
+    from appliance.quant.formats import WeightReader
+    from appliance.quant.plan import PlannedTensor, QuantizePlan
+    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.shard_writer import ShardWriter
+
+PIECE_ELEMENTS = 1 << 18  # numbers of a weight that are worked on at once: 1 MiB in float32
+
+
+class OnProgress(Protocol):
+    """What wants to know how far the work is."""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Done and total are bytes of the result."""
+
+
+def write_rounded(
+    weights: WeightReader,
+    plan: QuantizePlan,
+    writer: ShardWriter,
+    on_progress: OnProgress | None,
+) -> None:
+    """Round every weight to its nearest code; see `rtn`."""
+    done = 0
+    with _workers() as workers:
+        for tensor in plan.tensors:
+            weight = weights.load(tensor.name)
+            if tensor.scheme is None:
+                writer.write(tensor.name, _in_type(plan.dtype, tensor.name, weight))
+            else:
+                packed = _quantized(workers, tensor.scheme, plan.dtype, tensor.name, weight)
+                for name, stored in encode(tensor.name, packed).items():
+                    writer.write(name, [stored])
+            done += tensor.nbytes
+            if on_progress is not None:
+                on_progress("quantizing", done, writer.total_bytes)
+
+
+def write_calibrated(
+    source: ModelSource,
+    plan: QuantizePlan,
+    writer: ShardWriter,
+    method: Calibrated,
+    calibration: Calibration,
+    on_progress: OnProgress | None,
+) -> None:
+    """Quantize layer by layer with calibration rows; what is in no layer is written as it is."""
+    planned = {tensor.name: tensor for tensor in plan.tensors}
+    schemes = {tensor.name: tensor.scheme for tensor in plan.tensors}
+    done = 0
+
+    def write(tensor: PlannedTensor, value: Tensor | PackedWeight) -> None:
+        nonlocal done
+        if tensor.scheme is None:
+            writer.write(tensor.name, _in_type(plan.dtype, tensor.name, value))
+        else:
+            assert isinstance(value, PackedWeight), tensor.name
+            for name, stored in encode(tensor.name, value).items():
+                writer.write(name, [stored])
+        done += tensor.nbytes
+        if on_progress is not None:
+            on_progress("quantizing", done, writer.total_bytes)
+
+    with tempfile.TemporaryDirectory(dir=writer.folder.parent, prefix=".calibration-") as folder:
+        walk = Walk(source, calibration.rows, Path(folder) / "stream", torch.device("cpu"))
+        for layer in quantize_layers(source, walk, method, schemes, plan.dtype):
+            for name, value in layer.tensors.items():
+                write(planned.pop(name), value)
+    for name, tensor in planned.items():  # embedding, head, norms that nothing was folded into
+        write(tensor, source.weights.load(name))
+
+
+def _in_type(dtype: torch.dtype, name: str, weight: Tensor | PackedWeight) -> Iterator[Tensor]:
+    """The rows of a weight that is not quantized, piece by piece."""
+    for rows in _row_ranges(weight.shape):
+        yield _read_rows(name, weight, rows).to(dtype)
+
+
+def _quantized(
+    workers: Executor,
+    scheme: WeightScheme,
+    scale_dtype: torch.dtype,
+    name: str,
+    weight: Tensor | PackedWeight,
+) -> PackedWeight:
+    def quantize_rows(rows: slice) -> PackedWeight:
+        return rtn.quantize(_read_rows(name, weight, rows), scheme, scale_dtype)
+
+    return PackedWeight.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
+
+
+def _read_rows(name: str, weight: Tensor | PackedWeight, rows: slice) -> Tensor:
+    """Some rows of a weight in float32; packed ones are dequantized.
+
+    Raises:
+        QuantizeError: they hold NaN or infinity.
+    """
+    if isinstance(weight, PackedWeight):
+        piece = weight.rows(rows).dequantize()
+    else:
+        piece = weight[rows].to(torch.float32)
+    if not torch.isfinite(piece).all():
+        raise QuantizeError(f"{name} holds NaN or infinity; fetch the model again")
+    return piece
+
+
+def _row_ranges(shape: tuple[int, ...]) -> list[slice]:
+    """Cut a tensor along its first dimension into pieces to work on at once."""
+    rows = max(1, PIECE_ELEMENTS // math.prod(shape[1:]))
+    return [slice(start, start + rows) for start in range(0, shape[0], rows)]
+
+
+@contextmanager
+def _workers() -> Iterator[Executor]:
+    """Threads that share the cores by pieces of a weight, with torch on one core in each.
+
+    Torch's own threads wait for each other after every operation, which takes ten times as long
+    as the work itself where another program uses the cores too.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as workers:
+            yield workers
+    finally:
+        torch.set_num_threads(threads)
