@@ -50,15 +50,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int | None = None  # token slots; None means 16 on CPU, 32 on CUDA
     kv_cache_memory: int | None = None  # bytes; None plans from what is free
     gpu_memory_utilization: float = 0.90
+    cuda_graphs: str = "auto"  # auto, off: replay decode steps as CUDA graphs
     threads: int | None = None  # CPU threads; None means physical cores
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        _check_choice("cuda_graphs", self.cuda_graphs, ("auto", "off"))
         _check_choice("kernels", self.kernels, ("auto", "torch", "reference"))
         _check_choice("cpu_isa", self.cpu_isa, ("auto", "avx512", "avxvnni", "avx2", "scalar"))
-        formats = ("auto", "fp32", "fp16", "bf16", "int8", "int4")
+        formats = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "fp8", "int4-sealed")
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, formats)
         _check_range("max_model_len", self.max_model_len, 16, 2**24)
         _check_range("max_num_seqs", self.max_num_seqs, 1, 1024)

@@ -14,7 +14,10 @@ import json
 import re
 import subprocess
 import tempfile
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +25,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from appliance.kernels.signature import CAPABILITIES, KernelSignature
+from appliance.kernels.signature import CAPABILITIES, SPECS, KernelSignature
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SPECS = ("appliance.kernels.paged_attention.spec", "appliance.kernels.kv_write.spec")
 WARP_SIZE = 32
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Opcodes in SASS, the machine code.
@@ -37,6 +39,11 @@ _INSTRUCTION = re.compile(
 _WIDE_LOAD = re.compile(r"LD(?:G|GSTS)\..*\b128\b")
 _MATRIX_PRODUCT = re.compile(r"[HIQO]G?MMA\b|DMMA\b")
 _SPILL = re.compile(r"(?:STL|LDL)\b")
+# Lines of a listing: a label, or an instruction with what follows its opcode.
+_LINE = re.compile(
+    r"^(?:(\.L_\w+):|\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*))", re.MULTILINE
+)
+_TARGET = re.compile(r"`\((\.L_\w+)\)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,8 @@ class Resources:
     wide_loads: int  # instructions that load 16 bytes per thread from global memory
     matrix_products: int  # tensor core instructions
     matrix_kinds: tuple[str, ...]  # their opcodes, such as HMMA or HGMMA
+    loop: dict[str, int]  # instructions of the hot loop by the first part of their opcode
+    loop_elements: int  # of the signature
 
 
 def compile_kernel(signature: KernelSignature, capability: int) -> Resources:
@@ -82,10 +91,10 @@ def compile_kernel(signature: KernelSignature, capability: int) -> Resources:
         options["maxnreg"] = signature.max_registers
     target = GPUTarget("cuda", capability, WARP_SIZE)
     compiled = triton.compile(source, target=target, options=options)
-    return _read(compiled.asm["cubin"], compiled.metadata.shared)
+    return _read(compiled.asm["cubin"], compiled.metadata.shared, signature.loop_elements)
 
 
-def _read(cubin: bytes, shared: int) -> Resources:
+def _read(cubin: bytes, shared: int, loop_elements: int) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -104,6 +113,36 @@ def _read(cubin: bytes, shared: int) -> Resources:
         wide_loads=sum(bool(_WIDE_LOAD.match(code)) for code in opcodes),
         matrix_products=len(products),
         matrix_kinds=tuple(sorted({code.split(".")[0] for code in products})),
+        loop=dict(sorted(Counter(code.split(".")[0] for code in hot_loop(sass)).items())),
+        loop_elements=loop_elements,
+    )
+
+
+def hot_loop(sass: str) -> list[str]:
+    """Opcodes of the innermost loop with the most tensor core instructions; empty without any.
+
+    Of several with the same number, the longest.
+    """
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    loops: list[tuple[int, int]] = []  # first and last + 1 of those that multiply, inner ones first
+    for label, opcode, operands in _LINE.findall(sass):
+        if label:
+            labels[label] = len(opcodes)
+            continue
+        opcodes.append(opcode)
+        target = _TARGET.search(operands) if opcode.startswith("BRA") else None
+        if not target or target[1] not in labels:  # else backwards: a label that has been seen
+            continue
+        first = labels[target[1]]
+        is_outer = any(begin >= first for begin, _ in loops)
+        if not is_outer and any(map(_MATRIX_PRODUCT.match, opcodes[first:])):
+            loops.append((first, len(opcodes)))
+    bodies = [opcodes[first:end] for first, end in loops]
+    return max(
+        bodies,
+        key=lambda body: (sum(bool(_MATRIX_PRODUCT.match(code)) for code in body), len(body)),
+        default=[],
     )
 
 
@@ -116,12 +155,18 @@ def compile_specs(
     specs: Sequence[str], capabilities: Sequence[int]
 ) -> dict[str, dict[int, Resources]]:
     """Compile every signature that these spec modules list: name -> capability -> resources."""
+    wanted = [
+        (signature, capability)
+        for module in map(importlib.import_module, specs)
+        for capability in capabilities
+        for signature in module.signatures(capability)
+    ]
     resources: dict[str, dict[int, Resources]] = {}
-    for module in map(importlib.import_module, specs):
-        for capability in capabilities:
-            for signature in module.signatures(capability):
-                found = compile_kernel(signature, capability)
-                resources.setdefault(signature.name, {})[capability] = found
+    # A fresh interpreter each: what is forked after triton's threads have started may hang.
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as workers:
+        results = workers.map(compile_kernel, *zip(*wanted, strict=True), chunksize=4)
+        for (signature, capability), found in zip(wanted, results, strict=True):
+            resources.setdefault(signature.name, {})[capability] = found
     return resources
 
 

@@ -6,12 +6,12 @@ entries of it. Choosing is explicit, by device, and never falls back in silence.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from appliance.kernels.gated_activation import cpu as cpu_activation
 from appliance.kernels.gated_activation import reference as reference_activation
+from appliance.kernels.kv_cache import KVBlocks, KVPages
 from appliance.kernels.kv_write import reference as reference_kv_write
 from appliance.kernels.norm_rope import cpu as cpu_norm_rope
 from appliance.kernels.norm_rope import reference as reference_norm_rope
@@ -19,6 +19,7 @@ from appliance.kernels.packed_matmul import cpu as cpu_matmul
 from appliance.kernels.packed_matmul import reference as reference_matmul
 from appliance.kernels.paged_attention import cpu as cpu_attention
 from appliance.kernels.paged_attention import reference as reference_attention
+from appliance.kernels.soft_cap import reference as reference_soft_cap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.activation import Activation
-    from appliance.kernels.kv_cache import KVBlocks
+    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.kv_write.head_norms import HeadNorms
     from appliance.kernels.packed import PackedWeight
     from appliance.kernels.ragged import RaggedBatch
-
-logger = logging.getLogger(__name__)
 
 
 class Linear(Protocol):
@@ -63,7 +63,7 @@ class PagedAttention(Protocol):
     def __call__(
         self,
         query: Tensor,  # (num_tokens, num_heads, head_dim)
-        cache: KVBlocks,  # this step's keys and values are already written
+        cache: LayerCache,  # this step's keys and values are already written
         work: object,  # what this backend's plan_attention returned for the step
         *,
         scale: float,
@@ -71,6 +71,22 @@ class PagedAttention(Protocol):
         softcap: float | None = None,
     ) -> Tensor:  # (num_tokens, num_heads, head_dim), dtype of query
         """Attend; the arguments are described at `paged_attention.reference`."""
+        ...
+
+
+class RotateAndWrite(Protocol):
+    """A step's queries and keys into their final form, and its keys and values into the cache."""
+
+    def __call__(
+        self,
+        qkv: Tensor,  # (num_tokens, num_heads + 2 * num_kv_heads, head_dim)
+        cos: Tensor,  # (num_tokens, rotary_dim / 2) float32
+        sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,  # (num_tokens,) int64
+        norms: HeadNorms | None = None,
+    ) -> Tensor:  # queries, (num_tokens, num_heads, head_dim)
+        """Norm, rotate, write; described at `kv_write.reference.rotate_and_write_with`."""
         ...
 
 
@@ -89,8 +105,13 @@ class Backend:
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
     # gate and up side by side (num_tokens, 2 * intermediate) -> (num_tokens, intermediate)
     gated_activation: Callable[[Tensor, Activation], Tensor]
+    # logits (num_rows, vocab_size), cap -> float32
+    soft_cap: Callable[[Tensor, float], Tensor]
     # key, value (num_tokens, num_kv_heads, head_dim), cache, slot_mapping (num_tokens,)
-    write_kv: Callable[[Tensor, Tensor, KVBlocks, Tensor], None]
+    write_kv: Callable[[Tensor, Tensor, LayerCache, Tensor], None]
+    rotate_and_write: RotateAndWrite
+    # format, num_blocks, block_size, num_kv_heads, head_dim, device -> one layer's cache
+    allocate_cache: Callable[..., LayerCache]
     # once per step, shared by all layers; the second argument is the block size
     plan_attention: Callable[[RaggedBatch, int], object]
     paged_attention: PagedAttention
@@ -103,7 +124,12 @@ REFERENCE = Backend(
     add_rms_norm=reference_norm_rope.add_rms_norm,
     rotary=reference_norm_rope.rotary,
     gated_activation=reference_activation.gated_activation,
+    soft_cap=reference_soft_cap.soft_cap,
     write_kv=reference_kv_write.write_kv,
+    rotate_and_write=reference_kv_write.rotate_and_write_with(
+        reference_norm_rope.rms_norm, reference_norm_rope.rotary, reference_kv_write.write_kv
+    ),
+    allocate_cache=KVBlocks.allocate,
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
 )
@@ -116,6 +142,9 @@ CPU = replace(
     rms_norm=cpu_norm_rope.rms_norm,
     add_rms_norm=cpu_norm_rope.add_rms_norm,
     rotary=cpu_norm_rope.rotary,
+    rotate_and_write=reference_kv_write.rotate_and_write_with(
+        cpu_norm_rope.rms_norm, cpu_norm_rope.rotary, reference_kv_write.write_kv
+    ),
     gated_activation=cpu_activation.gated_activation,
     plan_attention=cpu_attention.plan_attention,
     paged_attention=cpu_attention.paged_attention,
@@ -138,7 +167,7 @@ def select_backend(device: torch.device, choice: str = "auto") -> Backend:
     if choice == "auto" and device.type == "cpu":
         return CPU
     if choice == "auto" and device.type == "cuda":
-        return _triton()
+        return triton_backend()
     msg = (
         f"no kernels for device {device} with choice {choice!r}: "
         "'auto' serves cpu and cuda devices, 'reference' any device"
@@ -146,21 +175,29 @@ def select_backend(device: torch.device, choice: str = "auto") -> Backend:
     raise ValueError(msg)
 
 
-def _triton() -> Backend:
-    """Paged attention and KV write in Triton, imported here: a box with no GPU never pays for it.
+def triton_backend() -> Backend:
+    """The kernels in Triton, imported here: a box with no GPU never pays for it.
 
-    A packed weight becomes dense in the activation dtype, so it takes four times the memory of
-    its 4-bit codes; the remaining entries are the reference on the device.
+    The remaining entries are the reference on the device.
     """
-    from appliance.kernels.kv_write.launch import write_kv
+    from appliance.kernels.gated_activation.launch import gated_activation
+    from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
+    from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
+    from appliance.kernels.packed_matmul.launch import prepare_linear
     from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
+    from appliance.kernels.soft_cap.launch import soft_cap
 
-    logger.warning("on CUDA, packed weights are served as dense weights in the activation dtype")
     return replace(
         REFERENCE,
         name="triton",
-        prepare_linear=reference_matmul.dense_linear,
+        prepare_linear=prepare_linear,
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        gated_activation=gated_activation,
+        soft_cap=soft_cap,
         write_kv=write_kv,
+        rotate_and_write=rotate_and_write,
+        allocate_cache=KVPages.allocate,
         plan_attention=plan_attention,
         paged_attention=paged_attention,
     )

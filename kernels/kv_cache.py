@@ -11,18 +11,28 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.kv_page.layout import PAGE_TOKENS, page_bytes
+from appliance.kernels.kv_page.reference import read_pages
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
 class KVFormat(Enum):
-    """How keys and values are stored."""
+    """How keys and values are stored; what is called `pages` is found in `KVPages` only."""
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
     INT8 = "int8"  # symmetric, one float16 scale per token and KV head
-    INT4 = "int4"  # keys rotated; a float16 scale and minimum per token and KV head; CPU library
+    # Keys rotated; a float16 scale and offset per token and KV head. Pages, and the CPU library.
+    INT4 = "int4"
+    FP8 = "fp8"  # E4M3, one calibrated scale per KV head; pages
+    # Keys by channel over a full block, values with scale and offset per token and KV head; the
+    # last tokens lie in pages of INT8 until their block is sealed. `SealedPages`.
+    INT4_SEALED = "int4-sealed"
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -32,13 +42,18 @@ class KVFormat(Enum):
             ValueError: these blocks cannot be held as tensors.
         """
         if self not in _STORAGE_DTYPE:
-            raise ValueError(f"{self.value} blocks exist in the CPU library only")
+            raise ValueError(f"{self.value} blocks cannot be held as tensors of elements")
         return _STORAGE_DTYPE[self]
 
     @property
     def is_quantized(self) -> bool:
         """Whether scales accompany the elements."""
-        return self in (KVFormat.INT8, KVFormat.INT4)
+        return self in (KVFormat.INT8, KVFormat.INT4, KVFormat.INT4_SEALED, KVFormat.FP8)
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether keys, and so the queries for them, are Hadamard-transformed after RoPE."""
+        return self is KVFormat.INT4
 
     def bytes_per_token(self, num_kv_heads: int, head_dim: int) -> int:
         """Bytes that one token takes in one layer, keys and values and scales."""
@@ -56,7 +71,10 @@ _STORAGE_DTYPE = {
 
 @dataclass(frozen=True, slots=True)
 class KVBlocks:
-    """All physical blocks of one layer. Block b, offset o is slot b * block_size + o."""
+    """All physical blocks of one layer in their natural order, as torch operations take them.
+
+    Block b, offset o is slot b * block_size + o.
+    """
 
     format: KVFormat
     keys: Tensor  # (num_blocks, block_size, num_kv_heads, head_dim), format.storage_dtype
@@ -101,6 +119,28 @@ class KVBlocks:
         """Token slots in a block."""
         return self.keys.shape[1]
 
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the layer."""
+        return self.keys.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.keys.shape[3]
+
+    def gather(self, table: Sequence[int], context: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """One sequence's keys and values, dequantized: (context, num_kv_heads, head_dim) each."""
+        used = table[: -(-context // self.block_size)]
+        index = torch.tensor(used, dtype=torch.int64, device=self.keys.device)
+        found = []
+        for blocks, scales in (self.keys, self.key_scales), (self.values, self.value_scales):
+            x = blocks[index].flatten(0, 1)[:context].to(dtype)
+            if scales is not None:
+                x = x * scales[index].flatten(0, 1)[:context].to(dtype).unsqueeze(-1)
+            found.append(x)
+        return tuple(found)
+
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks inside the cache, for copy-on-write."""
         for tensor in (self.keys, self.values, self.key_scales, self.value_scales):
@@ -109,10 +149,88 @@ class KVBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class KVPages:
+    """All physical blocks of one layer as pages, one per block and KV head, for the GPU kernels.
+
+    A page holds all that a program reads of 32 tokens in one piece: elements of keys, elements of
+    values, and if they are quantized a record of scales. `kv_page.layout` says where what lies.
+    """
+
+    format: KVFormat
+    head_dim: int
+    pages: Tensor  # (num_blocks, num_kv_heads, page bytes) uint8
+    elements: Tensor  # the same memory in the dtype of the elements; int32 if quantized
+    halves: Tensor  # the same memory as float16, for scales
+    head_scales: Tensor | None  # (2, num_kv_heads) float32, of keys and of values; FP8 only
+
+    @classmethod
+    def allocate(
+        cls,
+        format: KVFormat,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> KVPages:
+        """Allocate zeroed pages.
+
+        Raises:
+            ValueError: a block does not hold as many tokens as a page.
+        """
+        if block_size != PAGE_TOKENS:
+            raise ValueError(f"blocks of the GPU hold {PAGE_TOKENS} tokens, not {block_size}")
+        size = page_bytes(format.value, head_dim)
+        pages = torch.zeros((num_blocks, num_kv_heads, size), dtype=torch.uint8, device=device)
+        dtype = torch.int32 if format.is_quantized else format.storage_dtype
+        scales = None
+        if format is KVFormat.FP8:
+            scales = torch.ones((2, num_kv_heads), dtype=torch.float32, device=device)
+        return cls(format, head_dim, pages, pages.view(dtype), pages.view(torch.float16), scales)
+
+    @staticmethod
+    def bytes_per_token(format: KVFormat, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes that one token takes in one layer, keys and values and scales."""
+        return num_kv_heads * page_bytes(format.value, head_dim) // PAGE_TOKENS
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical blocks."""
+        return self.pages.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Token slots in a block."""
+        return PAGE_TOKENS
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the layer."""
+        return self.pages.shape[1]
+
+    def gather(self, table: Sequence[int], context: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """One sequence's keys and values, dequantized: (context, num_kv_heads, head_dim) each."""
+        used = table[: -(-context // PAGE_TOKENS)]
+        index = torch.tensor(used, dtype=torch.int64, device=self.pages.device)
+        keys, values = read_pages(
+            self.pages[index], self.format.value, self.head_dim, self.head_scales
+        )
+        return keys[:context].to(dtype), values[:context].to(dtype)
+
+    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
+        """Copy whole blocks inside the cache, for copy-on-write."""
+        self.pages[destinations] = self.pages[sources]
+
+
+LayerCache = KVBlocks | KVPages
+
+
+@dataclass(frozen=True, slots=True)
 class KVCache:
     """The blocks of all layers, as the torch decoder reads them."""
 
-    layers: tuple[KVBlocks, ...]
+    layers: tuple[LayerCache, ...]
 
     @property
     def num_blocks(self) -> int:

@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class SealedSpans:
+    """Which tokens lie in closed blocks, and where the others are: see `sealed_pages`."""
+
+    lens: Tensor  # (num_seqs,) int32, leading tokens in closed blocks, a multiple of 32
+    open_tables: Tensor  # (num_seqs, max_open) int32, open pages of the blocks after them
+    host_lens: tuple[int, ...]
+    host_open_tables: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RaggedBatch:
     """Sequences of unequal length side by side, decode rows and prefill chunks mixed.
 
@@ -36,6 +46,7 @@ class RaggedBatch:
     host_query_lens: tuple[int, ...]
     host_context_lens: tuple[int, ...]
     host_block_tables: tuple[tuple[int, ...], ...]
+    sealed: SealedSpans | None = None  # with `SealedPages` only
 
     @property
     def num_seqs(self) -> int:

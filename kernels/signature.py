@@ -8,6 +8,19 @@ from dataclasses import dataclass
 # Compute capabilities that are compiled for and gated: 8.0 is 80.
 CAPABILITIES = (80, 86, 89, 90, 120)
 MOST_COMPILED = 86  # where all named shapes are, the others get those that differ most
+# Modules that list signatures: everything that is compiled for a GPU.
+SPECS = (
+    "appliance.kernels.paged_attention.spec",
+    "appliance.kernels.kv_write.spec",
+    "appliance.kernels.kv_seal.spec",
+    "appliance.kernels.block_copy.spec",
+    "appliance.kernels.norm_rope.spec",
+    "appliance.kernels.gated_activation.spec",
+    "appliance.kernels.sampling.spec",
+    "appliance.kernels.soft_cap.spec",
+    "appliance.kernels.packed_matmul.spec",
+    "appliance.kernels.fp8_matmul.spec",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +38,8 @@ class KernelSignature:
         num_stages: depth of the software pipeline.
         aligned: whether pointers are promised to be 16-byte aligned, as torch allocates them.
         max_registers: cap per thread; None leaves it to the compiler.
+        loop_elements: weights or elements of the KV cache that a lane takes in one iteration of
+            the hot loop, by which its instructions are judged; 0 where that says nothing.
     """
 
     name: str
@@ -37,3 +52,4 @@ class KernelSignature:
     num_stages: int
     aligned: bool = True
     max_registers: int | None = None
+    loop_elements: int = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.backend import select_backend
-from appliance.kernels.kv_cache import KVBlocks, KVFormat
+from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.embedding import Embedding
 from appliance.model.loader import LayerBuilder
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.kernels.kv_cache import LayerCache
     from appliance.model.source import ModelSource
     from appliance.quant.block import ObservedLinear
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 32  # which every backend has
 TOKENS_AT_ONCE = 4096
 FLOAT = torch.float32
 
@@ -98,7 +99,7 @@ class Walk:
             _, after = block.layer(hidden, stream, step, cache, None)
             yield rows, after
 
-    def _step(self, count: int, block: Block) -> tuple[Step, KVBlocks]:
+    def _step(self, count: int, block: Block) -> tuple[Step, LayerCache]:
         """A step of whole rows, and blocks for one layer of them."""
         length, attention = self._row_tokens, block.layer.attention.spec
         width = -(-length // BLOCK_SIZE)
@@ -112,7 +113,7 @@ class Walk:
             attention_work=self._backend.plan_attention(batch, BLOCK_SIZE),
             rotations=tuple(rope.rotation(positions) for rope in self._ropes),
         )
-        cache = KVBlocks.allocate(
+        cache = self._backend.allocate_cache(
             KVFormat.FP32,
             num_blocks=count * width,
             block_size=BLOCK_SIZE,

@@ -144,6 +144,8 @@ class BlockManager:
             if self._references[table[index]] > 1 or table[index] in self._index
         ]
         num_appended = max(0, num_blocks - len(table))
+        if not (kept or num_appended):
+            return ()
         if len(kept) + num_appended > self.num_free_blocks:
             return None
         # All destinations are taken before a source is let go, so that none becomes the other.

@@ -21,11 +21,20 @@ class Draft:
     started: list[str] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
 
-    def add(self, sequence: Sequence, num_tokens: int, copies: tuple[BlockCopy, ...]) -> None:
-        """Schedule the next `num_tokens` rows of a sequence."""
-        start = sequence.num_computed
-        samples = start + num_tokens == len(sequence.token_ids)
-        self.entries[sequence] = ScheduledSequence(sequence, start, num_tokens, samples)
+    def add(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        copies: tuple[BlockCopy, ...],
+        before: ScheduledSequence | None = None,
+    ) -> None:
+        """Schedule the next `num_tokens` rows of a sequence, behind those in flight, if any."""
+        start = sequence.num_computed if before is None else before.end
+        known, end = len(sequence.token_ids), start + num_tokens
+        samples = end == (known if before is None else known + before.samples)
+        follows = end > known
+        assert not follows or (samples and num_tokens == 1)
+        self.entries[sequence] = ScheduledSequence(sequence, start, num_tokens, samples, follows)
         self.budget -= num_tokens
         if copies:
             self.copies[sequence] = copies

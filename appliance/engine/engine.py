@@ -1,17 +1,23 @@
-"""The engine: submit requests, step, collect what each step added. Decide, run, commit."""
+"""The engine: submit requests, step, collect what each step added. Decide, run, commit.
+
+Where the runner's device works by itself, the next step is decided and enqueued before the tokens
+of the one before it are read.
+"""
 
 from __future__ import annotations
 
 import logging
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport
 from appliance.engine.request import FinishReason
+from appliance.engine.sequence import SequenceStatus
 from appliance.errors import RequestError
 from appliance.stats import EngineStats, SequenceView
 
@@ -19,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
-    from appliance.engine.model_runner import ModelRunner
     from appliance.engine.plan import Plan, Update
     from appliance.engine.request import Request
+    from appliance.engine.runner import Runner
     from appliance.engine.sampler import Sampled
     from appliance.engine.scheduler import Scheduler
     from appliance.engine.sequence import Sequence
@@ -38,11 +44,13 @@ class LLMEngine:
         info: what was loaded.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner[Any], info: EngineInfo) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
         self.info = info
         self._scheduler = scheduler
         self._runner = runner
+        self._in_flight: deque[Plan] = deque()
         self._step_seconds = 0.0
+        self._nan_logits = 0
         self._random = random.SystemRandom()
 
     @classmethod
@@ -71,7 +79,8 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self._scheduler.has_work
+        serving = self._scheduler.has_work or bool(self._in_flight)
+        return serving or self._runner.has_idle_work
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -98,33 +107,52 @@ class LLMEngine:
         return self._scheduler.abort(request_id, index)
 
     def step(self) -> StepReport:
-        """Run one step; its deltas are in the order of the plan.
+        """Start one step and finish the oldest one; deltas are in the order of its plan.
 
-        If it is interrupted, as by Ctrl-C, nothing of it is remembered and the next one repeats it.
+        If it is interrupted, as by Ctrl-C, nothing of what is in flight is remembered and the next
+        steps repeat it.
         """
         begin = time.perf_counter()
-        plan = self._scheduler.plan(time.monotonic())
-        if plan is None:
+        launched = self._scheduler.plan(time.monotonic())
+        started = () if launched is None else launched.started
+        if launched is None and not self._in_flight:
+            self._runner.idle()
             return StepReport()
         try:
-            sampled = self._runner.run(plan)
+            if launched is not None:
+                self._runner.launch(launched)
+                self._in_flight.append(launched)
+                if len(self._in_flight) <= self._runner.depth:
+                    return StepReport(started=started)
+            sampled = self._runner.collect()
         except MemoryError as error:
-            self._scheduler.discard_plans()
-            return self._without_memory(plan, error)
+            self._discard_plans()
+            return self._without_memory(launched, error)
         except BaseException:
-            self._scheduler.discard_plans()
+            self._discard_plans()
             raise
+        deltas = self._commit(self._in_flight.popleft(), sampled)
+        self._step_seconds = time.perf_counter() - begin
+        return StepReport(deltas=deltas, started=started)
+
+    def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
         sampling = [entry.sequence for entry in plan.scheduled if entry.samples]
         results = dict(zip(sampling, sampled, strict=True))
-        failed = [
-            self._fail(sequence, result.error)
+        failing = {
+            sequence: result
             for sequence, result in results.items()
-            if result.error is not None
-        ]
+            if result.error is not None and sequence.status is not SequenceStatus.FINISHED
+        }
+        self._nan_logits += sum(result.broken for result in failing.values())
+        failed = [self._fail(sequence, result.error) for sequence, result in failing.items()]
         updates = self._scheduler.commit(plan, [result.token_id for result in sampled])
         deltas = [self._delta(update, results[update.sequence]) for update in updates]
-        self._step_seconds = time.perf_counter() - begin
-        return StepReport(deltas=(*deltas, *failed), started=plan.started)
+        return (*deltas, *failed)
+
+    def _discard_plans(self) -> None:
+        self._in_flight.clear()
+        self._runner.discard()
+        self._scheduler.discard_plans()
 
     def stats(self) -> EngineStats:
         """A snapshot of the numbers."""
@@ -132,6 +160,7 @@ class LLMEngine:
             self._scheduler.stats(),
             step_seconds=self._step_seconds,
             model_seconds=self._runner.seconds,
+            nan_logits_total=self._nan_logits,
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:
@@ -153,8 +182,9 @@ class LLMEngine:
             for sequence in self._scheduler.sequences()
         )
 
-    def _without_memory(self, plan: Plan, error: MemoryError) -> StepReport:
+    def _without_memory(self, plan: Plan | None, error: MemoryError) -> StepReport:
         """End the sequences that made a step too large: those in prefill, if there are any."""
+        assert plan is not None, "steps run out of memory when they are launched"
         large = [entry.sequence for entry in plan.scheduled if entry.num_tokens > 1]
         failed = large or [entry.sequence for entry in plan.scheduled]
         logger.error("a step of %d rows failed: %s", plan.num_tokens, error)

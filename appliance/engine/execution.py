@@ -11,7 +11,7 @@ from appliance.kernels.backend import Backend, select_backend
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.sampling import batched
 from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.model.executor import heads_of
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.config import EngineConfig
+    from appliance.engine.device_sampler import SampleTokens
     from appliance.engine.sampler import ChooseTokens
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
@@ -144,7 +145,10 @@ class TorchExecution:
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
         """Elements and scales."""
         kv_format = self.precision.kv_format
-        return sum(kv_format.bytes_per_token(heads, width) for heads, width in heads_of(spec))
+        if self.backend.name == "triton":
+            sizes = (KVPages.bytes_per_token(kv_format, *heads) for heads in heads_of(spec))
+            return sum(sizes)
+        return sum(kv_format.bytes_per_token(*heads) for heads in heads_of(spec))
 
     def load(
         self,
@@ -163,6 +167,18 @@ class TorchExecution:
         )
         return decoder, batched.choose
 
+    def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
+        """What samples without waiting for the device.
+
+        Raises:
+            UnsupportedModelError: no kernel covers the vocabulary.
+        """
+        if self.backend.name != "triton":
+            return batched.choose_where_it_is
+        from appliance.kernels.sampling.launch import DeviceSampling
+
+        return DeviceSampling(max_rows, spec.vocab_size, self.precision.device)
+
 
 def choose_execution(
     config: EngineConfig, precision: Precision, source: ModelSource, threads: int
@@ -176,6 +192,14 @@ def choose_execution(
         ConfigError: the settings ask for something that this way cannot do.
     """
     notes: list[str] = []
+    paged = precision.device.type == "cuda" and config.kernels != "reference"
+    if precision.kv_format is KVFormat.FP8 and not paged:
+        raise ConfigError("fp8 KV blocks need a GPU's kernels; use --kv-cache-dtype int8")
+    if precision.kv_format is KVFormat.INT4_SEALED:
+        raise ConfigError(
+            "int4-sealed KV blocks have kernels, but the engine does not serve them yet; "
+            "use --kv-cache-dtype int8 or int4"
+        )
     if precision.device.type == "cpu" and config.kernels == "auto":
         reason = _why_not_native(precision, source)
         if reason is None:
@@ -190,9 +214,9 @@ def choose_execution(
             raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")
         notes.append(f"torch executes the model, slower than the CPU library would: {reason}")
         logger.warning("%s", notes[0])
-    if precision.kv_format is KVFormat.INT4:
+    if precision.kv_format is KVFormat.INT4 and not paged:
         raise ConfigError(
-            "int4 KV blocks exist in the CPU library only, which "
+            "without a GPU's kernels, int4 KV blocks exist in the CPU library only, which "
             f"{'is not used here' if not notes else 'cannot be used: ' + notes[0]}; "
             "use --kv-cache-dtype int8"
         )
@@ -212,9 +236,13 @@ def _why_not_native(precision: Precision, source: ModelSource) -> str | None:
 
 def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
     """Refuse a layer that no GPU kernel covers before memory is spent on it."""
+    from appliance.kernels.norm_rope.launch import check_supported as check_norm
     from appliance.kernels.paged_attention.launch import check_supported
+    from appliance.kernels.sampling.launch import check_vocabulary
 
-    for layer in spec.layers:
+    check_norm(spec.hidden_size, precision.dtype)
+    check_vocabulary(spec.vocab_size)
+    for index, layer in enumerate(spec.layers):
         attention = layer.attention
         check_supported(
             attention.num_heads,
@@ -222,4 +250,6 @@ def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
             attention.head_dim,
             precision.block_size,
             precision.dtype,
+            precision.kv_format,
+            layer=index,
         )

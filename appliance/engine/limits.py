@@ -61,6 +61,12 @@ def reason_to_finish(
     # The first min_tokens tokens end nothing: the sampler bans what would.
     if ends and num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
-    if num_output_tokens == sampling.max_tokens or len(sequence.token_ids) >= max_tokens:
+    if is_full(sequence, len(sequence.token_ids), max_tokens):
         return FinishReason.LENGTH
     return None
+
+
+def is_full(sequence: Sequence, num_tokens: int, max_tokens: int) -> bool:
+    """Whether a sequence that has come to `num_tokens` ends there, whatever its last token is."""
+    num_output_tokens = num_tokens - sequence.num_prompt_tokens
+    return num_output_tokens == sequence.request.sampling.max_tokens or num_tokens >= max_tokens

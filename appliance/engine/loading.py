@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,11 @@ import torch
 
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.block_metadata import BlockMetadata
-from appliance.engine.execution import Precision, choose_execution
+from appliance.engine.device import CudaDevice
+from appliance.engine.device_runner import DeviceRunner, fixed_bytes
+from appliance.engine.device_sampler import DeviceSampler
+from appliance.engine.execution import Precision, TorchExecution, choose_execution
+from appliance.engine.measure import graph_allowance, measure_workspace
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
 from appliance.engine.model_runner import ModelRunner
@@ -29,7 +34,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.device import Device
     from appliance.engine.execution import Execution
+    from appliance.engine.runner import Runner
+    from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -53,8 +61,18 @@ def load_parts(
     eos_token_ids: tuple[int, ...],
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
-) -> tuple[Scheduler, ModelRunner[Any], EngineInfo]:
-    """Load everything that an engine is made of; see `LLMEngine.load`."""
+    device: Device | None = None,
+) -> tuple[Scheduler, Runner, EngineInfo]:
+    """Load everything that an engine is made of; see `LLMEngine.load`.
+
+    Args:
+        config: see there.
+        eos_token_ids: see there.
+        metadata: see there.
+        on_progress: see there.
+        device: runs steps asynchronously; None takes the GPU, if that is where the model goes, and
+            runs them one after another on a CPU.
+    """
     begin = time.perf_counter()
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     torch.set_num_threads(threads)
@@ -62,11 +80,29 @@ def load_parts(
     on_progress("reading the model", 0, 0)
     source = open_model(Path(config.model))
     execution, notes = choose_execution(config, precision, source, threads)
-    plan = _plan(config, source, precision, execution)
+    if device is None and precision.device.type == "cuda":
+        device = CudaDevice(precision.device)
+    request = _memory_request(config, source, precision, execution)
+    # Where the workspace can be measured later, only what cannot fit at all is refused now.
+    plan = plan_memory(request if device is None else replace(request, workspace_bytes=0))
     executor, choose_tokens = execution.load(source, on_progress, plan.context_length)
-    cache = executor.allocate_cache(
-        precision.kv_format, num_blocks=plan.num_blocks, block_size=plan.block_size
+    limits = SchedulerLimits(
+        config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )
+    runner: Runner
+    if device is None:
+        cache = executor.allocate_cache(
+            precision.kv_format, num_blocks=plan.num_blocks, block_size=plan.block_size
+        )
+        runner = ModelRunner(executor, cache, Sampler(eos_token_ids, choose_tokens))
+    else:
+        assert isinstance(execution, TorchExecution)
+        # The plain torch functions read the host's numbers, which a captured graph would keep.
+        replayable = execution.backend.name == "triton" or precision.device.type == "cpu"
+        graphs = config.cuda_graphs != "off" and replayable
+        runner, plan = load_device_runner(
+            execution, executor, device, limits, request, eos_token_ids, graphs=graphs
+        )
     blocks = BlockManager(
         plan.num_blocks,
         plan.block_size,
@@ -78,10 +114,6 @@ def load_parts(
         prefix_caching=config.prefix_caching,
         namespace=precision.kv_format.value,
     )
-    limits = SchedulerLimits(
-        config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
-    )
-    runner = ModelRunner(executor, cache, Sampler(eos_token_ids, choose_tokens))
     info = EngineInfo(
         model=Path(config.model).stem,
         architecture=source.spec.architecture,
@@ -106,7 +138,70 @@ def load_parts(
         notes=notes,
     )
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
-    return Scheduler(blocks, limits, eos_token_ids), runner, info
+    look_ahead = runner.depth > 0
+    return Scheduler(blocks, limits, eos_token_ids, look_ahead=look_ahead), runner, info
+
+
+def load_device_runner(
+    execution: TorchExecution,
+    executor: Executor[Any],
+    device: Device,
+    limits: SchedulerLimits,
+    request: MemoryRequest,
+    eos_token_ids: tuple[int, ...],
+    *,
+    graphs: bool,
+) -> tuple[DeviceRunner[Any], MemoryPlan]:
+    """Measure the largest step, divide what the weights leave, and set the runner up.
+
+    Args:
+        execution: how the model is executed.
+        executor: the model, loaded.
+        device: where.
+        limits: how large a step can be.
+        request: what was planned with before anything was loaded.
+        eos_token_ids: tokens that end an answer.
+        graphs: whether decode steps may be captured.
+
+    Raises:
+        MemoryPlanError: it does not fit after all.
+    """
+    precision = execution.precision
+    sample_tokens = execution.sample_tokens(executor.spec, limits.max_num_seqs)
+    weight_bytes = max(executor.weight_bytes, device.begin_peak())
+    workspace = measure_workspace(
+        executor,
+        sample_tokens,
+        device,
+        limits,
+        kv_format=precision.kv_format,
+        block_size=precision.block_size,
+    )
+    graph_bytes = graph_allowance(request.budget_bytes) if graphs else 0
+    workspace += fixed_bytes(limits, executor.spec.vocab_size, request.block_size)
+    spare_bytes = request.kv_bytes_per_token * request.block_size
+    plan = plan_memory(
+        replace(
+            request,
+            weight_bytes=weight_bytes,
+            workspace_bytes=workspace + graph_bytes + spare_bytes,
+            max_model_len=limits.context_length,
+        )
+    )
+    # One block more than is planned with: rows that only fill up a batch write there.
+    cache = executor.allocate_cache(
+        precision.kv_format, num_blocks=plan.num_blocks + 1, block_size=plan.block_size
+    )
+    runner = DeviceRunner(
+        executor,
+        cache,
+        DeviceSampler(eos_token_ids, sample_tokens, device),
+        device,
+        limits,
+        num_blocks=plan.num_blocks,
+        graph_bytes=graph_bytes,
+    )
+    return runner, plan
 
 
 def _precision(config: EngineConfig) -> Precision:
@@ -135,24 +230,22 @@ def _precision(config: EngineConfig) -> Precision:
     )
 
 
-def _plan(
+def _memory_request(
     config: EngineConfig, source: ModelSource, precision: Precision, execution: Execution
-) -> MemoryPlan:
-    return plan_memory(
-        MemoryRequest(
-            spec=source.spec,
-            weight_bytes=execution.weight_bytes(source),
-            kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
-            kv_format=precision.kv_format.value,
-            block_size=precision.block_size,
-            activation_bytes=execution.activation_bytes,
-            budget_bytes=memory_budget(precision.device, config.gpu_memory_utilization),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            kv_cache_memory=config.kv_cache_memory,
-            fill=precision.device.type == "cuda",
-        )
+) -> MemoryRequest:
+    return MemoryRequest(
+        spec=source.spec,
+        weight_bytes=execution.weight_bytes(source),
+        kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
+        kv_format=precision.kv_format.value,
+        block_size=precision.block_size,
+        activation_bytes=execution.activation_bytes,
+        budget_bytes=memory_budget(precision.device, config.gpu_memory_utilization),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        kv_cache_memory=config.kv_cache_memory,
+        fill=precision.device.type == "cuda",
     )
 
 

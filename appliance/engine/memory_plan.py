@@ -48,6 +48,7 @@ class MemoryRequest:
     max_model_len: int | None  # tokens; None means the model's own context
     kv_cache_memory: int | None  # bytes asked for, or None
     fill: bool  # use all that is left for the KV cache
+    workspace_bytes: int | None = None  # measured; None estimates it
 
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:
@@ -87,11 +88,14 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
 
 
 def workspace_bytes(request: MemoryRequest) -> int:
-    """Bytes that one largest step needs beside weights and cache.
+    """Bytes that one largest step needs beside weights and cache: measured, or estimated.
 
-    The widest layer's activations for every row (residual, normed, q/k/v, attention output, gate
-    and up, their product), and float32 logits with the three copies that sampling makes.
+    The estimate: the widest layer's activations for every row (residual, normed, q/k/v, attention
+    output, gate and up, their product), and float32 logits with the three copies that sampling
+    makes.
     """
+    if request.workspace_bytes is not None:
+        return request.workspace_bytes
     spec = request.spec
     widest = max(
         4 * spec.hidden_size

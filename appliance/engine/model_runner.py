@@ -1,4 +1,7 @@
-"""Executes a plan: copies blocks, runs the model over the batch, samples. Changes no sequence."""
+"""Executes a plan at once: copies blocks, runs the model over the batch, samples.
+
+For devices that do nothing by themselves. Changes no sequence.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ class ModelRunner(Generic[AnyCache]):
         sampler: chooses tokens.
     """
 
+    depth = 0
+
     def __init__(
         self,
         executor: Executor[AnyCache],
@@ -34,7 +39,27 @@ class ModelRunner(Generic[AnyCache]):
         self._executor = executor
         self._cache = cache
         self._sampler = sampler
+        self._sampled: list[Sampled] = []
         self.seconds = 0.0  # the last run, until its tokens were on the host
+
+    def launch(self, plan: Plan) -> None:
+        """Run a plan; see `Runner`."""
+        self._sampled = self.run(plan)
+
+    def collect(self) -> list[Sampled]:
+        """What the plan sampled."""
+        return self._sampled
+
+    def discard(self) -> None:
+        """See `Runner`: there is never anything in flight."""
+
+    @property
+    def has_idle_work(self) -> bool:
+        """See `Runner`: never."""
+        return False
+
+    def idle(self) -> None:
+        """See `Runner`: there is nothing to do."""
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> list[Sampled]:

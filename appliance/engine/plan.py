@@ -23,12 +23,27 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Rows [start, start + num_tokens) of a sequence's token ids run in this step."""
+    """Rows [start, start + num_tokens) of a sequence's token ids run in this step.
+
+    Attributes:
+        sequence: whose rows they are.
+        start: the sequence's num_computed once all plans before this one are committed.
+        num_tokens: how many rows.
+        samples: the last row yields a new token.
+        follows: the only row's token is the one that the plan before samples, and nobody knows it
+            yet: where that token ends the sequence, this row was for nothing.
+    """
 
     sequence: Sequence
-    start: int  # equals the sequence's num_computed
+    start: int
     num_tokens: int
-    samples: bool  # the last row yields a new token
+    samples: bool
+    follows: bool = False
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence after this step, the one that it samples not included."""
+        return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

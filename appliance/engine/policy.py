@@ -36,6 +36,14 @@ def may_admit(cost: int, num_free_blocks: int, num_promised: int) -> bool:
     return cost + num_promised <= num_free_blocks
 
 
+def may_look_ahead(sequence: Sequence) -> bool:
+    """Whether a sequence may run on before its latest token is known to the host.
+
+    Penalties are made of the tokens so far, so a request that has them waits for each.
+    """
+    return not sequence.request.sampling.has_penalties
+
+
 def choose_victim(
     running: list[Sequence], beneficiary: Sequence, spared: Collection[Sequence]
 ) -> Sequence | None:

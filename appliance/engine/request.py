@@ -114,6 +114,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise RequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether the next token depends on which tokens came before, beyond the model."""
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        )
+
+    @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature < 1e-5

@@ -31,6 +31,11 @@ class Sampled:
     token_id: int = -1
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    broken: bool = False  # the model's fault, not the request's
+
+
+BANNED = Sampled(error="logit_bias and min_tokens together ban every token")
+BROKEN = Sampled(error="the model produced no finite logits for this sequence", broken=True)
 
 
 def uniform_number(seed: int, index: int, position: int) -> float:
@@ -91,9 +96,9 @@ class Sampler:
         return [
             Sampled(token_id, self._report(raw_logprobs.get(row), sequence, token_id))
             if token_id >= 0
-            else Sampled(error="logit_bias and min_tokens together ban every token")
+            else BANNED
             if row in usable
-            else Sampled(error="the model produced no finite logits for this sequence")
+            else BROKEN
             for row, (sequence, token_id) in enumerate(zip(sequences, tokens, strict=True))
         ]
 

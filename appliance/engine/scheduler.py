@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from appliance.engine.block_metadata import MAX_OWNER
 from appliance.engine.draft import Draft
-from appliance.engine.limits import check_prompt, reason_to_finish
-from appliance.engine.plan import Plan, Update
-from appliance.engine.policy import choose_victim, may_admit, rank
+from appliance.engine.limits import check_prompt, is_full, reason_to_finish
+from appliance.engine.plan import Plan, ScheduledSequence, Update
+from appliance.engine.policy import Rank, choose_victim, may_admit, may_look_ahead, rank
 from appliance.engine.request import FinishReason
 from appliance.engine.sequence import Sequence, SequenceStatus
 from appliance.engine.waiting import WaitingQueue
@@ -49,19 +50,26 @@ class SchedulerLimits:
 class Scheduler:
     """Requests in, plans out, tokens in, updates out.
 
-    Between `plan` and `commit` the plan is in flight: its sequences are neither scheduled again
-    nor preempted, and the blocks of those that end meanwhile are kept from others until `commit`.
-    So `plan` may be called again before `commit`; it then plans for the other sequences. Plans
-    are run and committed in the order in which they were made.
+    Between `plan` and `commit` the plan is in flight: its sequences are not preempted, and the
+    blocks of those that end meanwhile are kept from others until `commit`. So `plan` may be called
+    again before `commit`; it then plans for the other sequences and, if it may look ahead, also
+    for the next rows of those that are in one plan in flight and whose length does not end them
+    there. Plans are run and committed in the order in which they were made.
 
     Args:
         blocks: the KV cache's books; nobody else changes them.
         limits: how much runs at once.
         eos_token_ids: tokens that end an answer, unless the request ignores them.
+        look_ahead: whether whoever runs plans can feed a sampled token to the next plan by itself.
     """
 
     def __init__(
-        self, blocks: BlockManager, limits: SchedulerLimits, eos_token_ids: Collection[int] = ()
+        self,
+        blocks: BlockManager,
+        limits: SchedulerLimits,
+        eos_token_ids: Collection[int] = (),
+        *,
+        look_ahead: bool = False,
     ) -> None:
         self._blocks = blocks
         self._limits = limits
@@ -71,7 +79,11 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}  # live sequences only
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # in the order of rank
-        self._in_flight: set[Sequence] = set()  # some may have ended since
+        self._look_ahead = look_ahead
+        # Entries of plans in flight, oldest first; some of the sequences may have ended since.
+        self._in_flight: dict[Sequence, list[ScheduledSequence]] = {}
+        # First in rank of those that found no block and nobody to take one from.
+        self._starved: Rank | None = None
         self._slots = list(range(limits.max_num_seqs, 0, -1))  # 0 is nobody's
         self._last_arrival = -math.inf
         self._last_plan = Plan(())
@@ -163,21 +175,17 @@ class Scheduler:
         """
         self._blocks.metadata.begin_step(self._steps + 1)
         draft = Draft(self._limits.max_num_batched_tokens)
-        idle = [sequence for sequence in self._running if sequence not in self._in_flight]
-        prefilling = []
-        for sequence in idle:
-            if sequence.num_uncomputed == 1:
-                self._extend(sequence, draft)
-            else:
-                prefilling.append(sequence)
-        for sequence in prefilling:
-            self._extend(sequence, draft)
+        ready = [(s, self._num_left(s)) for s in self._running if self._may_run(s)]
+        self._starved = None
+        for sequence, num_left in sorted(ready, key=lambda ready: ready[1] > 1):
+            self._extend(sequence, num_left, draft)
         if not draft.preempted:  # blocks that were taken from someone are not for newcomers
             self._admit(draft, now)
         if not draft.entries:
             return None
         self._steps += 1
-        self._in_flight.update(draft.entries)
+        for sequence, entry in draft.entries.items():
+            self._in_flight.setdefault(sequence, []).append(entry)
         self._last_plan = draft.finished()
         return self._last_plan
 
@@ -198,9 +206,13 @@ class Scheduler:
         for entry in plan.scheduled:
             sequence = entry.sequence
             token_id = next(tokens) if entry.samples else None
-            self._in_flight.remove(sequence)
+            in_flight = self._in_flight[sequence]
+            assert in_flight.pop(0) is entry, "plans are committed in the order they were made in"
+            if not in_flight:
+                del self._in_flight[sequence]
             if sequence.status is SequenceStatus.FINISHED:
-                self._release(sequence)
+                if not in_flight:
+                    self._release(sequence)
                 continue
             self._blocks.commit(sequence, entry.num_tokens)
             if token_id is None:
@@ -220,31 +232,54 @@ class Scheduler:
         Their sequences, as far as they have not ended, wait and start over, since nobody knows
         what of their blocks was written.
         """
-        in_flight, self._in_flight = self._in_flight, set()
+        in_flight, self._in_flight = self._in_flight, {}
         for sequence in sorted(in_flight, key=rank):
             if sequence.status is SequenceStatus.FINISHED:
                 self._release(sequence)
             else:
                 self._requeue(sequence)
 
-    def _extend(self, sequence: Sequence, draft: Draft) -> None:
+    def _extend(self, sequence: Sequence, num_left: int, draft: Draft) -> None:
         """Give a running sequence its next rows, at the cost of later ones if blocks run out.
 
         If there is nobody to take blocks from, it keeps its own and waits for the next step.
         """
-        num_tokens = min(sequence.num_uncomputed, draft.budget)
+        in_flight = self._in_flight.get(sequence)
+        before = None if in_flight is None else in_flight[0]
+        num_before = 0 if before is None else before.num_tokens
+        num_tokens = min(num_left, draft.budget)
         if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
             return
-        while (copies := self._blocks.allocate(sequence, num_tokens)) is None:
+        while (copies := self._blocks.allocate(sequence, num_before + num_tokens)) is None:
             victim = choose_victim(self._running, sequence, self._in_flight)
             if victim is None:
+                self._starved = min(self._starved or rank(sequence), rank(sequence))
                 return
             draft.take_back(victim)
             draft.preempted.append(victim)
             self._requeue(victim)
             victim.num_preemptions += 1
             self._preemptions += 1
-        draft.add(sequence, num_tokens, copies)
+        draft.add(sequence, num_tokens, copies, before)
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        """Whether a running sequence may be in the next plan."""
+        in_flight = self._in_flight.get(sequence)
+        if in_flight is None:
+            return True
+        if not self._look_ahead or len(in_flight) > 1:
+            return False
+        if self._starved is not None and rank(sequence) > self._starved:
+            return False  # as soon as it is idle, its blocks can be had
+        is_last = is_full(sequence, in_flight[0].end + 1, self._max_tokens)
+        return not in_flight[0].samples or (may_look_ahead(sequence) and not is_last)
+
+    def _num_left(self, sequence: Sequence) -> int:
+        """Rows that are neither computed nor in flight, one for a token to come included."""
+        in_flight = self._in_flight.get(sequence)
+        if in_flight is None:
+            return sequence.num_uncomputed
+        return len(sequence.token_ids) + in_flight[0].samples - in_flight[0].end
 
     def _admit(self, draft: Draft, now: float) -> None:
         """Start waiting sequences in the order of rank until one does not fit."""
@@ -348,7 +383,13 @@ class Scheduler:
         assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
         assert not any(seq.block_table for seq in waiting)
         assert running == sorted(running, key=rank)
-        assert self._in_flight <= {*running, *ended}
+        assert set(self._in_flight) <= {*running, *ended}
+        for seq, entries in self._in_flight.items():
+            assert 0 < len(entries) <= 1 + self._look_ahead
+            assert all(a.end == b.start for a, b in pairwise(entries))
+            if seq.status is SequenceStatus.RUNNING:
+                assert entries[0].start == seq.num_computed
+                assert len(seq.token_ids) >= entries[0].end
         assert len(waiting) == len(self._waiting)
         assert len({*running, *waiting}) == len(running) + len(waiting)
         assert {*running, *waiting} == set(self.sequences())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
+from appliance.kernels.kv_write.head_norms import HeadNorms
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.backend import Backend, Linear
-    from appliance.kernels.kv_cache import KVBlocks
+    from appliance.kernels.kv_cache import LayerCache
     from appliance.model.norm import Norm
     from appliance.model.spec import AttentionSpec
     from appliance.model.step import Step
@@ -38,21 +38,14 @@ class Attention:
     query_norm: Norm | None
     key_norm: Norm | None
 
-    def __call__(self, hidden: Tensor, step: Step, cache: KVBlocks) -> Tensor:
+    def __call__(self, hidden: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """Attend: hidden (num_tokens, hidden_size) to the same shape."""
         spec, backend = self.spec, self.backend
         num_tokens = hidden.shape[0]
         qkv = self.qkv(hidden).view(num_tokens, -1, spec.head_dim)
-        num_rotated = spec.num_heads + spec.num_kv_heads
-        rotated, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
-        if self.query_norm is not None and self.key_norm is not None:
-            query = self._norm_heads(rotated[:, : spec.num_heads], self.query_norm)
-            key = self._norm_heads(rotated[:, spec.num_heads :], self.key_norm)
-            rotated = torch.cat((query, key), dim=1)
         cos, sin = step.rotations[self.rope]
-        rotated = backend.rotary(rotated, cos, sin)  # (num_tokens, num_rotated, head_dim)
-        query, key = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
-        backend.write_kv(key, value, cache, step.batch.slot_mapping)
+        slots = step.batch.slot_mapping
+        query = backend.rotate_and_write(qkv, cos, sin, cache, slots, self._norms())
         attended = backend.paged_attention(
             query,
             cache,
@@ -63,7 +56,8 @@ class Attention:
         )
         return self.output(attended.reshape(num_tokens, -1))
 
-    def _norm_heads(self, heads: Tensor, norm: Norm) -> Tensor:
-        """Norm each head of (num_tokens, heads, head_dim)."""
-        rows = heads.reshape(-1, heads.shape[-1])
-        return self.backend.rms_norm(rows, norm.weight, norm.eps).view(heads.shape)
+    def _norms(self) -> HeadNorms | None:
+        if self.query_norm is None or self.key_norm is None:
+            return None
+        assert self.query_norm.eps == self.key_norm.eps
+        return HeadNorms(self.query_norm.weight, self.key_norm.weight, self.query_norm.eps)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVBlocks, KVCache, KVFormat
+from appliance.kernels.kv_cache import KVCache, KVFormat
 from appliance.model.step import Step
 
 if TYPE_CHECKING:
@@ -87,15 +87,15 @@ class Decoder:
             hidden, stream = layer(hidden, stream, step, blocks, rows if index == last else None)
         if not hidden.shape[0]:
             return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
-        logits = self.head(hidden).float()  # (num_rows, vocab_size)
+        logits = self.head(hidden)  # (num_rows, vocab_size)
         cap = self.spec.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits.float() if cap is None else self.backend.soft_cap(logits, cap)
 
     def allocate_cache(self, format: KVFormat, *, num_blocks: int, block_size: int) -> KVCache:
         """Fresh blocks for every layer."""
         return KVCache(
             tuple(
-                KVBlocks.allocate(
+                self.backend.allocate_cache(
                     format,
                     num_blocks=num_blocks,
                     block_size=block_size,

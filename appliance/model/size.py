@@ -12,9 +12,9 @@ from appliance.model.tensors import Role
 if TYPE_CHECKING:
     from appliance.model.source import ModelSource
 
-# A 4-bit weight as the CPU kernel holds it: half a byte, and four bytes of scale and zero for
-# each group; groups of 32 are the smallest there are.
-_PACKED_BYTES_PER_WEIGHT = 0.5 + 4 / 32
+# What packed kernels hold beside a code: four bytes of scale and offset for each group; groups of
+# 32 are the smallest there are.
+_PARAMS_BYTES_PER_WEIGHT = 4 / 32
 
 # The most that the CPU library holds beside a code: two 32-bit numbers for each group of 32.
 _SCALE_BYTES_PER_WEIGHT = 8 / 32
@@ -23,18 +23,21 @@ _SCALE_BYTES_PER_WEIGHT = 8 / 32
 def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torch.dtype) -> int:
     """Bytes of all weights, rounded up where the layout is the backend's choice.
 
-    4-bit weights stay packed on a CPU with bfloat16 activations; all other matrices are held in
-    the activations' type, and a packed embedding in its codes too.
+    On a GPU all packed weights stay packed, on a CPU those of 4 bits with bfloat16 activations; all
+    other matrices are held in the activations' type, and a packed embedding in its codes too.
     """
-    stays_packed = device.type == "cpu" and dtype == torch.bfloat16
+    if device.type == "cpu":
+        stay_packed = {4} if dtype == torch.bfloat16 else set()
+    else:
+        stay_packed = {4, 8} if dtype != torch.float32 else set()
     total = 0.0
     for slot in source.slots():
         count = math.prod(slot.shape)
         bits = source.weights.packed_bits(slot.name)
         if slot.role is Role.NORM:
             total += 4 * count
-        elif slot.is_linear and bits == 4 and stays_packed:
-            total += count * _PACKED_BYTES_PER_WEIGHT
+        elif bits in stay_packed and (slot.is_linear or device.type != "cpu"):
+            total += count * (bits / 8 + _PARAMS_BYTES_PER_WEIGHT)
         else:
             total += count * dtype.itemsize
         if slot.role is Role.EMBEDDING and (bits is not None or source.spec.tied_head):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from appliance.model.executor import AnyCache, Executor
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = 32  # what the kernels of every backend take
 _UNQUANTIZED = {
     torch.float32: KVFormat.FP32,
     torch.float16: KVFormat.FP16,

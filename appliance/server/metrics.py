@@ -170,6 +170,7 @@ class _EngineCollector(Collector):
             ("vllm:num_preemptions", "Sequences preempted.", stats.preemptions_total),
             ("appliance_engine_steps", "Steps of the engine.", stats.steps_total),
             ("appliance_sequences_aborted", "Sequences aborted.", stats.aborted_total),
+            ("appliance_nan_logits", "Sequences ended by broken logits.", stats.nan_logits_total),
             ("appliance_engine_restarts", "Engine processes after the first.", engine.restarts),
         ):
             yield self._counter(name, text, value)

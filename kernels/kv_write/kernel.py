@@ -1,65 +1,308 @@
-"""KV write on the GPU: one program casts or quantizes some heads of one token into its slot."""
+"""KV write on the GPU: norm, RoPE, Hadamard transform, quantization and scatter in one launch."""
 
 import triton
 import triton.language as tl
 
+from appliance.kernels.kv_page import layout
+
 INT8_MAX: tl.constexpr = tl.constexpr(127.0)
 FLOAT16_MAX: tl.constexpr = tl.constexpr(65504.0)
+SMALLEST_SCALE: tl.constexpr = tl.constexpr(2.0**-24)
+E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 # Added and taken away again, it rounds a small float32 to the nearest integer, halves to even.
 ROUNDER: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2**23
+# The same, but to multiples of 2^-9, the smallest E4M3: its last bits then are the code.
+E4M3_ROUNDER: tl.constexpr = tl.constexpr(16384.0)
+PAGE: tl.constexpr = tl.constexpr(layout.PAGE_TOKENS)
+
+
+def _sources(order):
+    """Where the bits of a byte's address come from: n is bit n of the token, 8 + n of d."""
+    return tuple(int(name[1:]) + 8 * (name[0] == "d") for name in order.byte)
+
+
+_KEY_BITS_8: tl.constexpr = tl.constexpr(_sources(layout.KEYS[8]))
+_VALUE_BITS_8: tl.constexpr = tl.constexpr(_sources(layout.VALUES[8]))
+_KEY_BITS_4: tl.constexpr = tl.constexpr(_sources(layout.KEYS[4]))
+_VALUE_BITS_4: tl.constexpr = tl.constexpr(_sources(layout.VALUES[4]))
+# Neighbours in a byte are so many dimensions apart.
+_KEY_PAIR: tl.constexpr = tl.constexpr(1 << int(layout.KEYS[4].nibble[1:]))
+_VALUE_PAIR: tl.constexpr = tl.constexpr(1 << int(layout.VALUES[4].nibble[1:]))
 
 
 @triton.jit
-def write_rows(
-    elements_ptr,
-    scales_ptr,
-    b_x,  # (BLOCK_HEADS, HEAD_DIM_PADDED), zero where masked
-    b_row,  # (BLOCK_HEADS,) slot * num_kv_heads + head
-    b_offset,  # (BLOCK_HEADS, HEAD_DIM_PADDED)
+def code_byte(o_dim, token, SOURCES: tl.constexpr, COUNT: tl.constexpr):
+    """The byte among a page's codes that holds a dimension of a token: `CodeOrder.address`."""
+    address = (o_dim >> 5) << COUNT
+    for place in tl.static_range(COUNT):
+        if SOURCES[place] < 8:
+            address += ((token >> SOURCES[place]) & 1) << place
+        else:
+            address += ((o_dim >> (SOURCES[place] - 8)) & 1) << place
+    return address
+
+
+@triton.jit
+def round_even(x):
+    return (x + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def e4m3_code(x):
+    """The nearest E4M3 code, saturated; in integers, so that it is the same on every GPU."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    b_size = tl.minimum(tl.abs(x), E4M3_MAX)
+    bits = b_size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = (b_size + E4M3_ROUNDER).to(tl.int32, bitcast=True) & 0xFF
+    return sign | tl.where(b_size < 0.015625, small, normal)
+
+
+@triton.jit
+def hadamard(b_x, SIZE: tl.constexpr):
+    """The normalized transform of each SIZE neighbours of (heads, dims)."""
+    HEADS: tl.constexpr = b_x.shape[0]
+    DIMS: tl.constexpr = b_x.shape[1]
+    for stage in tl.static_range(SIZE.bit_length() - 1):
+        b_x = tl.reshape(b_x, (HEADS * DIMS // (2 << stage), 2, 1 << stage))
+        b_first, b_second = tl.split(tl.permute(b_x, 0, 2, 1))
+        b_x = tl.permute(tl.join(b_first + b_second, b_first - b_second), 0, 2, 1)
+    return tl.reshape(b_x, (HEADS, DIMS)) * (SIZE**-0.5)
+
+
+@triton.jit
+def prepare(
+    p_head,  # (BLOCK_HEADS, 1), where each head begins
     b_valid,
-    b_mask,
-    KV_FORMAT: tl.constexpr,
+    norm_ptr,
+    p_cos,
+    p_sin,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HALF: tl.constexpr,  # of the rotated dimensions; 0 is no RoPE
+    HAS_NORM: tl.constexpr,
+    HADAMARD: tl.constexpr,  # size; 0 is none
 ):
-    if KV_FORMAT == "int8":
-        b_x = b_x.to(tl.float32)
-        b_scale = tl.div_rn(tl.max(tl.abs(b_x), 1), INT8_MAX)
-        b_scale = tl.minimum(b_scale, FLOAT16_MAX).to(tl.float16)
-        # Codes are made with the scale as it is stored; where that is 0, so are the codes.
-        b_divisor = b_scale.to(tl.float32)
-        b_divisor = tl.where(b_divisor > 0.0, b_divisor, float("inf"))[:, None]
-        b_x = (tl.div_rn(b_x, b_divisor) + ROUNDER) - ROUNDER
-        b_x = tl.minimum(tl.maximum(b_x, -INT8_MAX), INT8_MAX)
-        tl.store(scales_ptr + b_row, b_scale, mask=b_valid)
-    tl.store(elements_ptr + b_offset, b_x.to(elements_ptr.dtype.element_ty), mask=b_mask)
+    """Heads after norm, RoPE and Hadamard transform, rounded to their dtype after each."""
+    DTYPE: tl.constexpr = p_head.dtype.element_ty
+    o_dim = tl.arange(0, HEAD_DIM_PADDED)
+    b_in = o_dim < HEAD_DIM
+    b_x = tl.load(p_head + o_dim[None, :], mask=b_valid[:, None] & b_in[None, :], other=0.0)
+    b_x = b_x.to(tl.float32)
+    if HAS_NORM:
+        b_root = tl.rsqrt(tl.sum(b_x * b_x, 1) / HEAD_DIM + eps)[:, None]
+        b_weight = tl.load(norm_ptr + o_dim, mask=b_in, other=0.0)
+        b_x = (b_x * b_root * b_weight[None, :]).to(DTYPE).to(tl.float32)
+    if HALF > 0:
+        b_turned = o_dim < 2 * HALF
+        o_pair = tl.where(o_dim < HALF, o_dim + HALF, o_dim - HALF)
+        b_pair_mask = b_valid[:, None] & b_turned[None, :]
+        b_pair = tl.load(p_head + o_pair[None, :], mask=b_pair_mask, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            b_weight = tl.load(norm_ptr + o_pair, mask=b_turned, other=0.0)
+            b_pair = (b_pair * b_root * b_weight[None, :]).to(DTYPE).to(tl.float32)
+        b_cos = tl.load(p_cos + o_dim % HALF, mask=b_turned, other=1.0)
+        b_sin = tl.load(p_sin + o_dim % HALF, mask=b_turned, other=0.0)
+        b_sin = tl.where(o_dim < HALF, -b_sin, b_sin)
+        b_x = b_x * b_cos[None, :] + b_pair * b_sin[None, :]
+        b_x = b_x.to(DTYPE).to(tl.float32)
+    if HADAMARD > 0:
+        b_x = hadamard(b_x, HADAMARD).to(DTYPE).to(tl.float32)
+    return b_x
 
 
 @triton.jit
+def write_heads(
+    b_x,  # (BLOCK_HEADS, HEAD_DIM_PADDED) float32
+    pages_ptr,
+    halves_ptr,
+    head_scales_ptr,
+    b_page,  # (BLOCK_HEADS,) int64, which page
+    token,
+    b_head,
+    b_valid,
+    KV_FORMAT: tl.constexpr,
+    IS_VALUE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_STORED: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,  # or bytes
+):
+    """Quantize one token's keys or values and put them into its slot."""
+    DIMS: tl.constexpr = b_x.shape[1]
+    HEADS: tl.constexpr = b_x.shape[0]
+    o_dim = tl.arange(0, DIMS)
+    b_in = o_dim < HEAD_DIM
+    b_mask = b_valid[:, None] & b_in[None, :]
+    b_base = b_page * PAGE_ELEMENTS
+    if KV_FORMAT == "int8" or KV_FORMAT == "fp8":
+        if KV_FORMAT == "int8":
+            b_scale = tl.div_rn(tl.max(tl.abs(b_x), 1), INT8_MAX)
+            b_scale = tl.minimum(b_scale, FLOAT16_MAX).to(tl.float16)
+            # Codes are made with the scale as it is stored; too small a row has codes 0.
+            b_divisor = b_scale.to(tl.float32)
+            b_divisor = tl.where(b_divisor > 0.0, b_divisor, float("inf"))[:, None]
+            b_code = round_even(tl.div_rn(b_x, b_divisor))
+            b_code = tl.minimum(tl.maximum(b_code, -INT8_MAX), INT8_MAX).to(tl.int32) + 128
+            b_scale = tl.maximum(b_scale.to(tl.float32), SMALLEST_SCALE).to(tl.float16)
+            b_record = (b_base + 2 * PAGE * HEAD_DIM_STORED) // 2 + token * 2
+            tl.store(halves_ptr + b_record + (1 if IS_VALUE else 0), b_scale, mask=b_valid)
+        else:
+            b_divisor = tl.load(head_scales_ptr + b_head, mask=b_valid, other=1.0)[:, None]
+            b_code = e4m3_code(tl.div_rn(b_x, b_divisor + tl.zeros_like(b_x)))
+        o_byte = code_byte(o_dim, token, _VALUE_BITS_8 if IS_VALUE else _KEY_BITS_8, 10)
+        if IS_VALUE:
+            o_byte += PAGE * HEAD_DIM_STORED
+        tl.store(pages_ptr + b_base[:, None] + o_byte[None, :], b_code.to(tl.uint8), mask=b_mask)
+    elif KV_FORMAT == "int4":
+        b_lowest = tl.min(tl.where(b_in[None, :], b_x, float("inf")), 1)
+        b_highest = tl.max(tl.where(b_in[None, :], b_x, -float("inf")), 1)
+        b_scale = tl.div_rn(b_highest - b_lowest, 15.0 + tl.zeros_like(b_lowest))
+        b_scale = tl.minimum(tl.maximum(b_scale, SMALLEST_SCALE), FLOAT16_MAX).to(tl.float16)
+        b_offset = b_lowest + 8.0 * b_scale.to(tl.float32)
+        b_offset = tl.minimum(tl.maximum(b_offset, -FLOAT16_MAX), FLOAT16_MAX).to(tl.float16)
+        b_divisor = b_scale.to(tl.float32)[:, None] + tl.zeros_like(b_x)
+        b_code = round_even(tl.div_rn(b_x - b_offset.to(tl.float32)[:, None], b_divisor))
+        b_code = tl.minimum(tl.maximum(b_code + 8.0, 0.0), 15.0).to(tl.int32)
+        b_record = (b_base + PAGE * HEAD_DIM_STORED) // 2 + token * 2
+        if IS_VALUE:
+            b_record += 2 * PAGE
+        tl.store(halves_ptr + b_record, b_scale, mask=b_valid)
+        tl.store(halves_ptr + b_record + 1, b_offset, mask=b_valid)
+        # Dimensions that no head has are 0, as the allocation left them.
+        b_code = tl.where(b_in[None, :], b_code, 0)
+        PAIR: tl.constexpr = _VALUE_PAIR if IS_VALUE else _KEY_PAIR
+        b_code = tl.reshape(b_code, (HEADS, DIMS // (2 * PAIR), 2, PAIR))
+        b_low, b_high = tl.split(tl.permute(b_code, 0, 1, 3, 2))
+        b_code = tl.reshape(b_low | (b_high << 4), (HEADS, DIMS // 2))
+        o_half = tl.arange(0, DIMS // 2)
+        o_half = o_half // PAIR * (2 * PAIR) + o_half % PAIR
+        o_byte = code_byte(o_half, token, _VALUE_BITS_4 if IS_VALUE else _KEY_BITS_4, 9)
+        if IS_VALUE:
+            o_byte += PAGE * HEAD_DIM_STORED // 2
+        b_mask = b_valid[:, None] & (o_half < HEAD_DIM)[None, :]
+        tl.store(pages_ptr + b_base[:, None] + o_byte[None, :], b_code.to(tl.uint8), mask=b_mask)
+    else:
+        o_element = token * HEAD_DIM + o_dim
+        if IS_VALUE:
+            o_element += PAGE * HEAD_DIM
+        b_x = b_x.to(pages_ptr.dtype.element_ty)
+        tl.store(pages_ptr + b_base[:, None] + o_element[None, :], b_x, mask=b_mask)
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
 def kv_write_kernel(
-    keys_ptr,  # (num_blocks, block_size, num_kv_heads, head_dim)
-    values_ptr,
-    key_scales_ptr,  # (num_blocks, block_size, num_kv_heads) float16, or None
-    value_scales_ptr,
-    key_ptr,  # (num_tokens, num_kv_heads, head_dim), rows key_stride apart
+    output_ptr,  # (num_tokens, num_heads, head_dim), the queries; None without
+    pages_ptr,  # (num_blocks, num_kv_heads, page) elements, or bytes if quantized
+    halves_ptr,  # the same memory as float16, or None
+    head_scales_ptr,  # (2, num_kv_heads) float32, or None
+    query_ptr,  # (num_tokens, num_heads, head_dim), rows query_stride apart
+    key_ptr,
     value_ptr,
-    slot_mapping_ptr,  # (num_tokens,) int64
+    cos_ptr,  # (num_tokens, HALF) float32, or None
+    sin_ptr,
+    query_norm_ptr,  # (head_dim,) float32, or None
+    key_norm_ptr,
+    slot_mapping_ptr,  # (num_tokens,) int64, negative is nowhere
+    query_stride,
     key_stride,
     value_stride,
+    num_heads,
     num_kv_heads,
+    eps,
     KV_FORMAT: tl.constexpr,  # the value of a KVFormat
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
+    HEAD_DIM_STORED: tl.constexpr,
+    PAGE_ELEMENTS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    HAS_QUERY: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
-    i_token, i_part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slot_mapping_ptr + i_token)
-    o_head = i_part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    i_token = tl.program_id(0).to(tl.int64)
+    i_part = tl.program_id(1)
     o_dim = tl.arange(0, HEAD_DIM_PADDED)
-    b_valid = o_head < num_kv_heads
-    b_mask = b_valid[:, None] & (o_dim < HEAD_DIM)[None, :]
-    b_row = slot * num_kv_heads + o_head
-    b_offset = b_row[:, None] * HEAD_DIM + o_dim[None, :]
-    b_source = (o_head * HEAD_DIM)[:, None] + o_dim[None, :]
-    b_key = tl.load(key_ptr + i_token * key_stride + b_source, mask=b_mask, other=0.0)
-    b_value = tl.load(value_ptr + i_token * value_stride + b_source, mask=b_mask, other=0.0)
-    write_rows(keys_ptr, key_scales_ptr, b_key, b_row, b_offset, b_valid, b_mask, KV_FORMAT)
-    write_rows(values_ptr, value_scales_ptr, b_value, b_row, b_offset, b_valid, b_mask, KV_FORMAT)
+    o_head = tl.arange(0, BLOCK_HEADS)
+    p_cos = cos_ptr
+    p_sin = sin_ptr
+    if HALF > 0:
+        p_cos += i_token * HALF
+        p_sin += i_token * HALF
+    kv_parts = (num_kv_heads + BLOCK_HEADS - 1) // BLOCK_HEADS
+    if i_part < kv_parts:
+        slot = tl.load(slot_mapping_ptr + i_token)
+        if slot >= 0:
+            b_head = i_part * BLOCK_HEADS + o_head
+            b_valid = b_head < num_kv_heads
+            b_page = slot // PAGE * num_kv_heads + b_head
+            token = (slot % PAGE).to(tl.int32)
+            b_key = prepare(
+                key_ptr + i_token * key_stride + (b_head * HEAD_DIM)[:, None],
+                b_valid,
+                key_norm_ptr,
+                p_cos,
+                p_sin,
+                eps,
+                HEAD_DIM,
+                HEAD_DIM_PADDED,
+                HALF,
+                HAS_NORM,
+                HADAMARD,
+            )
+            p_value = value_ptr + i_token * value_stride + (b_head * HEAD_DIM)[:, None]
+            b_mask = b_valid[:, None] & (o_dim < HEAD_DIM)[None, :]
+            b_value = tl.load(p_value + o_dim[None, :], mask=b_mask, other=0.0).to(tl.float32)
+            write_heads(
+                b_key,
+                pages_ptr,
+                halves_ptr,
+                head_scales_ptr,
+                b_page,
+                token,
+                b_head,
+                b_valid,
+                KV_FORMAT,
+                False,
+                HEAD_DIM,
+                HEAD_DIM_STORED,
+                PAGE_ELEMENTS,
+            )
+            if KV_FORMAT == "fp8":
+                head_scales_ptr += num_kv_heads
+            write_heads(
+                b_value,
+                pages_ptr,
+                halves_ptr,
+                head_scales_ptr,
+                b_page,
+                token,
+                b_head,
+                b_valid,
+                KV_FORMAT,
+                True,
+                HEAD_DIM,
+                HEAD_DIM_STORED,
+                PAGE_ELEMENTS,
+            )
+    elif HAS_QUERY:
+        b_head = (i_part - kv_parts) * BLOCK_HEADS + o_head
+        b_valid = b_head < num_heads
+        b_query = prepare(
+            query_ptr + i_token * query_stride + (b_head * HEAD_DIM)[:, None],
+            b_valid,
+            query_norm_ptr,
+            p_cos,
+            p_sin,
+            eps,
+            HEAD_DIM,
+            HEAD_DIM_PADDED,
+            HALF,
+            HAS_NORM,
+            HADAMARD,
+        )
+        p_output = output_ptr + (i_token * num_heads + b_head)[:, None] * HEAD_DIM + o_dim[None, :]
+        b_mask = b_valid[:, None] & (o_dim < HEAD_DIM)[None, :]
+        tl.store(p_output, b_query.to(output_ptr.dtype.element_ty), mask=b_mask)

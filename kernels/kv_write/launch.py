@@ -7,59 +7,117 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.kv_write.kernel import kv_write_kernel
 from appliance.kernels.kv_write.spec import constexprs, num_warps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import KVBlocks
+    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.kv_write.head_norms import HeadNorms
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def write_kv(key: Tensor, value: Tensor, cache: KVBlocks, slot_mapping: Tensor) -> None:
+def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write every row's key and value into its slot, in place; see `reference.write_kv`.
 
     Args:
         key: (num_tokens, num_kv_heads, head_dim) bfloat16, float16 or float32; the heads of a row
             lie side by side.
         value: same shape and dtype.
-        cache: the blocks of one layer.
-        slot_mapping: (num_tokens,) int64, block * block_size + offset; no slot twice.
+        cache: the pages of one layer.
+        slot_mapping: (num_tokens,) int64, block * block_size + offset; no slot twice, and a
+            negative one is nowhere.
 
     Raises:
         UnsupportedModelError: no kernel covers the dtype.
     """
+    _launch(None, key, value, None, cache, slot_mapping, None)
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Norm, RoPE and Hadamard transform of queries and keys, and the write of keys and values.
+
+    In one launch; see `reference.rotate_and_write_with`, which says what the arguments are.
+
+    Raises:
+        UnsupportedModelError: no kernel covers the dtype.
+    """
+    heads = qkv.shape[1] - 2 * cache.num_kv_heads, cache.num_kv_heads, cache.num_kv_heads
+    query, key, value = qkv.split(heads, dim=1)
+    output = _launch(query, key, value, (cos, sin), cache, slot_mapping, norms)
+    assert output is not None
+    return output
+
+
+def _launch(
+    query: Tensor | None,
+    key: Tensor,
+    value: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    cache: LayerCache,
+    slot_mapping: Tensor,
+    norms: HeadNorms | None,
+) -> Tensor | None:
+    assert isinstance(cache, KVPages)
+    assert cache.format is not KVFormat.INT4_SEALED, "rows go to open pages"
     num_tokens, num_kv_heads, head_dim = key.shape
     assert value.shape == key.shape, (value.shape, key.shape)
-    assert cache.keys.shape[2:] == key.shape[1:], (cache.keys.shape, key.shape)
-    assert cache.keys.is_contiguous()
-    assert cache.values.is_contiguous()
+    assert (num_kv_heads, head_dim) == (cache.num_kv_heads, cache.head_dim)
     if key.dtype not in FLOAT_DTYPES or value.dtype != key.dtype:
         msg = (
             f"the KV write on the GPU has no kernel for keys of {key.dtype} and values of "
             f"{value.dtype}; supported: {', '.join(map(str, FLOAT_DTYPES))}, the same for both"
         )
         raise UnsupportedModelError(msg)
+    output = None if query is None else query.new_empty(query.shape)
     if not num_tokens:
-        return
-    assert key[0].is_contiguous(), key.stride()
-    assert value[0].is_contiguous(), value.stride()
-    fixed = constexprs(cache.format, num_kv_heads, head_dim)
-    parts = -(-num_kv_heads // fixed["BLOCK_HEADS"])
+        return output
+    for rows in filter(lambda rows: rows is not None, (query, key, value)):
+        assert rows is not None
+        assert rows[0].is_contiguous(), rows.stride()
+    fixed = constexprs(
+        cache.format,
+        num_kv_heads,
+        head_dim,
+        half=0 if angles is None else angles[0].shape[1],
+        has_norm=norms is not None,
+        has_query=query is not None,
+    )
+    block = fixed["BLOCK_HEADS"]
+    num_heads = 0 if query is None else query.shape[1]
+    parts = -(-num_kv_heads // block) + -(-num_heads // block)
+    quantized = cache.format.is_quantized
     with torch.cuda.device(key.get_device()):
         kv_write_kernel[(num_tokens, parts)](
-            cache.keys,
-            cache.values,
-            cache.key_scales,
-            cache.value_scales,
+            output,
+            cache.pages if quantized else cache.elements,
+            cache.halves if quantized else None,
+            cache.head_scales,
+            query,
             key,
             value,
+            None if angles is None else angles[0].contiguous(),
+            None if angles is None else angles[1].contiguous(),
+            None if norms is None else norms.query,
+            None if norms is None else norms.key,
             slot_mapping,
+            0 if query is None else query.stride(0),
             key.stride(0),
             value.stride(0),
+            num_heads,
             num_kv_heads,
+            0.0 if norms is None else norms.eps,
             **fixed,
             num_warps=num_warps(fixed),
         )
+    return output

@@ -6,24 +6,34 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_page.reference import hadamard, write_rows
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import KVBlocks
+    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.kv_write.head_norms import HeadNorms
 
 INT8_MAX = 127
 FLOAT16_MAX = 65504.0
 
 
-def write_kv(key: Tensor, value: Tensor, cache: KVBlocks, slot_mapping: Tensor) -> None:
+def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write every row's key and value into its slot, in place.
 
     Args:
-        key: (num_tokens, num_kv_heads, head_dim), any float dtype.
+        key: (num_tokens, num_kv_heads, head_dim), any float dtype; rotated as the format asks for.
         value: same shape and dtype.
         cache: the blocks of one layer.
-        slot_mapping: (num_tokens,) int64, block * block_size + offset; no slot twice.
+        slot_mapping: (num_tokens,) int64, block * block_size + offset; no slot twice. In pages,
+            a negative one is nowhere.
     """
+    if isinstance(cache, KVPages):
+        write_rows(cache.pages, cache.format.value, key, value, cache.head_scales, slot_mapping)
+        return
     if cache.format.is_quantized:
         assert cache.key_scales is not None
         assert cache.value_scales is not None
@@ -57,3 +67,56 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 def _scatter(blocks: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
     """Copy rows (num_tokens, ...) into blocks (num_blocks, block_size, ...)."""
     blocks.flatten(0, 1).index_copy_(0, slot_mapping, rows.to(blocks.dtype))
+
+
+def rotate_and_write_with(
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor],
+    rotary: Callable[[Tensor, Tensor, Tensor], Tensor],
+    write_kv: Callable[[Tensor, Tensor, LayerCache, Tensor], None],
+) -> Callable[..., Tensor]:
+    """`rotate_and_write` made of a backend's single operations."""
+
+    def rotate_and_write(
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache: LayerCache,
+        slot_mapping: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """Bring a step's queries and keys into their final form, and write keys and values.
+
+        In this order: norm of each query and key head, RoPE, and if the cache's format asks for
+        it the Hadamard transform, each rounded to the dtype of qkv.
+
+        Args:
+            qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim): queries, keys, values.
+            cos: (num_tokens, rotary_dim / 2) float32.
+            sin: same shape.
+            cache: the blocks of one layer.
+            slot_mapping: (num_tokens,) int64, as `write_kv` takes it.
+            norms: of queries and keys, or None.
+
+        Returns:
+            The queries, (num_tokens, num_heads, head_dim), dtype of qkv.
+        """
+        num_rotated = qkv.shape[1] - cache.num_kv_heads
+        num_heads = num_rotated - cache.num_kv_heads
+        rotated, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
+        if norms is not None:
+            parts = rotated.split([num_heads, cache.num_kv_heads], dim=1)
+            weights = norms.query, norms.key
+            rotated = torch.cat(
+                [
+                    rms_norm(part.reshape(-1, part.shape[-1]), weight, norms.eps).view(part.shape)
+                    for part, weight in zip(parts, weights, strict=True)
+                ],
+                dim=1,
+            )
+        rotated = rotary(rotated, cos, sin)
+        if cache.format.is_rotated:
+            rotated = hadamard(rotated).to(qkv.dtype)
+        write_kv(rotated[:, num_heads:], value, cache, slot_mapping)
+        return rotated[:, :num_heads]
+
+    return rotate_and_write

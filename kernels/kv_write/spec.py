@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_page.layout import DIM_STEP, page_bytes, stored_dims
+from appliance.kernels.kv_page.reference import hadamard_size
 from appliance.kernels.signature import MOST_COMPILED, KernelSignature
 
 MAX_WARPS = 4
@@ -15,18 +17,21 @@ WARP_ELEMENTS = 256  # of one tensor: 8 per thread, one 16-byte load each
 
 @dataclass(frozen=True, slots=True)
 class KVWriteShape:
-    """The keys or values of one layer of a model."""
+    """The heads of one layer of a model."""
 
     name: str
     num_kv_heads: int
     head_dim: int
+    num_heads: int
+    rotary_dim: int
+    has_norm: bool = False
 
 
 SHAPES = (
-    KVWriteShape("llama_8b", 8, 128),
-    KVWriteShape("smollm2_135m", 3, 64),
-    KVWriteShape("gemma2_9b", 8, 256),
-    KVWriteShape("phi2", 32, 80),
+    KVWriteShape("llama_8b", 8, 128, 32, 128),
+    KVWriteShape("smollm2_135m", 3, 64, 9, 64),
+    KVWriteShape("gemma3_270m", 1, 256, 4, 256, has_norm=True),
+    KVWriteShape("phi2", 32, 80, 32, 32),
 )
 NUM_TOKENS = (1, 16, 64, 512, 2048)  # what is measured
 
@@ -37,16 +42,46 @@ class Constexprs(TypedDict):
     KV_FORMAT: str
     HEAD_DIM: int
     HEAD_DIM_PADDED: int
+    HEAD_DIM_STORED: int
+    PAGE_ELEMENTS: int
+    HALF: int
+    HAS_NORM: bool
+    HADAMARD: int
+    HAS_QUERY: bool
     BLOCK_HEADS: int
 
 
-def constexprs(kv_format: KVFormat, num_kv_heads: int, head_dim: int) -> Constexprs:
-    """What `kv_write_kernel` is specialized for."""
-    padded = _power_of_two(head_dim)
+def constexprs(
+    kv_format: KVFormat,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    half: int = 0,
+    has_norm: bool = False,
+    has_query: bool = False,
+) -> Constexprs:
+    """What `kv_write_kernel` is specialized for.
+
+    Args:
+        kv_format: of the cache.
+        num_kv_heads: of the layer.
+        head_dim: elements of a head.
+        half: half of the rotated dimensions; 0 leaves RoPE out, and the Hadamard transform too.
+        has_norm: whether query and key heads are normed.
+        has_query: whether there are queries.
+    """
+    padded = max(DIM_STEP, _power_of_two(head_dim))
+    element = 1 if kv_format.is_quantized else kv_format.storage_dtype.itemsize
     return {
         "KV_FORMAT": kv_format.value,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": padded,
+        "HEAD_DIM_STORED": stored_dims(kv_format.value, head_dim),
+        "PAGE_ELEMENTS": page_bytes(kv_format.value, head_dim) // element,
+        "HALF": half,
+        "HAS_NORM": has_norm,
+        "HADAMARD": hadamard_size(head_dim) if kv_format.is_rotated and half else 0,
+        "HAS_QUERY": has_query,
         "BLOCK_HEADS": min(_power_of_two(num_kv_heads), MAX_WARPS * WARP_ELEMENTS // padded),
     }
 
@@ -59,35 +94,52 @@ def num_warps(fixed: Constexprs) -> int:
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
     """All that is compiled and gated for one compute capability (86 is 8.6)."""
-    for shape in SHAPES if capability == MOST_COMPILED else SHAPES[:1]:
-        for kv_format in (KVFormat.BF16, KVFormat.INT8):
-            yield write_signature(shape, kv_format)
+    for kv_format in (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4):
+        yield write_signature(SHAPES[0], kv_format)
+    for shape in SHAPES[1:] if capability == MOST_COMPILED else ():
+        yield write_signature(shape, KVFormat.INT4)  # what takes most
 
 
 def write_signature(shape: KVWriteShape, kv_format: KVFormat) -> KernelSignature:
     """How `kv_write_kernel` is compiled for a layer with BF16 activations."""
-    fixed = constexprs(kv_format, shape.num_kv_heads, shape.head_dim)
-    elements = "*i8" if kv_format is KVFormat.INT8 else f"*{kv_format.value}"
+    fixed = constexprs(
+        kv_format,
+        shape.num_kv_heads,
+        shape.head_dim,
+        half=shape.rotary_dim // 2,
+        has_norm=shape.has_norm,
+        has_query=True,
+    )
     types = {
-        "keys_ptr": elements,
-        "values_ptr": elements,
+        "output_ptr": "*bf16",
+        "pages_ptr": "*u8" if kv_format.is_quantized else f"*{kv_format.value}",
+        "query_ptr": "*bf16",
         "key_ptr": "*bf16",
         "value_ptr": "*bf16",
+        "cos_ptr": "*fp32",
+        "sin_ptr": "*fp32",
         "slot_mapping_ptr": "*i64",
+        "query_stride": "i32",
         "key_stride": "i32",
         "value_stride": "i32",
+        "num_heads": "i32",
         "num_kv_heads": "i32",
+        "eps": "fp32",
     }
-    scales = {"key_scales_ptr", "value_scales_ptr"}
     if kv_format.is_quantized:
-        types |= dict.fromkeys(scales, "*fp16")
+        types["halves_ptr"] = "*fp16"
+    if kv_format is KVFormat.FP8:
+        types["head_scales_ptr"] = "*fp32"
+    if shape.has_norm:
+        types |= {"query_norm_ptr": "*fp32", "key_norm_ptr": "*fp32"}
+    pointers = {"halves_ptr", "head_scales_ptr", "query_norm_ptr", "key_norm_ptr"}
     return KernelSignature(
         name=f"kv_write {shape.name} bf16 kv {kv_format.value}",
         module="appliance.kernels.kv_write.kernel",
         function="kv_write_kernel",
         types=types,
-        constexprs={**fixed, **dict.fromkeys(scales - types.keys())},
-        multiples_of_16=frozenset({"key_stride", "value_stride"}),
+        constexprs={**fixed, **dict.fromkeys(pointers - types.keys())},
+        multiples_of_16=frozenset({"query_stride", "key_stride", "value_stride"}),
         num_warps=num_warps(fixed),
         num_stages=1,
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from appliance.kernels.kv_cache import KVBlocks
 from appliance.kernels.paged_attention.cpu_plan import (
     CpuAttentionWork,
     DecodeGroup,
@@ -20,7 +21,7 @@ from appliance.kernels.paged_attention.cpu_plan import (
 )
 
 if TYPE_CHECKING:
-    from appliance.kernels.kv_cache import KVBlocks
+    from appliance.kernels.kv_cache import LayerCache
 
 __all__ = ["paged_attention", "plan_attention"]
 
@@ -32,7 +33,7 @@ MIN_ROWS = 4
 
 def paged_attention(
     query: Tensor,
-    cache: KVBlocks,
+    cache: LayerCache,
     work: object,
     *,
     scale: float,
@@ -56,6 +57,7 @@ def paged_attention(
         (num_tokens, num_heads, head_dim), dtype of query.
     """
     assert isinstance(work, CpuAttentionWork)
+    assert isinstance(cache, KVBlocks)
     out = query.new_empty(query.shape)
     if cache.format.is_quantized:
         query = query.float()

@@ -9,57 +9,104 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import UnsupportedModelError
-from appliance.kernels.paged_attention.kernel import merge_partials_kernel, paged_attention_kernel
+from appliance.kernels.attention_spans.kernel import plan_spans_kernel
+from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_page.layout import PAGE_TOKENS
+from appliance.kernels.paged_attention.kernel import decode_kernel, prefill_kernel
 from appliance.kernels.paged_attention.variant import (
     COMPUTE_NAMES,
     Phase,
+    Tile,
     Variant,
     choose_tile,
     padded,
 )
 from appliance.kernels.paged_attention.work import (
+    LONG_SPAN,
+    MAX_KV_HEADS,
     MAX_SPANS,
+    MIN_SPAN,
+    SPAN_COLUMNS,
     TILE_ROWS,
     AttentionWork,
-    plan_attention,
+    most_spans,
+    prefill_tiles,
 )
+from appliance.kernels.sealed_pages import SealedPages
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import KVBlocks
+    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.ragged import RaggedBatch
 
-__all__ = ["AttentionWork", "paged_attention", "plan_attention"]
+__all__ = ["AttentionWork", "check_supported", "paged_attention", "plan_attention"]
 
 LOG2_E = math.log2(math.e)
-MAX_HEAD_DIM = 256
-HEAD_DIM_STEP = 16  # even at one byte an element, every head then begins 16-byte aligned
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 MAX_GROUP = 16
-BLOCK_SIZES = (16, 32)
 INTERPRETED = 80  # compute capability whose tiles are taken where there is no GPU
+INTERPRETED_PROGRAMS = 3  # few, so that each has several spans
+
+
+def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
+    """Lay out one step's work; the sizes follow from the shapes of the batch's tensors alone.
+
+    Args:
+        batch: the step. A decode row whose context is 0 only fills up the batch: it gets zeros.
+        block_size: token slots in a block.
+    """
+    assert block_size == PAGE_TOKENS, block_size
+    device = batch.query_start.device
+    decodes = batch.num_decodes
+    capacity = decodes * most_spans(batch.block_tables.shape[1] * block_size) if decodes else 0
+    spans = torch.empty((capacity, SPAN_COLUMNS), dtype=torch.int32, device=device)
+    num_spans = torch.empty(1, dtype=torch.int32, device=device)
+    arrived = torch.zeros(decodes * MAX_KV_HEADS, dtype=torch.int32, device=device)
+    if decodes:
+        with torch.cuda.device(batch.query_start.get_device()):
+            plan_spans_kernel[(decodes,)](
+                spans,
+                num_spans,
+                batch.context_lens,
+                decodes,
+                MIN_SPAN=MIN_SPAN,
+                LONG_SPAN=LONG_SPAN,
+                MAX_SPANS=MAX_SPANS,
+                BLOCK=max(32, padded(decodes)),
+                num_warps=1,
+            )
+    if batch.num_seqs > decodes:
+        tiles = torch.from_numpy(prefill_tiles(batch)).to(device, non_blocking=True)
+    else:  # nothing may be copied from the host while a graph is captured
+        tiles = torch.empty((0, 2), dtype=torch.int32, device=device)
+    return AttentionWork(batch, spans, num_spans, arrived, tiles)
 
 
 def paged_attention(
     query: Tensor,
-    cache: KVBlocks,
+    cache: LayerCache | SealedPages,
     work: object,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from every row to its own sequence, causally; see `reference.paged_attention`.
 
-    Both matrix products take the dtype of the query and sum in float32.
+    Both matrix products take the dtype of the query, or with quantized pages float16, and sum in
+    float32.
 
     Args:
         query: (num_tokens, num_heads, head_dim) bfloat16, float16 or float32; the heads of a row
             lie side by side.
-        cache: blocks of this layer, with this step's keys and values written.
+        cache: pages of this layer, with this step's keys and values written.
         work: the AttentionWork from `plan_attention`.
         scale: multiplies q . k.
         window: a row sees this many latest positions, its own included; None is all.
         softcap: scores become softcap * tanh(scores / softcap).
+        sinks: (num_heads,) float32, a score for each head that has no value.
 
     Returns:
         (num_tokens, num_heads, head_dim), dtype of query.
@@ -68,103 +115,136 @@ def paged_attention(
         UnsupportedModelError: no kernel covers the shape or the dtype.
     """
     assert isinstance(work, AttentionWork)
+    assert isinstance(cache, KVPages | SealedPages)
     assert scale > 0, scale
     num_tokens, num_heads, head_dim = query.shape
-    _, block_size, num_kv_heads, _ = cache.keys.shape
-    assert cache.keys.is_contiguous()
-    assert cache.values.is_contiguous()
+    num_kv_heads = cache.num_kv_heads
+    assert head_dim == cache.head_dim, (head_dim, cache.head_dim)
     assert query[0].is_contiguous(), query.stride()
-    check_supported(num_heads, num_kv_heads, head_dim, block_size, query.dtype)
-
+    check_supported(num_heads, num_kv_heads, head_dim, cache.block_size, query.dtype, cache.format)
     output = query.new_empty(num_tokens, num_heads, head_dim)
-    # An empty tensor where no row is split: the kernel takes a pointer either way.
-    shape = (work.num_partials, num_heads, head_dim)
-    partial = torch.empty(shape, dtype=torch.float32, device=query.device)
-    partial_lse = torch.empty(shape[:2], dtype=torch.float32, device=query.device)
     batch = work.batch
-    for phase, rows in ((Phase.DECODE, work.spans), (Phase.PREFILL, work.tiles)):
-        if not len(rows):
-            continue
-        decode = phase is Phase.DECODE
+    if isinstance(cache, SealedPages):
+        spans = batch.sealed
+        assert spans is not None
+        pages = cache.closed
+        opened: tuple[Tensor | int | None, ...] = (
+            pages.halves,
+            cache.open.elements,
+            spans.lens,
+            spans.open_tables,
+            spans.open_tables.stride(0),
+        )
+    else:
+        pages, opened = cache, (None, None, None, None, 0)
+    stored = (pages.elements, pages.head_scales, *opened, sinks)
+    capability = _capability(query.device)
+    after_query = (
+        batch.context_lens,
+        batch.block_tables,
+        query.stride(0),
+        batch.block_tables.stride(0),
+        num_kv_heads,
+        LOG2_E * scale if softcap is None else 2 * LOG2_E * scale / softcap,
+        0.0 if softcap is None else LOG2_E * softcap,
+        0 if window is None else window,
+    )
+
+    def configure(phase: Phase) -> tuple[Variant, Tile, dict[str, object]]:
         variant = Variant(
             phase=phase,
             kv_format=cache.format,
             dtype=query.dtype,
             group=num_heads // num_kv_heads,
             head_dim=head_dim,
-            block_size=block_size,
             has_window=window is not None,
             has_softcap=softcap is not None,
+            has_sinks=sinks is not None,
         )
-        tile = choose_tile(variant, _capability(query.device))
-        # A row of the table stands for TILE_ROWS query rows; a program takes what its group leaves.
-        parts = 1 if decode else TILE_ROWS * variant.group_padded // tile.block_m
-        with torch.cuda.device(query.get_device()):
-            paged_attention_kernel[(len(rows), parts, num_kv_heads)](
-                output,
-                partial if decode else None,
-                partial_lse if decode else None,
-                query,
-                cache.keys,
-                cache.values,
-                cache.key_scales,
-                cache.value_scales,
-                rows,
-                batch.query_start,
-                batch.context_lens,
-                batch.block_tables,
-                query.stride(0),
-                batch.block_tables.stride(0),
-                num_kv_heads,
-                LOG2_E * (scale if softcap is None else softcap),
-                0.0 if softcap is None else 2 * LOG2_E * scale / softcap,
-                0 if window is None else window,
-                **variant.constexprs(tile),
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-                maxnreg=tile.max_registers,
-            )
-    if len(work.merges):
-        with torch.cuda.device(query.get_device()):
-            merge_partials_kernel[(len(work.merges), num_heads)](
+        tile = choose_tile(variant, capability or INTERPRETED)
+        fixed = variant.constexprs(tile, capability)
+        fixed |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        return variant, tile, fixed | {"maxnreg": tile.max_registers}
+
+    with torch.cuda.device(query.get_device()):
+        if capacity := len(work.spans):
+            _, tile, fixed = configure(Phase.DECODE)
+            # Partial results of rows that are split; a row that is not is written at once.
+            partial = query.new_empty((capacity, num_heads, head_dim), dtype=torch.float32)
+            partial_lse = query.new_empty((capacity, num_heads), dtype=torch.float32)
+            programs = min(capacity * num_kv_heads, _resident(query.device, tile.programs))
+            decode_kernel[(programs,)](
                 output,
                 partial,
                 partial_lse,
-                work.merges,
+                work.arrived,
+                query,
+                *stored,
+                work.spans,
+                work.num_spans,
+                *after_query,
+                **fixed,
+            )
+        if len(work.tiles):
+            variant, tile, fixed = configure(Phase.PREFILL)
+            # A tile has TILE_ROWS query rows; a program takes what its group leaves.
+            parts = TILE_ROWS * variant.group_padded // tile.block_m
+            prefill_kernel[(len(work.tiles), parts, num_kv_heads)](
+                output,
+                query,
+                *stored,
+                work.tiles,
                 batch.query_start,
-                num_heads,
-                HEAD_DIM=head_dim,
-                HEAD_DIM_PADDED=padded(head_dim),
-                MAX_PARTIALS=MAX_SPANS,
+                *after_query,
+                **fixed,
             )
     return output
 
 
 def check_supported(
-    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_format: KVFormat = KVFormat.BF16,
+    layer: int | None = None,
 ) -> None:
-    """Raise UnsupportedModelError, naming what is supported, if no kernel covers this."""
-    if head_dim > MAX_HEAD_DIM or head_dim % HEAD_DIM_STEP:
+    """Raise UnsupportedModelError, naming the layer and what is supported, if no kernel does it."""
+    if head_dim not in HEAD_DIMS:
         what = f"head_dim {head_dim}"
-        supported = f"multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+        supported = ", ".join(map(str, HEAD_DIMS))
     elif num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
         what = f"{num_heads} query heads on {num_kv_heads} KV heads"
         supported = f"1 to {MAX_GROUP} query heads for each KV head"
-    elif block_size not in BLOCK_SIZES:
+    elif num_kv_heads > MAX_KV_HEADS:
+        what = f"{num_kv_heads} KV heads"
+        supported = f"up to {MAX_KV_HEADS}"
+    elif block_size != PAGE_TOKENS:
         what = f"block size {block_size}"
-        supported = ", ".join(map(str, BLOCK_SIZES))
+        supported = str(PAGE_TOKENS)
     elif dtype not in COMPUTE_NAMES:
         what = f"activation dtype {dtype}"
         supported = ", ".join(map(str, COMPUTE_NAMES))
     else:
         return
-    msg = f"paged attention on the GPU has no kernel for {what}; supported: {supported}"
+    where = "" if layer is None else f"layer {layer}: "
+    msg = f"{where}paged attention on the GPU has no kernel for {what}; supported: {supported}"
     raise UnsupportedModelError(msg)
 
 
 @lru_cache
-def _capability(device: torch.device) -> int:
+def _capability(device: torch.device) -> int | None:
+    """Compute capability (86 is 8.6), or None in Triton's interpreter."""
     if device.type != "cuda":
-        return INTERPRETED
+        return None
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+@lru_cache
+def _resident(device: torch.device, programs: int) -> int:
+    """Programs that the device executes at a time."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return programs * torch.cuda.get_device_properties(device).multi_processor_count

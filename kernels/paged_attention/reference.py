@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.sealed_pages import SealedPages
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import KVBlocks
+    from appliance.kernels.kv_cache import LayerCache
 
 
 def plan_attention(batch: RaggedBatch, block_size: int) -> RaggedBatch:
@@ -22,12 +23,13 @@ def plan_attention(batch: RaggedBatch, block_size: int) -> RaggedBatch:
 
 def paged_attention(
     query: Tensor,
-    cache: KVBlocks,
+    cache: LayerCache | SealedPages,
     work: object,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend from every row to its own sequence, causally.
 
@@ -41,6 +43,7 @@ def paged_attention(
         scale: multiplies q . k.
         window: a row sees this many latest positions, its own included; None is all.
         softcap: scores become softcap * tanh(scores / softcap).
+        sinks: (num_heads,), for each head a score that counts in the softmax but has no value.
 
     Returns:
         (num_tokens, num_heads, head_dim), dtype of query.
@@ -49,12 +52,15 @@ def paged_attention(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = torch.empty_like(query)
     row = 0
-    for rows, context, table in zip(
-        work.host_query_lens, work.host_context_lens, work.host_block_tables, strict=True
-    ):
+    parts = zip(work.host_query_lens, work.host_context_lens, work.host_block_tables, strict=True)
+    for i, (rows, context, table) in enumerate(parts):
         q = query[row : row + rows].to(dtype)  # (rows, num_heads, head_dim)
-        k = gather_context(cache.keys, cache.key_scales, table, context, dtype)
-        v = gather_context(cache.values, cache.value_scales, table, context, dtype)
+        if isinstance(cache, SealedPages):
+            assert work.sealed is not None
+            opened, closed_len = work.sealed.host_open_tables[i], work.sealed.host_lens[i]
+            k, v = cache.gather(table, opened, closed_len, context, dtype)
+        else:
+            k, v = cache.gather(table, context, dtype)
         group = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(group, dim=1)  # (context, num_heads, head_dim)
         v = v.repeat_interleave(group, dim=1)
@@ -62,22 +68,14 @@ def paged_attention(
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         seen = visible(context - rows, rows, context, window, device=query.device)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(dtype).view(-1, 1, 1).expand(-1, rows, 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :context]
         out[row : row + rows] = torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
         row += rows
     return out
-
-
-def gather_context(
-    blocks: Tensor, scales: Tensor | None, table: tuple[int, ...], context: int, dtype: torch.dtype
-) -> Tensor:
-    """Collect one sequence's keys or values: (context, num_kv_heads, head_dim) in `dtype`."""
-    used = -(-context // blocks.shape[1])
-    index = torch.tensor(table[:used], dtype=torch.int64, device=blocks.device)
-    x = blocks[index].flatten(0, 1)[:context].to(dtype)
-    if scales is None:
-        return x
-    return x * scales[index].flatten(0, 1)[:context].to(dtype).unsqueeze(-1)
 
 
 def visible(

@@ -15,9 +15,8 @@ from appliance.kernels.paged_attention.variant import (
     Tile,
     Variant,
     choose_tile,
-    padded,
 )
-from appliance.kernels.paged_attention.work import MAX_SPANS
+from appliance.kernels.paged_attention.work import LONG_SPAN, MAX_SPANS, MIN_SPAN
 from appliance.kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULE = "appliance.kernels.paged_attention.kernel"
@@ -31,21 +30,24 @@ class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    block_size: int = 32
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
 
 
 SHAPES = (
-    AttentionShape("smollm2_135m", 9, 3, 64, block_size=16),
+    AttentionShape("smollm2_135m", 9, 3, 64),
     AttentionShape("llama_8b", 32, 8, 128),
     AttentionShape("gemma2_9b", 16, 8, 256, window=4096, softcap=50.0),
     AttentionShape("gemma3_270m", 4, 1, 256, window=512),
-    AttentionShape("qwen3_32b", 64, 8, 128),
+    AttentionShape("gpt_oss_20b", 64, 8, 64, window=128, has_sinks=True),
     AttentionShape("phi3_mini", 32, 32, 96),
     AttentionShape("phi2", 32, 32, 80),
 )
-CORE_SHAPES = SHAPES[:3]  # each head_dim and option once
+LLAMA = SHAPES[1]
+CORE_SHAPES = SHAPES[1:3]  # the usual one, and the one with all options
+FORMATS = (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4, KVFormat.INT4_SEALED)
+CORE_FORMATS = (KVFormat.BF16, KVFormat.INT4)  # elements, and the longest way from codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +75,14 @@ LENGTHS = (
 def signatures(capability: int) -> Iterator[KernelSignature]:
     """All that is compiled and gated for one compute capability (86 is 8.6)."""
     full = capability == MOST_COMPILED
-    precisions = [(torch.bfloat16, KVFormat.BF16), (torch.bfloat16, KVFormat.INT8)]
-    shapes = SHAPES if full else CORE_SHAPES
-    for shape, phase, (dtype, kv_format) in product(shapes, Phase, precisions):
-        yield attention_signature(shape, phase, dtype, kv_format, capability)
+    for shape, phase in product(SHAPES if full else CORE_SHAPES, Phase):
+        for kv_format in FORMATS if shape is LLAMA else CORE_FORMATS:
+            yield attention_signature(shape, phase, torch.bfloat16, kv_format, capability)
     if full:
-        precisions = [
-            (torch.float16, KVFormat.FP16),
-            (torch.float32, KVFormat.FP32),
-            (torch.float32, KVFormat.INT8),
-        ]
+        precisions = [(torch.float16, KVFormat.FP16), (torch.float32, KVFormat.FP32)]
         for phase, (dtype, kv_format) in product(Phase, precisions):
-            yield attention_signature(SHAPES[1], phase, dtype, kv_format, capability)
-    for shape in CORE_SHAPES if full else SHAPES[1:2]:
-        yield merge_signature(shape)
+            yield attention_signature(LLAMA, phase, dtype, kv_format, capability)
+    yield spans_signature()
 
 
 def attention_signature(
@@ -97,74 +93,85 @@ def attention_signature(
     capability: int,
     tile: Tile | None = None,
 ) -> KernelSignature:
-    """How `paged_attention_kernel` is compiled for a layer; the tile is the shipped one if None."""
+    """How an attention kernel is compiled for a layer; the tile is the shipped one if None."""
     variant = Variant(
         phase=phase,
         kv_format=kv_format,
         dtype=dtype,
         group=shape.num_heads // shape.num_kv_heads,
         head_dim=shape.head_dim,
-        block_size=shape.block_size,
         has_window=shape.window is not None,
         has_softcap=shape.softcap is not None,
+        has_sinks=shape.has_sinks,
     )
     tile = tile or choose_tile(variant, capability)
     activation = f"*{COMPUTE_NAMES[dtype]}"
-    elements = "*i8" if kv_format is KVFormat.INT8 else f"*{kv_format.value}"
     types = {
         "output_ptr": activation,
         "query_ptr": activation,
-        "keys_ptr": elements,
-        "values_ptr": elements,
-        "work_ptr": "*i32",
-        "query_start_ptr": "*i32",
+        "pages_ptr": "*i32" if kv_format.is_quantized else f"*{kv_format.value}",
         "context_lens_ptr": "*i32",
         "block_tables_ptr": "*i32",
         "query_stride": "i32",
         "block_tables_stride": "i32",
         "num_kv_heads": "i32",
-        "log2_scale": "fp32",
-        "tanh_scale": "fp32",
+        "score_scale": "fp32",
+        "cap": "fp32",
         "window": "i32",
     }
-    if kv_format.is_quantized:
-        types |= {"key_scales_ptr": "*fp16", "value_scales_ptr": "*fp16"}
     if phase is Phase.DECODE:
-        types |= {"partial_ptr": "*fp32", "partial_lse_ptr": "*fp32"}
-    absent = {"key_scales_ptr", "value_scales_ptr", "partial_ptr", "partial_lse_ptr"} - types.keys()
+        types |= {
+            "partial_ptr": "*fp32",
+            "partial_lse_ptr": "*fp32",
+            "arrived_ptr": "*i32",
+            "spans_ptr": "*i32",
+            "num_spans_ptr": "*i32",
+        }
+    else:
+        types |= {"tiles_ptr": "*i32", "query_start_ptr": "*i32"}
+    if kv_format is KVFormat.FP8:
+        types["head_scales_ptr"] = "*fp32"
+    if shape.has_sinks:
+        types["sinks_ptr"] = "*fp32"
+    sealed = {"halves_ptr": "*fp16", "open_pages_ptr": "*i32"}
+    sealed |= {"sealed_lens_ptr": "*i32", "open_tables_ptr": "*i32"}
+    if kv_format is KVFormat.INT4_SEALED:
+        types |= sealed
+    types["open_tables_stride"] = "i32"
+    absent = {"head_scales_ptr", "sinks_ptr", *sealed} - types.keys()
     return KernelSignature(
         name=f"attention {phase.value} {shape.name} {COMPUTE_NAMES[dtype]} kv {kv_format.value}",
         module=MODULE,
-        function="paged_attention_kernel",
+        function=f"{phase.value}_kernel",
         types=types,
-        constexprs=variant.constexprs(tile) | dict.fromkeys(absent),
+        constexprs=variant.constexprs(tile, capability) | dict.fromkeys(absent),
         multiples_of_16=frozenset({"query_stride"}),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         max_registers=tile.max_registers,
+        loop_elements=2 * tile.block_n * shape.head_dim // (32 * tile.num_warps),
     )
 
 
-def merge_signature(shape: AttentionShape) -> KernelSignature:
-    """How `merge_partials_kernel` is compiled for a layer with BF16 activations."""
+def spans_signature() -> KernelSignature:
+    """How the kernel that cuts contexts is compiled."""
     return KernelSignature(
-        name=f"merge {shape.name} bf16",
-        module=MODULE,
-        function="merge_partials_kernel",
+        name="spans",
+        module="appliance.kernels.attention_spans.kernel",
+        function="plan_spans_kernel",
         types={
-            "output_ptr": "*bf16",
-            "partial_ptr": "*fp32",
-            "partial_lse_ptr": "*fp32",
-            "work_ptr": "*i32",
-            "query_start_ptr": "*i32",
-            "num_heads": "i32",
+            "spans_ptr": "*i32",
+            "num_spans_ptr": "*i32",
+            "context_lens_ptr": "*i32",
+            "num_seqs": "i32",
         },
         constexprs={
-            "HEAD_DIM": shape.head_dim,
-            "HEAD_DIM_PADDED": padded(shape.head_dim),
-            "MAX_PARTIALS": MAX_SPANS,
+            "MIN_SPAN": MIN_SPAN,
+            "LONG_SPAN": LONG_SPAN,
+            "MAX_SPANS": MAX_SPANS,
+            "BLOCK": 64,
         },
         multiples_of_16=frozenset(),
-        num_warps=4,
+        num_warps=1,
         num_stages=1,
     )

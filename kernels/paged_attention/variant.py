@@ -1,4 +1,4 @@
-"""What is fixed when the attention kernel is compiled: the kind of work, and tile sizes for it.
+"""What is fixed when an attention kernel is compiled: the kind of work, and tile sizes for it.
 
 The sizes were chosen from compiled code alone, so that no register is spilled and the shared
 memory of every architecture suffices; none has been timed on a GPU yet. Imports no triton.
@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.kv_page.layout import DIM_STEP, PAGE_TOKENS, page_bytes, stored_dims
+from appliance.kernels.paged_attention.work import LONG_CONTEXT, LONG_SPAN, MAX_SPANS, MIN_SPAN
+
 if TYPE_CHECKING:
     from appliance.kernels.kv_cache import KVFormat
 
-# Triton's names of the dtypes that the matrix products can take.
+# Triton's names of the dtypes that activations can have.
 COMPUTE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# The kernels' names of codes, by format.
+CODES = {"fp8": "fp8", "int8": "int8", "int4": "int4", "int4-sealed": "sealed"}
+FP8_CAPABILITY = 89  # from here on the hardware converts E4M3
+FP8_FACTOR = 256.0  # what is left to multiply where bits are moved instead
+DECODE_ROWS = 16  # the least that a matrix product has
+assert LONG_CONTEXT == 8 * MIN_SPAN, "the kernel has it so"
 
 
 class Phase(Enum):
@@ -35,22 +44,23 @@ class Tile:
     block_n: int  # keys
     num_warps: int
     num_stages: int
+    programs: int = 0  # of decode, on a multiprocessor
     max_registers: int | None = None  # per thread; None leaves the choice to ptxas
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialization of the attention kernel.
+    """One specialization of an attention kernel.
 
     Attributes:
         phase: decode or prefill.
         kv_format: how the cache is stored.
-        dtype: of query and output, and what the matrix products take.
+        dtype: of query and output.
         group: query heads that share a KV head.
         head_dim: elements of a head.
-        block_size: token slots of a block.
         has_window: whether rows see their latest keys only.
         has_softcap: whether scores are capped.
+        has_sinks: whether each head has a sink.
     """
 
     phase: Phase
@@ -58,31 +68,44 @@ class Variant:
     dtype: torch.dtype
     group: int
     head_dim: int
-    block_size: int
     has_window: bool = False
     has_softcap: bool = False
+    has_sinks: bool = False
 
     @cached_property
     def group_padded(self) -> int:
-        """Rows that a group takes in a tile."""
+        """Rows that a group takes in a prefill tile."""
         return padded(self.group)
 
-    def constexprs(self, tile: Tile) -> dict[str, object]:
-        """The compile-time arguments of `paged_attention_kernel`."""
-        return {
-            "KV_FORMAT": self.kv_format.value,
-            "COMPUTE_DTYPE": COMPUTE_NAMES[self.dtype],
-            "DECODE": self.phase is Phase.DECODE,
+    def constexprs(self, tile: Tile, capability: int | None) -> dict[str, object]:
+        """The compile-time arguments; capability None is Triton's interpreter."""
+        fp8 = capability is not None and capability >= FP8_CAPABILITY
+        quantized = self.kv_format.is_quantized
+        element = 4 if quantized else self.kv_format.storage_dtype.itemsize
+        common: dict[str, object] = {
+            "CODES": CODES.get(self.kv_format.value, "none"),
+            "ASM": "none" if capability is None else "fp8" if fp8 else "ptx",
+            # Codes are whole numbers that float16 holds; to bfloat16 they would cost twice as much.
+            "COMPUTE": "fp16"
+            if quantized and self.dtype is not torch.float32
+            else COMPUTE_NAMES[self.dtype],
+            "PAGE_ELEMENTS": page_bytes(self.kv_format.value, self.head_dim) // element,
+            "OPEN_ELEMENTS": page_bytes("int8", self.head_dim) // 4,
             "HAS_WINDOW": self.has_window,
             "HAS_SOFTCAP": self.has_softcap,
+            "HAS_SINKS": self.has_sinks,
             "GROUP": self.group,
-            "GROUP_PADDED": self.group_padded,
             "HEAD_DIM": self.head_dim,
-            "HEAD_DIM_PADDED": padded(self.head_dim),
-            "BLOCK_SIZE": self.block_size,
+            "HEAD_DIM_STORED": stored_dims(self.kv_format.value, self.head_dim),
+            "HEAD_DIM_PADDED": max(DIM_STEP, padded(self.head_dim)),
+            "FP8_FACTOR": 1.0 if fp8 else FP8_FACTOR,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
+            "NUM_STAGES": tile.num_stages,
         }
+        if self.phase is Phase.PREFILL:
+            return common | {"GROUP_PADDED": self.group_padded}
+        return common | {"MIN_SPAN": MIN_SPAN, "LONG_SPAN": LONG_SPAN, "MAX_SPANS": MAX_SPANS}
 
 
 def padded(size: int) -> int:
@@ -90,33 +113,61 @@ def padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-# Per kind of work three tiles: for head_dim up to 64, 128 and 256. With fewer than three stages
-# the block table would not be read ahead, with five the keys and values run two tiles ahead. Where
-# a cap on registers stands, ptxas would else spill a few bytes to fit more programs on an SM.
-_Tiles = dict[tuple[Phase, bool], tuple[Tile, Tile, Tile]]  # bool: one byte per element
+# Per kind of work three tiles: for head_dim up to 64, 128 and 256. Decode takes a page at a time,
+# for quantized pages with a single warp, whose registers their order is made for; of five stages
+# two bring block ids, so that two pages are on their way while one is multiplied. The programs
+# fill a multiprocessor's registers or, with BF16 pages, the smallest shared memory. Where a cap on
+# registers stands, ptxas would else spill a few bytes to fit more programs.
+_Tiles = dict[tuple[Phase, bool], tuple[Tile, Tile, Tile]]  # bool: codes, not elements
 
+_PAGE = PAGE_TOKENS
 _MMA_SYNC: _Tiles = {
-    (Phase.DECODE, False): (Tile(16, 32, 4, 5), Tile(16, 32, 4, 5), Tile(16, 32, 4, 3)),
-    (Phase.DECODE, True): (Tile(16, 64, 4, 3, 128), Tile(16, 32, 4, 5), Tile(16, 32, 4, 3)),
+    (Phase.DECODE, False): (
+        Tile(16, _PAGE, 2, 5, programs=4),
+        Tile(16, _PAGE, 2, 5, programs=2),
+        Tile(16, _PAGE, 4, 3, programs=2),
+    ),
+    (Phase.DECODE, True): (
+        Tile(16, _PAGE, 1, 5, programs=8, max_registers=208),
+        Tile(16, _PAGE, 1, 5, programs=6, max_registers=208),
+        Tile(16, _PAGE, 2, 5, programs=2, max_registers=240),
+    ),
     (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 3)),
-    (Phase.PREFILL, True): (Tile(128, 32, 8, 3, 255), Tile(64, 32, 8, 3, 255), Tile(64, 32, 8, 3)),
+    (Phase.PREFILL, True): (Tile(128, _PAGE, 8, 3), Tile(64, _PAGE, 4, 3), Tile(64, _PAGE, 8, 3)),
 }
 _WGMMA: _Tiles = {
     **_MMA_SYNC,
     (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 3)),
-    (Phase.PREFILL, True): (Tile(128, 32, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 3)),
+    (Phase.PREFILL, True): (Tile(128, _PAGE, 8, 3), Tile(128, _PAGE, 8, 3), Tile(64, _PAGE, 8, 2)),
 }
-# Float32 is for checking the others: each product becomes three, and operands stand in registers
-# twice, so that a quantized cache with head_dim above 128 spills about a hundred bytes.
-_FLOAT32 = (Tile(16, 16, 4, 3), Tile(16, 32, 8, 3), Tile(16, 16, 8, 3))
+_TABLES = {
+    80: {
+        **_MMA_SYNC,
+        # The larger tiles spill on this one alone.
+        (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 32, 8, 4), Tile(64, 32, 8, 3)),
+    },
+    90: _WGMMA,
+}
+# Float32 is for checking the others: each product becomes three.
+_FLOAT32: dict[Phase, tuple[Tile, Tile, Tile]] = {
+    Phase.DECODE: (
+        Tile(16, _PAGE, 4, 3, programs=2),
+        Tile(16, _PAGE, 8, 3, programs=1),
+        Tile(16, _PAGE, 8, 2, programs=1),
+    ),
+    Phase.PREFILL: (Tile(32, _PAGE, 8, 2), Tile(32, _PAGE, 8, 2), Tile(32, _PAGE, 8, 2)),
+}
 
 
 @lru_cache(maxsize=1024)
 def choose_tile(variant: Variant, capability: int) -> Tile:
     """The tile for a variant on one compute capability (86 is 8.6)."""
-    if variant.dtype is torch.float32:
-        tiles = _FLOAT32
+    if torch.float32 in (variant.dtype, _storage(variant.kv_format)):
+        tiles = _FLOAT32[variant.phase]
     else:
-        table = _WGMMA if capability // 10 == 9 else _MMA_SYNC
-        tiles = table[variant.phase, variant.kv_format.storage_dtype.itemsize == 1]
+        tiles = _TABLES.get(capability, _MMA_SYNC)[variant.phase, variant.kv_format.is_quantized]
     return tiles[0 if variant.head_dim <= 64 else 1 if variant.head_dim <= 128 else 2]
+
+
+def _storage(kv_format: KVFormat) -> torch.dtype | None:
+    return None if kv_format.is_quantized else kv_format.storage_dtype

@@ -21,10 +21,15 @@ STRETCH = 256  # tokens that are summed up together when a whole vocabulary is w
 
 
 def choose(logits: Tensor, rows: SamplingRows) -> list[int]:
-    """Like `sample`, on the host; -1 for a row with NaN, +inf or no finite value."""
+    """Like `choose_where_it_is`, on the host."""
+    return choose_where_it_is(logits, rows).tolist()
+
+
+def choose_where_it_is(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Like `sample`; -1 for a row with NaN, +inf or no finite value."""
     finite = logits.amax(dim=-1).isfinite()
     tokens = sample(logits.nan_to_num(nan=0.0), rows)
-    return torch.where(finite, tokens, -1).tolist()
+    return torch.where(finite, tokens, -1)
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:

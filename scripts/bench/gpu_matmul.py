@@ -8,10 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from gpu_backend import our_backend
 from gpu_matmul_peers import bf16_calls, fp8_calls, gemlite_calls, humming_calls, int4_calls
 from gpu_rows import Contender, Rows, Work, relative_error
 
-from appliance.kernels.backend import select_backend
+from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.fp8_matmul import launch as fp8_launch
+from appliance.kernels.fp8_matmul import reference as fp8_reference
+from appliance.kernels.fp8_matmul.launch import ActivationKind
 from appliance.kernels.packed import OffsetKind, PackedWeight
 
 if TYPE_CHECKING:
@@ -29,13 +33,13 @@ SHAPES = {
     "square": (8192, 8192),
     "large": (8192, 28672),
 }
-TINY_SHAPES = {"tiny": (256, 192), "ragged": (576, 320)}
+TINY_SHAPES = {"tiny": (256, 192), "ragged": (640, 320)}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
 TINY_ROWS = (1, 17, 130)
 GROUP = 128
-DTYPE = torch.bfloat16
 # As far from float64 as torch's own product of the dequantized weight in bf16, and half as much.
 ERROR_BESIDE_TORCH = 1.5
+FP8_BOUND = 4e-3  # beside the product of the quantized activations: rounding of bf16 results
 CHECKED_ELEMENTS = 1 << 28  # of a weight in float64
 
 
@@ -48,12 +52,13 @@ class Problem:
     out_features: int
     m: int
     device: torch.device
+    dtype: torch.dtype
 
     def x(self, seed: int = 0) -> Tensor:
         """Activations (m, in_features)."""
         generator = torch.Generator(self.device).manual_seed(seed)
         size = (self.m, self.in_features)
-        return torch.randn(size, generator=generator, device=self.device).to(DTYPE)
+        return torch.randn(size, generator=generator, device=self.device).to(self.dtype)
 
     def work(self, kernel: str, weight_bytes: int) -> Work:
         """Bytes and operations of one product."""
@@ -93,21 +98,21 @@ def error_beside_torch(problem: Problem, weight: Tensor, out: Tensor) -> tuple[f
     rows = max(1, CHECKED_ELEMENTS // problem.in_features)
     weight = weight[:rows]
     expected = x.double() @ weight.double().T
-    theirs = relative_error(x @ weight.to(DTYPE).T, expected)
+    theirs = relative_error(x @ weight.to(problem.dtype).T, expected)
     return relative_error(out[:, :rows], expected), ERROR_BESIDE_TORCH * theirs
 
 
 def ours(bench: Bench, problem: Problem, bits: int, *, symmetric: bool) -> tuple[int, Contender]:
     """Bytes of the weight as it is laid out, and our kernel."""
-    backend = select_backend(bench.device) if bench.is_gpu else _interpreted()
+    backend = our_backend(bench)
     make = partial(random_packed, problem, bits, GROUP, symmetric=symmetric)
     first = make(seed=0)
-    nbytes = backend.prepare_linear(first, None, DTYPE).nbytes
+    nbytes = backend.prepare_linear(first, None, problem.dtype).nbytes
 
     def calls() -> list[Call]:
         x = problem.x()
         linears: list[Linear] = [
-            backend.prepare_linear(make(seed=seed), None, DTYPE)
+            backend.prepare_linear(make(seed=seed), None, problem.dtype)
             for seed in range(bench.copies(nbytes))
         ]
         return [partial(linear, x) for linear in linears]
@@ -120,14 +125,36 @@ def ours(bench: Bench, problem: Problem, bits: int, *, symmetric: bool) -> tuple
     return nbytes, Contender("ours", calls, error)
 
 
-def _interpreted() -> object:
-    """Our Triton kernels in the interpreter, to try this script without a GPU."""
-    from appliance.kernels.packed_matmul import launch
+def fp8(bench: Bench, problem: Problem, activations: ActivationKind) -> tuple[int, Contender]:
+    """The same for FP8 weights with a scale per output."""
 
-    class Interpreted:
-        prepare_linear = staticmethod(launch.prepare_linear)
+    def make(seed: int) -> Fp8Weight:
+        generator = torch.Generator(bench.device).manual_seed(seed)
+        shape = (problem.out_features, problem.in_features)
+        noise = torch.randn(shape, device=bench.device, generator=generator)
+        scale = torch.rand(shape[0], device=bench.device, generator=generator) / shape[1]
+        return Fp8Weight((100 * noise).clamp(-448, 448).to(torch.float8_e4m3fn), scale)
 
-    return Interpreted
+    def prepare(weight: Fp8Weight) -> Linear:
+        return fp8_launch.prepare_linear(weight, None, problem.dtype, activations)
+
+    first = make(0)
+    nbytes = prepare(first).nbytes
+
+    def calls() -> list[Call]:
+        x = problem.x()
+        return [partial(prepare(make(seed)), x) for seed in range(bench.copies(nbytes))]
+
+    def error(call: Call) -> tuple[float, float]:
+        out = call()
+        assert isinstance(out, torch.Tensor)
+        if activations is ActivationKind.SAME:
+            return error_beside_torch(problem, first.dequantize(), out)
+        codes, scales = fp8_reference.quantize_rows(problem.x())
+        x = codes.double() * scales.double().view(-1, 1)
+        return relative_error(out, x @ first.dequantize(torch.float64).T), FP8_BOUND
+
+    return nbytes, Contender("ours", calls, error)
 
 
 def measure(bench: Bench, rows: Rows, *, tiny: bool, peers: bool, only: frozenset[str]) -> None:
@@ -157,12 +184,18 @@ def measure(bench: Bench, rows: Rows, *, tiny: bool, peers: bool, only: frozense
                     rows.measure(
                         work, Contender(name, partial(peer, bench, problem, GROUP, nbytes))
                     )
-        if peers and bench.is_gpu and problem.m >= 16 and (not only or "w8a8 fp8" in only):
-            work = problem.work("w8a8 fp8", problem.in_features * problem.out_features)
-            rows.measure(work, Contender("torch _scaled_mm", partial(fp8_calls, bench, problem)))
+        for kernel, kind in (("w8a16 fp8", ActivationKind.SAME), ("w8a8 fp8", ActivationKind.FP8)):
+            if only and kernel not in only:
+                continue
+            nbytes, contender = fp8(bench, problem, kind)
+            work = problem.work(kernel, nbytes)
+            rows.measure(work, contender)
+            if peers and bench.is_gpu and kind is ActivationKind.FP8:
+                theirs = partial(fp8_calls, bench, problem)
+                rows.measure(work, Contender("torch _scaled_mm", theirs))
 
 
 def _problems(bench: Bench, *, tiny: bool) -> Iterator[Problem]:
     for m in TINY_ROWS if tiny else ROWS:
         for name, (in_features, out_features) in (TINY_SHAPES if tiny else SHAPES).items():
-            yield Problem(name, in_features, out_features, m, bench.device)
+            yield Problem(name, in_features, out_features, m, bench.device, bench.dtype)

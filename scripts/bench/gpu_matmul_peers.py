@@ -17,7 +17,7 @@ def bf16_calls(bench: Bench, problem: Problem, nbytes: int) -> list[Call]:
     x = problem.x()
     shape = (problem.out_features, problem.in_features)
     weights = [
-        torch.randn(shape, device=bench.device, dtype=torch.bfloat16)
+        torch.randn(shape, device=bench.device, dtype=bench.dtype)
         for _ in range(bench.copies(nbytes))
     ]
     return [partial(torch.nn.functional.linear, x, weight) for weight in weights]

@@ -28,11 +28,13 @@ class Bench:
         device: cuda, or cpu to try a script.
         replays: of each captured graph.
         copy_bandwidth: bytes per second, read and written, of a large copy in this run.
+        dtype: of activations.
     """
 
     device: torch.device
     replays: int
     copy_bandwidth: float
+    dtype: torch.dtype = torch.bfloat16
 
     @classmethod
     def here(cls, replays: int) -> Bench:

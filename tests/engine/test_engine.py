@@ -8,6 +8,7 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
+from appliance.engine.model_runner import ModelRunner
 from appliance.engine.plan import Plan
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.engine.sampler import Sampled
@@ -163,19 +164,22 @@ def test_every_way_to_end(engine: LLMEngine) -> None:
 def test_broken_logits_end_that_request_only(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = engine._runner._executor
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner)
+    decoder = runner._executor
     forward = type(decoder).forward
 
     class Broken:
         device = decoder.device
 
         def forward(self, *arguments: Any) -> torch.Tensor:
-            logits = forward(decoder, *arguments)
+            logits: torch.Tensor = forward(decoder, *arguments)
             if len(logits) == 3:
                 logits[1] = torch.nan
             return logits
 
-    monkeypatch.setattr(engine._runner, "_executor", Broken())
+    monkeypatch.setattr(runner, "_executor", Broken())
+    before = engine.stats().nan_logits_total
     for name in ("a", "b", "c"):
         engine.submit(request(name, prompt(10, ord(name)), max_tokens=5))
     errors = {}
@@ -187,20 +191,23 @@ def test_broken_logits_end_that_request_only(
                 errors[delta.request_id] = delta.finish_reason
     assert errors == {"b": FinishReason.ERROR}
     assert (counts["a"], counts["b"], counts["c"]) == (5, 0, 5)
+    assert engine.stats().nan_logits_total == before + 1
 
 
 def test_a_step_without_memory_ends_the_requests_that_made_it_large(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(engine, request("small", prompt(10, 8), max_tokens=9))
-    real = engine._runner.run
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner)
+    real = runner.run
 
     def limited(plan: Plan) -> list[Sampled]:
         if plan.num_tokens > 30:
             raise MemoryError("no memory for the workspace of this step")
         return real(plan)
 
-    monkeypatch.setattr(engine._runner, "run", limited)
+    monkeypatch.setattr(runner, "run", limited)
     engine.submit(request("small", prompt(10, 8), max_tokens=9))
     report = engine.step()
     answer = [token for delta in report.deltas for token in delta.token_ids]

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from appliance.engine.block_manager import BlockManager
-from appliance.engine.plan import Plan
+from appliance.engine.plan import Plan, ScheduledSequence
 from appliance.engine.policy import may_admit
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.engine.scheduler import Scheduler, SchedulerLimits
@@ -77,9 +77,11 @@ class EchoModel:
         for copy in self.shuffle.sample(plan.copies, len(plan.copies)):
             for offset in range(self.block_size):
                 self.slots[copy.destination, offset] = self.slots.get((copy.source, offset), -1)
-        tokens: dict[Sequence, int] = {}
+        tokens: dict[Sequence, int] = dict.fromkeys([e.sequence for e in plan.scheduled], -1)
         for entry in self.shuffle.sample(plan.scheduled, len(plan.scheduled)):
             sequence = entry.sequence
+            if sequence.status is SequenceStatus.FINISHED and entry.follows:
+                continue  # its row's token may never have come
             contents = [self.slots[self.place(sequence, p)] for p in range(entry.start)]
             for position in range(entry.start, entry.start + entry.num_tokens):
                 previous = contents[-1] if contents else 0
@@ -97,6 +99,7 @@ class Load:
     limits: SchedulerLimits
     prefix_caching: bool
     depth: int  # plans in flight at once
+    look_ahead: bool
     requests: tuple[tuple[int, Request], ...]  # step of arrival
     aborts: tuple[tuple[int, bool, int, int | None], ...]  # step, within a step?, request, index
     failures: tuple[int, ...]  # steps at which everything in flight fails
@@ -110,7 +113,7 @@ class Simulation:
         self.blocks = BlockManager(
             load.num_blocks, load.block_size, prefix_caching=load.prefix_caching
         )
-        self.scheduler = Scheduler(self.blocks, load.limits, (EOS,))
+        self.scheduler = Scheduler(self.blocks, load.limits, (EOS,), look_ahead=load.look_ahead)
         self.model = EchoModel(load.block_size, random.Random(load.seed))
         self.sequences: list[Sequence] = []
         self.emitted: dict[Sequence, list[int]] = {}
@@ -167,7 +170,10 @@ class Simulation:
                 seen["aborted"] += live
 
     def plan(self) -> bool:
-        busy = {entry.sequence for plan, _ in self.in_flight for entry in plan.scheduled}
+        busy: dict[Sequence, list[ScheduledSequence]] = {}
+        for in_flight, _ in self.in_flight:
+            for entry in in_flight.scheduled:
+                busy.setdefault(entry.sequence, []).append(entry)
         running = [s for s in self.scheduler.sequences() if s.status is SequenceStatus.RUNNING]
         running.sort(key=lambda s: (s.request.priority, s.arrival, s.index))
         plan = self.scheduler.plan(now=float(self.step))
@@ -177,7 +183,10 @@ class Simulation:
         limits = self.load.limits
         scheduled = [entry.sequence for entry in plan.scheduled]
         assert len(scheduled) == len(set(scheduled))
-        assert not busy.intersection(scheduled)
+        again = busy.keys() & set(scheduled)
+        assert self.load.look_ahead or not again
+        assert all(len(busy[sequence]) == 1 for sequence in again)
+        seen["looked ahead"] += len(again)
         assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
         singles = [entry.num_tokens == 1 for entry in plan.scheduled]
         assert singles == sorted(singles, reverse=True)
@@ -185,8 +194,15 @@ class Simulation:
         for entry in plan.scheduled:
             seq, end = entry.sequence, entry.start + entry.num_tokens
             assert seq.status is SequenceStatus.RUNNING
-            assert entry.start == seq.num_computed
-            assert entry.samples == (end == len(seq.token_ids))
+            before = busy.get(seq, [])
+            coming = sum(other.samples for other in before)
+            assert entry.start == seq.num_computed + sum(other.num_tokens for other in before)
+            assert entry.samples == (end == len(seq.token_ids) + coming)
+            assert entry.follows == (end > len(seq.token_ids))
+            if entry.follows:
+                assert entry.num_tokens == 1
+                assert not seq.request.sampling.has_penalties
+            seen["followed"] += entry.follows
             places = {self.model.place(seq, position) for position in range(entry.start, end)}
             assert not targets & places
             targets |= places
@@ -214,7 +230,11 @@ class Simulation:
     def commit(self) -> None:
         plan, tables = self.in_flight.pop(0)
         for entry, table in zip(plan.scheduled, tables, strict=True):
-            assert entry.sequence.block_table == table, "blocks left a plan in flight"
+            now = entry.sequence.block_table
+            assert now[: len(table)] == table, "blocks left a plan in flight"
+            assert now == table or self.load.look_ahead
+            if entry.follows and entry.sequence.status is SequenceStatus.FINISHED:
+                seen["rows for nothing"] += 1
         for update in self.scheduler.commit(plan, self.model.run(plan)):
             assert update.sequence not in self.endings
             self.emitted.setdefault(update.sequence, []).append(update.token_id)
@@ -259,6 +279,7 @@ def requests(draw: st.DrawFn, number: int) -> tuple[int, Request]:
             max_tokens=max_tokens,
             min_tokens=draw(st.integers(0, min(4, max_tokens or 4))),
             stop_token_ids=draw(st.sampled_from([(), (4,)])),
+            presence_penalty=draw(st.sampled_from([0.0, 0.0, 0.0, 1.0])),
             ignore_eos=draw(st.booleans()),
         ),
         priority=draw(st.sampled_from([0, 0, 1])),
@@ -281,6 +302,7 @@ def loads(draw: st.DrawFn) -> Load:
         ),
         prefix_caching=draw(st.sampled_from([True, True, True, False])),
         depth=draw(st.sampled_from([1, 1, 2, 3])),
+        look_ahead=draw(st.booleans()),
         requests=tuple(draw(requests(index)) for index in range(number)),
         aborts=tuple(
             draw(

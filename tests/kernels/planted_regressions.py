@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 
 from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.packed_matmul.spec import GATE_UP, INT4_SYMMETRIC, matmul_signature
+from appliance.kernels.packed_matmul.tiles import architecture
 from appliance.kernels.paged_attention.spec import SHAPES, attention_signature
 from appliance.kernels.paged_attention.variant import Phase, Tile
 from appliance.kernels.signature import KernelSignature
@@ -25,3 +27,21 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
         LLAMA, Phase.PREFILL, torch.bfloat16, KVFormat.BF16, capability, Tile(128, 128, 8, 5)
     )
     yield replace(large, name="planted: too much shared memory")
+    yield from matmul_signatures(capability)
+
+
+def matmul_signatures(capability: int) -> Iterator[KernelSignature]:
+    table = architecture(capability)
+    assert table is not None
+    few, more = table.tiles[0], table.tiles[3]
+    plain = matmul_signature(GATE_UP, INT4_SYMMETRIC, few, capability)
+    planted, form = "planted packed_matmul:", "int4 g128"
+    axes = list(plain.constexprs["AXES"])  # type: ignore[call-overload]
+    axes[4], axes[9] = axes[9], axes[4]  # a lane's bit in n for one in k
+    other = {**plain.constexprs, "AXES": tuple(axes)}
+    yield replace(
+        plain, name=f"{planted} another order of codes, {form} fp32 rows 8", constexprs=other
+    )
+    shared = matmul_signature(GATE_UP, INT4_SYMMETRIC, replace(more, tilewise=False), capability)
+    yield replace(shared, name=f"{planted} warps that share weights, {form} fp32 rows 128")
+    yield replace(plain, name=f"{planted} no promise of alignment, {form} rows 8", aligned=False)

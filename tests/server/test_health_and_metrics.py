@@ -63,6 +63,7 @@ async def test_metrics_have_the_known_names(serve: Serve) -> None:
         assert found["vllm:inter_token_latency_seconds_count"] == len("user\nhi") + 1 + 8
         assert found["appliance_engine_up"] == 1
         assert found["appliance_kv_blocks"] == 256
+        assert found["appliance_nan_logits_total"] == 0
         text = (await running.http.get("/metrics")).text
         assert 'vllm:request_success_total{finished_reason="stop",model_name="echo"} 1.0' in text
         assert 'vllm:request_success_total{finished_reason="length",model_name="echo"} 2.0' in text

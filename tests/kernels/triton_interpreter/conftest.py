@@ -20,13 +20,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from appliance.kernels.kv_cache import KVBlocks, KVFormat
+from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_page.layout import record_offset
 from appliance.kernels.kv_write.reference import write_kv
 from appliance.kernels.ragged import RaggedBatch
 
 HERE = Path(__file__).parent
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-CHILD_TIMEOUT = 280  # seconds, below the limit for a single test of the parent
+CHILD_TIMEOUT = 1500  # seconds, for all tests of this folder
 CHILD = pytest.StashKey["Child"]()
 
 
@@ -70,6 +71,13 @@ def run_child(session: pytest.Session) -> Child:
     return Child({outcome["test"]: outcome for outcome in outcomes}, output)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test waits for the child, so for all of them."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and not INTERPRETS:
+            item.add_marker(pytest.mark.timeout(CHILD_TIMEOUT + 60))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if INTERPRETS:
@@ -101,7 +109,7 @@ class Case:
     """A step of ragged sequences over a cache that is NaN wherever they hold no token."""
 
     query: torch.Tensor  # (num_tokens, num_heads, head_dim)
-    cache: KVBlocks
+    cache: KVPages
     batch: RaggedBatch
 
 
@@ -122,15 +130,16 @@ def build_case(
     head_dim: int = 32,
     kv_format: KVFormat = KVFormat.FP16,
     dtype: torch.dtype = torch.float16,
-    block_size: int = 16,
+    block_size: int = 32,
     blocks_seed: int = 0,
+    value_sizes: torch.Tensor | None = None,
 ) -> Case:
     """Random queries and keys, the same ones wherever the blocks lie."""
     lengths = [-(-context // block_size) for context in context_lens]
     num_blocks = sum(lengths) + 3
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(blocks_seed))
     tables = [tuple(table.tolist()) for table in order[: sum(lengths)].split(lengths)]
-    cache = KVBlocks.allocate(
+    cache = KVPages.allocate(
         kv_format,
         num_blocks=num_blocks,
         block_size=block_size,
@@ -138,17 +147,21 @@ def build_case(
         head_dim=head_dim,
         device=torch.device("cpu"),
     )
-    for stored, scales in (
-        (cache.keys, cache.key_scales),
-        (cache.values, cache.value_scales),
-    ):
-        (stored if scales is None else scales).fill_(torch.nan)
+    if cache.head_scales is not None:
+        cache.head_scales.copy_(torch.linspace(0.5, 2, cache.head_scales.numel()).view(2, -1))
+    if kv_format.is_quantized:
+        records = cache.pages[..., record_offset(kv_format.value, head_dim) :]
+        records.copy_(torch.full(records.shape, 0xFF, dtype=torch.uint8))  # NaN in every half
+    else:
+        cache.elements.fill_(torch.nan)
     queries = []
     for i, (rows, context, table) in enumerate(zip(query_lens, context_lens, tables, strict=True)):
         random = torch.Generator().manual_seed(i)
         shape = (context, num_heads + 2 * num_kv_heads, head_dim)
         parts = torch.randn(shape, generator=random).to(dtype)
         query, key, value = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if value_sizes is not None:
+            value = value * value_sizes[:context]
         write_kv(key, value, cache, slots_of(table, 0, context, block_size))
         queries.append(query[context - rows :])
     return Case(

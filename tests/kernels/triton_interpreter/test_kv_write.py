@@ -3,23 +3,30 @@ from __future__ import annotations
 import pytest
 import torch
 
-from appliance.kernels.kv_cache import KVBlocks, KVFormat
+from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.kv_write import reference
-from appliance.kernels.kv_write.launch import write_kv
+from appliance.kernels.kv_write.head_norms import HeadNorms
+from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
+from appliance.kernels.norm_rope.reference import rms_norm, rotary
 
-BLOCK_SIZE, NUM_BLOCKS = 16, 5
-SLOTS = torch.tensor([79, 0, 17, 16, 15, 40])
+NUM_BLOCKS = 4
+SLOTS = torch.tensor([127, 0, 33, 32, 31, -1, 70])
+PAGED = [KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4]
+compose = reference.rotate_and_write_with(rms_norm, rotary, reference.write_kv)
 
 
-def empty_cache(kv_format: KVFormat, num_kv_heads: int, head_dim: int) -> KVBlocks:
-    return KVBlocks.allocate(
+def empty_cache(kv_format: KVFormat, num_kv_heads: int, head_dim: int) -> KVPages:
+    cache = KVPages.allocate(
         kv_format,
         num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
+        block_size=32,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         device=torch.device("cpu"),
     )
+    if cache.head_scales is not None:
+        cache.head_scales.copy_(torch.linspace(0.01, 2, cache.head_scales.numel()).view(2, -1))
+    return cache
 
 
 def assert_writes_what_the_reference_writes(
@@ -28,27 +35,20 @@ def assert_writes_what_the_reference_writes(
     found, expected = (empty_cache(kv_format, *key.shape[1:]) for _ in range(2))
     write_kv(key, value, found, SLOTS)
     reference.write_kv(key, value, expected, SLOTS)
-    assert torch.equal(found.keys, expected.keys)
-    assert torch.equal(found.values, expected.values)
-    if kv_format.is_quantized:
-        assert found.key_scales is not None
-        assert found.value_scales is not None
-        assert expected.key_scales is not None
-        assert expected.value_scales is not None
-        assert torch.equal(found.key_scales, expected.key_scales)
-        assert torch.equal(found.value_scales, expected.value_scales)
+    assert expected.pages.any()
+    assert torch.equal(found.pages, expected.pages)
 
 
-@pytest.mark.parametrize("kv_format", [kind for kind in KVFormat if kind is not KVFormat.INT4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kv_format", [KVFormat.FP32, KVFormat.FP16, *PAGED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_format_bit_for_bit(kv_format: KVFormat, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, len(SLOTS), 3, 64, generator=random).to(dtype)
     assert_writes_what_the_reference_writes(key, value * 5, kv_format)
 
 
-@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 16), (8, 128), (5, 256), (32, 80)])
-@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 16), (8, 128), (5, 256), (9, 80)])
+@pytest.mark.parametrize("kv_format", PAGED)
 def test_every_shape_of_heads(num_kv_heads: int, head_dim: int, kv_format: KVFormat) -> None:
     random = torch.Generator().manual_seed(0)
     shape = (2, len(SLOTS), num_kv_heads, head_dim)
@@ -56,25 +56,69 @@ def test_every_shape_of_heads(num_kv_heads: int, head_dim: int, kv_format: KVFor
     assert_writes_what_the_reference_writes(key, value, kv_format)
 
 
-@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
-def test_slices_of_a_fused_projection(kv_format: KVFormat) -> None:
-    fused = torch.randn(len(SLOTS), 3 + 2 * 2, 32, generator=torch.Generator().manual_seed(0))
-    _, key, value = fused.half().split([3, 2, 2], dim=1)
-    assert not key.is_contiguous()
-    assert_writes_what_the_reference_writes(key, value, kv_format)
-    assert_writes_what_the_reference_writes(key.contiguous(), value, kv_format)
-
-
-def test_extreme_rows_of_int8() -> None:
+@pytest.mark.parametrize("kv_format", [KVFormat.INT8, KVFormat.INT4, KVFormat.FP8])
+def test_extreme_rows(kv_format: KVFormat) -> None:
     rows = torch.randn(len(SLOTS), 1, 32, generator=torch.Generator().manual_seed(0))
-    rows *= torch.tensor([0.0, 1e-9, 3e-6, 1.0, 1e4, 3e7]).view(-1, 1, 1)
+    rows *= torch.tensor([0.0, 1e-9, 3e-6, 1.0, 1e4, 1.0, 3e7]).view(-1, 1, 1)
     # Codes that lie halfway between two integers: the scale is exactly 1.
     rows[3, 0, :4] = torch.tensor([127.0, 0.5, 1.5, -2.5])
     rows[3, 0, 4:] = 100.5
-    assert_writes_what_the_reference_writes(rows, -rows, KVFormat.INT8)
+    assert_writes_what_the_reference_writes(rows, -rows, kv_format)
+
+
+def test_every_e4m3_code_and_what_lies_between() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[codes.isfinite()].sort().values
+    between = (codes[1:] + codes[:-1]) / 2  # exact halves
+    rows = torch.cat((codes, between, between * (1 + 2**-20), between * (1 - 2**-20)))
+    rows = torch.cat((rows, torch.zeros(7 * 256 - len(rows)))).view(7, 1, 256)
+    found, expected = (empty_cache(KVFormat.FP8, 1, 256) for _ in range(2))
+    for cache in (found, expected):
+        assert cache.head_scales is not None
+        cache.head_scales.fill_(1.0)
+    slots = torch.arange(7)
+    write_kv(rows, rows, found, slots)
+    reference.write_kv(rows, rows, expected, slots)
+    assert torch.equal(found.pages, expected.pages)
+    keys, _ = found.gather([0], 7, torch.float64)
+    assert torch.equal(keys.flatten()[: len(codes)], codes.double())
+
+
+@pytest.mark.parametrize("kv_format", PAGED)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "rotary_dim"), [((6, 2), 64, 64), ((4, 4), 80, 32), ((3, 1), 96, 96)]
+)
+def test_rotation_and_write_in_one_launch(
+    kv_format: KVFormat, heads: tuple[int, int], head_dim: int, rotary_dim: int
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    fused = torch.randn(len(SLOTS), heads[0] + 2 * heads[1], head_dim, generator=random).bfloat16()
+    angles = torch.randn(len(SLOTS), rotary_dim // 2, generator=random)
+    found, expected = (empty_cache(kv_format, heads[1], head_dim) for _ in range(2))
+    arguments = angles.cos(), angles.sin()
+    query = rotate_and_write(fused, *arguments, found, SLOTS)
+    assert torch.equal(query, compose(fused, *arguments, expected, SLOTS))
+    assert torch.equal(found.pages, expected.pages)
+
+
+def test_norms_of_heads() -> None:
+    random = torch.Generator().manual_seed(2)
+    fused = torch.randn(len(SLOTS), 8, 64, generator=random).bfloat16()
+    angles = torch.randn(len(SLOTS), 32, generator=random)
+    weights = torch.rand(2, 64, generator=random) + 0.5
+    norms = HeadNorms(weights[0], weights[1], 1e-6)
+    found, expected = (empty_cache(KVFormat.FP32, 2, 64) for _ in range(2))
+    arguments = angles.cos(), angles.sin()
+    query = rotate_and_write(fused, *arguments, found, SLOTS, norms)
+    # The sums of squares differ in their last bits, so a rounding may fall the other way.
+    same = compose(fused, *arguments, expected, SLOTS, norms)
+    torch.testing.assert_close(query, same, atol=0.0, rtol=2**-7)
+    torch.testing.assert_close(found.elements, expected.elements, atol=0.0, rtol=2**-7)
+    plain = rotate_and_write(fused, *arguments, found, SLOTS)
+    assert not torch.allclose(query, plain, rtol=0.05)
 
 
 def test_no_rows() -> None:
     cache = empty_cache(KVFormat.INT8, 2, 32)
     write_kv(torch.empty(0, 2, 32), torch.empty(0, 2, 32), cache, torch.empty(0, dtype=torch.int64))
-    assert not cache.keys.any()
+    assert not cache.pages.any()

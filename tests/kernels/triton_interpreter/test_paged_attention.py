@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.paged_attention import reference
 from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
+from appliance.kernels.paged_attention.work import span_table
+from appliance.kernels.ragged import RaggedBatch
 
 if TYPE_CHECKING:
     from tests.kernels.triton_interpreter.conftest import Case, MakeCase
@@ -18,6 +22,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Largest error, as a share of the largest result, in reference arithmetic of float64. Weights are
 # rounded to the dtype of the products, so it is about one unit in the last place of that.
 BOUNDS = {BF16: 8e-3, FP16: 1e-3, FP32: 5e-6}
+PAGED = [KVFormat.FP16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4]
 # Decode rows of one and several spans, then chunks: whole, continued, of one row.
 QUERY_LENS = (1, 1, 1, 20, 37, 1)
 CONTEXT_LENS = (1, 17, 300, 20, 100, 33)
@@ -27,27 +32,39 @@ def attend(
     case: Case,
     window: int | None = None,
     softcap: float | None = None,
-    span_capacity: int | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    work = plan_attention(case.batch, case.cache.block_size, span_capacity=span_capacity)
-    scale = case.query.shape[-1] ** -0.5
+    work = plan_attention(case.batch, case.cache.block_size)
     return paged_attention(
-        case.query, case.cache, work, scale=scale, window=window, softcap=softcap
+        case.query,
+        case.cache,
+        work,
+        scale=scale or case.query.shape[-1] ** -0.5,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
     )
 
 
 def assert_matches_reference(
-    case: Case, window: int | None = None, softcap: float | None = None, bound: float | None = None
+    case: Case,
+    window: int | None = None,
+    softcap: float | None = None,
+    bound: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
 ) -> None:
-    found = attend(case, window, softcap)
+    found = attend(case, window, softcap, sinks, scale)
     assert found.dtype == case.query.dtype
     expected = reference.paged_attention(
         case.query.double(),
         case.cache,
         case.batch,
-        scale=case.query.shape[-1] ** -0.5,
+        scale=scale or case.query.shape[-1] ** -0.5,
         window=window,
         softcap=softcap,
+        sinks=sinks,
     )
     error = (found.double() - expected).abs().max() / expected.abs().max()
     assert error < (bound or BOUNDS[case.query.dtype])  # NaN is not
@@ -66,56 +83,48 @@ def test_this_process_interprets() -> None:
         (KVFormat.INT8, BF16),
         (KVFormat.INT8, FP16),
         (KVFormat.INT8, FP32),
+        (KVFormat.FP8, BF16),
+        (KVFormat.FP8, FP32),
+        (KVFormat.INT4, BF16),
+        (KVFormat.INT4, FP16),
+        (KVFormat.INT4, FP32),
         (KVFormat.BF16, FP32),
     ],
 )
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 5.0)])
-def test_every_cache_format(
-    make_case: MakeCase,
-    kv_format: KVFormat,
-    dtype: torch.dtype,
-    window: int | None,
-    softcap: float | None,
-) -> None:
+def test_every_cache_format(make_case: MakeCase, kv_format: KVFormat, dtype: torch.dtype) -> None:
     case = make_case(QUERY_LENS, CONTEXT_LENS, kv_format=kv_format, dtype=dtype)
-    assert_matches_reference(case, window, softcap)
+    assert_matches_reference(case)
+
+
+@pytest.mark.parametrize("kv_format", PAGED)
+def test_windows_and_caps_of_every_kind_of_page(make_case: MakeCase, kv_format: KVFormat) -> None:
+    case = make_case(QUERY_LENS, CONTEXT_LENS, kv_format=kv_format)
+    assert_matches_reference(case, window=40, softcap=5.0)
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [
-        (2, 2, 96, 16),
-        (9, 3, 64, 16),
-        (8, 2, 128, 32),
-        (8, 1, 80, 32),
-        (4, 1, 256, 16),
-        (16, 1, 16, 32),
-    ],
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(2, 2, 96), (9, 3, 64), (8, 2, 128), (8, 1, 80), (4, 1, 256), (16, 1, 16)],
 )
-@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
+@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8, KVFormat.INT4])
 def test_every_shape_of_heads(
-    make_case: MakeCase,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    kv_format: KVFormat,
+    make_case: MakeCase, num_heads: int, num_kv_heads: int, head_dim: int, kv_format: KVFormat
 ) -> None:
     case = make_case(
-        QUERY_LENS,
-        CONTEXT_LENS,
+        (1, 1, 20),
+        (150, 33, 70),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        block_size=block_size,
         kv_format=kv_format,
     )
-    assert_matches_reference(case, window=90)
+    assert_matches_reference(case, window=60)
 
 
-def test_decode_lengths_around_blocks_tiles_and_spans(make_case: MakeCase) -> None:
-    lengths = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513, 770)
-    case = make_case([1] * len(lengths), lengths, dtype=FP32, kv_format=KVFormat.FP32)
+@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT4])
+def test_decode_lengths_around_pages_and_spans(make_case: MakeCase, kv_format: KVFormat) -> None:
+    lengths = (1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257, 1024, 1025)
+    case = make_case([1] * len(lengths), lengths, kv_format=kv_format)
     assert_matches_reference(case)
 
 
@@ -126,11 +135,21 @@ def test_chunk_lengths_around_tiles(make_case: MakeCase) -> None:
     assert_matches_reference(case)
 
 
-@pytest.mark.parametrize("window", [1, 15, 16, 64, 128, 129, 1000])
-def test_windows(make_case: MakeCase, window: int) -> None:
+@pytest.mark.parametrize("window", [1, 15, 32, 129, 1000])
+@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT4])
+def test_windows(make_case: MakeCase, window: int, kv_format: KVFormat) -> None:
     # A window shorter than the context leaves whole spans without a visible key.
-    case = make_case((1, 1, 70), (700, 20, 90), dtype=FP32, kv_format=KVFormat.FP32)
+    case = make_case((1, 1, 70), (700, 20, 90), kv_format=kv_format)
     assert_matches_reference(case, window)
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
+@pytest.mark.parametrize("strength", [-3.0, 8.0])
+def test_sinks(make_case: MakeCase, kv_format: KVFormat, strength: float) -> None:
+    case = make_case(QUERY_LENS, CONTEXT_LENS, kv_format=kv_format)
+    sinks = torch.linspace(-1, 1, case.query.shape[1]) + strength
+    assert_matches_reference(case, window=64, sinks=sinks)
+    assert not torch.allclose(attend(case), attend(case, sinks=sinks), rtol=1e-3)
 
 
 def test_large_scores_do_not_overflow(make_case: MakeCase) -> None:
@@ -140,7 +159,29 @@ def test_large_scores_do_not_overflow(make_case: MakeCase) -> None:
     assert_matches_reference(case, softcap=30.0, bound=200 * BOUNDS[FP32])
 
 
-@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8])
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1e4, 1e9])
+@pytest.mark.parametrize("kv_format", [KVFormat.INT8, KVFormat.INT4])
+def test_queries_of_any_size_survive_their_way_to_float16(
+    make_case: MakeCase, size: float, kv_format: KVFormat
+) -> None:
+    case = make_case((1, 9), (60, 40), dtype=BF16, kv_format=kv_format)
+    case.query.mul_(size)
+    # A scale that takes the size away again, so that the weights are not all alike.
+    assert_matches_reference(case, scale=0.1 / size)
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.INT8, KVFormat.INT4])
+def test_small_and_large_values_side_by_side(make_case: MakeCase, kv_format: KVFormat) -> None:
+    """Weights are multiplied by the values' scales, and still fit into float16."""
+    spread = torch.logspace(-6, 4, 1100).view(-1, 1, 1)
+    rows = torch.randperm(1100, generator=torch.Generator().manual_seed(0))
+    case = make_case(
+        (1, 30), (1100, 1000), dtype=BF16, kv_format=kv_format, value_sizes=spread[rows]
+    )
+    assert_matches_reference(case)
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.INT4])
 def test_where_the_blocks_lie_changes_no_bit(make_case: MakeCase, kv_format: KVFormat) -> None:
     first, second = (
         make_case(QUERY_LENS, CONTEXT_LENS, kv_format=kv_format, blocks_seed=seed)
@@ -150,26 +191,48 @@ def test_where_the_blocks_lie_changes_no_bit(make_case: MakeCase, kv_format: KVF
     assert torch.equal(attend(first, window=50), attend(second, window=50))
 
 
-@pytest.mark.parametrize("window", [None, 50])
-def test_neighbours_change_no_bit(make_case: MakeCase, window: int | None) -> None:
-    together = attend(make_case((1, 1, 40), (300, 64, 60)), window).split([1, 1, 40])
-    alone = make_case((1,), (300,))
+@pytest.mark.parametrize(
+    ("window", "kv_format"), [(None, KVFormat.FP16), (50, KVFormat.INT8), (None, KVFormat.INT4)]
+)
+def test_neighbours_change_no_bit(
+    make_case: MakeCase, window: int | None, kv_format: KVFormat
+) -> None:
+    case = make_case((1, 1, 40), (300, 64, 60), kv_format=kv_format)
+    together = attend(case, window).split([1, 1, 40])
+    alone = make_case((1,), (300,), kv_format=kv_format)
     assert torch.equal(attend(alone, window), together[0])
 
 
-@pytest.mark.parametrize("window", [None, 50])
-def test_how_a_prompt_is_cut_changes_no_bit(make_case: MakeCase, window: int | None) -> None:
-    whole = attend(make_case((150,), (150,)), window)
-    first = attend(make_case((67,), (67,)), window)
+@pytest.mark.parametrize(
+    ("window", "kv_format"), [(None, KVFormat.FP8), (50, KVFormat.FP16), (None, KVFormat.INT4)]
+)
+def test_how_a_prompt_is_cut_changes_no_bit(
+    make_case: MakeCase, window: int | None, kv_format: KVFormat
+) -> None:
+    whole = attend(make_case((150,), (150,), kv_format=kv_format), window)
+    first = attend(make_case((67,), (67,), kv_format=kv_format), window)
     # The same sequence, whose first 67 tokens were computed in an earlier step.
-    second = make_case((83,), (150,))
+    second = make_case((83,), (150,), kv_format=kv_format)
     assert torch.equal(whole[:67], first)
     assert torch.equal(whole[67:], attend(second, window))
 
 
-def test_empty_rows_of_a_fixed_table_change_no_bit(make_case: MakeCase) -> None:
-    case = make_case(QUERY_LENS, CONTEXT_LENS)
-    assert torch.equal(attend(case), attend(case, span_capacity=9))
+def test_rows_that_only_fill_up_a_batch_are_zero_and_change_no_bit(make_case: MakeCase) -> None:
+    case = make_case((1, 1, 1, 1), (300, 20, 1, 1))
+    expected = attend(case)
+    context_lens = torch.tensor([300, 20, 0, 0], dtype=torch.int32)
+    filled = replace(case, batch=replace(case.batch, context_lens=context_lens))
+    found = attend(filled)
+    assert torch.equal(found[:2], expected[:2])
+    assert not found[2:].any()
+
+
+def test_the_same_work_serves_every_layer(make_case: MakeCase) -> None:
+    case = make_case((1, 1), (700, 300))
+    work = plan_attention(case.batch, case.cache.block_size)
+    first, second = (paged_attention(case.query, case.cache, work, scale=0.1) for _ in range(2))
+    assert torch.equal(first, second)
+    assert not work.arrived.any()
 
 
 def test_rows_of_a_fused_projection(make_case: MakeCase) -> None:
@@ -180,3 +243,23 @@ def test_rows_of_a_fused_projection(make_case: MakeCase) -> None:
     view = replace(case, query=fused[:, :num_heads])
     assert view.query.stride(0) != case.query.stride(0)
     assert torch.equal(attend(case), attend(view))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 200_000), min_size=1, max_size=9))
+def test_the_device_cuts_contexts_as_the_model_does(contexts: list[int]) -> None:
+    lengths = torch.tensor(contexts, dtype=torch.int32)
+    batch = RaggedBatch(
+        query_start=torch.zeros(1, dtype=torch.int32),
+        context_lens=lengths,
+        block_tables=torch.zeros(len(contexts), -(-max(*contexts, 1) // 32), dtype=torch.int32),
+        slot_mapping=torch.zeros(0, dtype=torch.int64),
+        num_decodes=len(contexts),
+        host_query_lens=(),
+        host_context_lens=(),
+        host_block_tables=(),
+    )
+    work = plan_attention(batch, 32)
+    expected = torch.from_numpy(span_table(lengths.numpy()))
+    assert work.num_spans.item() == len(expected) <= len(work.spans)
+    assert torch.equal(work.spans[: len(expected)], expected)

@@ -1,0 +1,225 @@
+"""Runs plans on a device that works by itself: a step is enqueued, its tokens are read one later.
+
+Decode steps are padded to a few sizes and replayed as graphs; all others run eagerly. A sampled
+token stays on the device, and the next step reads it there. Changes no sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic
+
+import torch
+
+from appliance.engine.cuda_graphs import BUSY_STEPS, GraphCache, buckets
+from appliance.engine.device_batch import Geometry, fill, is_decode, shape_of
+from appliance.engine.staging import Staging, StepShape
+from appliance.model.executor import AnyCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.engine.device import Device, Event
+    from appliance.engine.device_sampler import DeviceSampler, SampledRows
+    from appliance.engine.plan import Plan, ScheduledSequence
+    from appliance.engine.sampler import Sampled
+    from appliance.engine.scheduler import SchedulerLimits
+    from appliance.engine.sequence import Sequence
+    from appliance.engine.staging import StepTensors
+    from appliance.model.executor import Executor
+
+
+def fixed_bytes(limits: SchedulerLimits, vocab_size: int, block_size: int) -> int:
+    """Bytes that the runner keeps on the device beside the cache: inputs, tables, logits."""
+    width = -(-limits.context_length // block_size)
+    num_seqs = limits.max_num_seqs
+    inputs = StepShape(limits.max_num_batched_tokens, num_seqs, num_seqs, width).num_bytes
+    return inputs + num_seqs * (16 + 4 * width + 4 * vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that was enqueued."""
+
+    rows: SampledRows | None
+    over: Event
+    begin: float
+
+
+class DeviceRunner(Generic[AnyCache]):
+    """Owns the KV cache and enqueues steps on one device.
+
+    Args:
+        executor: the model.
+        cache: the blocks that it reads and writes, and one behind them that rows which fill up a
+            batch may write to.
+        sampler: chooses tokens.
+        device: does the work.
+        limits: how large a step can be.
+        num_blocks: blocks of the cache, that spare one not included.
+        graph_bytes: bound on the memory of graphs; 0 turns them off.
+
+    Attributes:
+        depth: steps that may be in flight when the next one is launched.
+        seconds: of the device for the last step, as far as the host can tell.
+    """
+
+    depth = 1
+
+    def __init__(
+        self,
+        executor: Executor[AnyCache],
+        cache: AnyCache,
+        sampler: DeviceSampler,
+        device: Device,
+        limits: SchedulerLimits,
+        *,
+        num_blocks: int,
+        graph_bytes: int,
+    ) -> None:
+        self._executor = executor
+        self._cache = cache
+        self._sampler = sampler
+        self._device = device
+        self._spare = num_blocks
+        self.graphs = GraphCache(device, buckets(limits.max_num_seqs), graph_bytes)
+        # The last token of a sequence never needs a slot.
+        longest = min(limits.context_length, num_blocks * cache.block_size)
+        width = -(-longest // cache.block_size)
+        num_seqs = limits.max_num_seqs
+        largest = StepShape(limits.max_num_batched_tokens, num_seqs, num_seqs, width)
+        self._staging = Staging(device, largest)
+        self._num_latest = len(self._staging.latest)
+        # What a graph reads and writes stays where it is: tables at full width, logits, tokens.
+        self._tables = torch.full(
+            (num_seqs, width), num_blocks, dtype=torch.int32, device=device.torch_device
+        )
+        self._logits = torch.empty(
+            (num_seqs, executor.spec.vocab_size), dtype=torch.float32, device=device.torch_device
+        )
+        self._drawn = torch.empty(num_seqs, dtype=torch.int64, device=device.torch_device)
+        self._geometry = Geometry((), (), ())
+        self._places: dict[Sequence, int] = {}  # of the last step's tokens in `latest`
+        self._launched: deque[_Launched] = deque()
+        self._last_end = 0.0
+        self.seconds = 0.0
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> None:
+        """Enqueue one step behind those in flight.
+
+        Raises:
+            MemoryError: the device has no memory for it; what is in flight is not harmed.
+        """
+        begin = time.perf_counter()
+        busy = self.graphs.wanted(at_least=BUSY_STEPS)
+        if busy is not None:
+            self._capture(busy)
+        try:
+            rows = self._enqueue(plan)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"the device has no memory for this step: {error}") from error
+        self._launched.append(_Launched(rows, self._device.record(), begin))
+
+    def collect(self) -> list[Sampled]:
+        """Wait for the oldest step in flight.
+
+        Returns:
+            One result per sampling sequence, in the plan's order.
+        """
+        launched = self._launched.popleft()
+        launched.over.wait()
+        now = time.perf_counter()
+        self.seconds = now - max(launched.begin, self._last_end)
+        self._last_end = now
+        return [] if launched.rows is None else launched.rows.read()
+
+    def discard(self) -> None:
+        """Forget all steps in flight, once the device has done with them."""
+        self._device.synchronize()
+        self._launched.clear()
+        self._places = {}
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether decode steps ran without a graph that there could be."""
+        return self.graphs.wanted() is not None
+
+    @torch.inference_mode()
+    def idle(self) -> None:
+        """Capture one graph that was missing."""
+        wanted = self.graphs.wanted()
+        if wanted is not None:
+            self._capture(wanted)
+
+    def _enqueue(self, plan: Plan) -> SampledRows | None:
+        if plan.copies:
+            self._cache.copy_blocks(
+                [copy.source for copy in plan.copies], [copy.destination for copy in plan.copies]
+            )
+        sampling = tuple(entry for entry in plan.scheduled if entry.samples)
+        decode = is_decode(plan)
+        num_seqs = self.graphs.bucket(len(sampling)) if decode else len(plan.scheduled)
+        shape, tensors = self._stage(plan.scheduled, num_seqs)
+        drawn = None
+        if decode:
+            self._tables[:num_seqs, : shape.table_width].copy_(tensors.block_tables)
+            self.graphs.run(num_seqs, lambda: self._decode(num_seqs))
+            logits, drawn = self._logits[: len(sampling)], self._drawn[: len(sampling)]
+        else:
+            logits = self._run_eagerly(shape, tensors)
+        self._places = {entry.sequence: place for place, entry in enumerate(sampling)}
+        if not sampling:
+            return None
+        settings = tensors.sampling(len(sampling))
+        return self._sampler.launch(logits, sampling, settings, self._staging.latest, drawn)
+
+    def _stage(
+        self, scheduled: tuple[ScheduledSequence, ...], num_seqs: int
+    ) -> tuple[StepShape, StepTensors]:
+        block_size = self._cache.block_size
+        self._geometry = Geometry.of(scheduled, block_size, num_seqs, self._spare)
+        shape = shape_of(scheduled, self._geometry)
+        fill(
+            self._staging.arrays(shape),
+            scheduled,
+            self._geometry,
+            block_size,
+            self._places,
+            self._num_latest,
+        )
+        return shape, self._staging.send(shape)
+
+    def _run_eagerly(self, shape: StepShape, tensors: StepTensors) -> Tensor:
+        token_ids = self._staging.tokens(shape).index_select(0, tensors.sources)
+        batch = self._geometry.ragged(tensors, tensors.block_tables)
+        return self._executor.forward(
+            token_ids, tensors.positions, batch, self._cache, tensors.sample_rows
+        )
+
+    def _decode(self, num_seqs: int) -> None:
+        """What a graph is made of: from inputs where they always are to logits and tokens."""
+        shape = StepShape(num_seqs, num_seqs, num_seqs, 0)
+        tensors = self._staging.tensors(shape)
+        token_ids = self._staging.tokens(shape).index_select(0, tensors.sources)
+        batch = self._geometry.ragged(tensors, self._tables[:num_seqs])
+        logits = self._executor.forward(token_ids, tensors.positions, batch, self._cache)
+        # Out of the graphs' pool, so that they can all use the same memory one after another.
+        logits = self._logits[:num_seqs].copy_(logits)
+        tokens = self._sampler.sample_tokens(logits, tensors.sampling(num_seqs))
+        self._drawn[:num_seqs].copy_(tokens)
+
+    def _capture(self, num_seqs: int) -> None:
+        """Capture with rows that only fill up: what runs before the capture harms nothing."""
+        shape, tensors = self._stage((), num_seqs)
+        self._tables[:num_seqs, : shape.table_width].copy_(tensors.block_tables)
+        # Launchers that size a grid by the host's numbers must leave room for any context.
+        width = self._tables.shape[1]
+        self._geometry = Geometry(
+            query_lens=self._geometry.query_lens,
+            context_lens=(width * self._cache.block_size,) * num_seqs,
+            block_tables=((self._spare,) * width,) * num_seqs,
+        )
+        self.graphs.capture(num_seqs, lambda: self._decode(num_seqs))

@@ -1,0 +1,45 @@
+"""What the engine asks of whoever runs plans: enqueue one, and later what it sampled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from appliance.engine.plan import Plan
+    from appliance.engine.sampler import Sampled
+
+
+class Runner(Protocol):
+    """Runs plans in the order in which they are launched; changes no sequence.
+
+    Attributes:
+        depth: plans that may be in flight when the next one is launched. With one or more, a plan
+            may hold rows whose token the plan before samples.
+        seconds: inside the model and the sampler, for the last step.
+    """
+
+    @property
+    def depth(self) -> int: ...  # noqa: D102
+    @property
+    def seconds(self) -> float: ...  # noqa: D102
+
+    def launch(self, plan: Plan) -> None:
+        """Start a plan; may raise MemoryError, and whatever else the model raises."""
+        ...
+
+    def collect(self) -> list[Sampled]:
+        """Wait for the oldest plan in flight: one result per sampling sequence, in its order."""
+        ...
+
+    def discard(self) -> None:
+        """Forget all plans in flight."""
+        ...
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether there is something for a moment without requests."""
+        ...
+
+    def idle(self) -> None:
+        """Do a short piece of it."""
+        ...

@@ -1,0 +1,181 @@
+"""Launches the FP8 matmul: lays weights out at load, quantizes activations, sets up grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
+from appliance.kernels.fp8_matmul.kernel import fp8_matmul_kernel, quantize_rows_kernel
+from appliance.kernels.fp8_matmul.spec import (
+    BLOCK_K,
+    LEAST_NATIVE,
+    QUANTIZE_BLOCK,
+    choose_fp8_tile,
+    fp8_constexprs,
+)
+from appliance.kernels.packed_matmul.launch import (
+    DTYPES,
+    WIDTH_MULTIPLE,
+    TiledLinear,
+    capability_of,
+    workspace_of,
+)
+from appliance.kernels.packed_matmul.reference import DenseLinear
+from appliance.kernels.packed_matmul.tiled import pad_bias, tile_fp8
+from appliance.kernels.packed_matmul.tiles import TILE_N, architecture, choose_splits
+
+if TYPE_CHECKING:
+    from appliance.kernels.backend import Linear
+
+
+class ActivationKind(Enum):
+    """What the activations are multiplied as."""
+
+    SAME = "same"  # as they come: the codes of the weight are widened, on any GPU
+    FP8 = "fp8"  # quantized row by row: tensor cores that take e4m3
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Linear:
+    """x @ weight.T + bias with x quantized to e4m3, row by row."""
+
+    weight: Fp8Weight
+    bias: Tensor | None  # (out_features,) float32
+
+    @property
+    def in_features(self) -> int:
+        """Width of x."""
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Width of the result."""
+        return self.weight.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight and bias take."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: (num_tokens, in_features) bfloat16 or float16.
+            residual: (num_tokens, out_features) to be added, dtype of x; or None.
+
+        Returns:
+            (num_tokens, out_features), dtype of x.
+        """
+        assert x.shape[1] == self.in_features, (x.shape, self.in_features)
+        assert x.dtype in DTYPES, x.dtype
+        num_tokens = x.shape[0]
+        out = x.new_empty(num_tokens, self.out_features)
+        if not num_tokens:
+            return out
+        capability = capability_of(x.device)
+        tile = choose_fp8_tile(num_tokens, capability)
+        splits = choose_splits(
+            -(-self.out_features // TILE_N), -(-self.in_features // BLOCK_K), tile, capability
+        )
+        codes, scales = quantize_rows(x)
+        workspace = workspace_of(x.device)
+        fixed = fp8_constexprs(
+            self.in_features,
+            tile,
+            splits,
+            blockwise=self.weight.is_blockwise,
+            native=x.is_cuda,
+        )
+        grid = (-(-num_tokens // tile.block_m), -(-self.out_features // tile.block_n), splits)
+        with torch.cuda.device(x.get_device()):
+            fp8_matmul_kernel[grid](
+                out,
+                codes,
+                scales,
+                self.weight.codes.view(torch.uint8),
+                self.weight.scale,
+                self.bias,
+                None if residual is None else residual.contiguous(),
+                workspace.partial,
+                workspace.arrived,
+                num_tokens,
+                self.out_features,
+                self.in_features,
+                **fixed,
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+        return out
+
+
+def prepare_linear(
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    activations: ActivationKind = ActivationKind.SAME,
+) -> Linear:
+    """Lay an FP8 weight out for the GPU kernels.
+
+    Args:
+        weight: per-channel or blockwise.
+        bias: (out_features,) or None.
+        dtype: of activations; float32, which is for checking, makes the weight dense.
+        activations: what they are multiplied as.
+
+    Raises:
+        UnsupportedModelError: no kernel covers the shape, the dtype or the GPU, or a code is NaN.
+    """
+    if dtype == torch.float32:
+        return DenseLinear(weight.dequantize(), None if bias is None else bias.float())
+    _check_supported(weight, dtype, activations)
+    workspace_of(weight.codes.device)
+    if activations is ActivationKind.FP8:
+        scale, codes = weight.scale.contiguous(), weight.codes.contiguous()
+        return Fp8Linear(Fp8Weight(codes, scale), None if bias is None else bias.float())
+    scale = weight.row_scales() if weight.is_blockwise else weight.scale
+    group_size = BLOCK if weight.is_blockwise else 0
+    tiled = tile_fp8(weight.codes.view(torch.uint8), scale, group_size)
+    return TiledLinear(tiled, pad_bias(bias), gated=False)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `reference.quantize_rows`, with the codes as uint8."""
+    if x.stride(1) != 1 or x.stride(0) % 16:
+        x = x.contiguous()
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    if len(x):
+        with torch.cuda.device(x.get_device()):
+            quantize_rows_kernel[(x.shape[0],)](
+                codes, scales, x, x.shape[1], x.stride(0), BLOCK=QUANTIZE_BLOCK, num_warps=4
+            )
+    return codes, scales
+
+
+def _check_supported(weight: Fp8Weight, dtype: torch.dtype, activations: ActivationKind) -> None:
+    device = weight.codes.device
+    capability = capability_of(device)
+    native = activations is ActivationKind.FP8 and device.type == "cuda"
+    if architecture(capability) is None or (native and capability < LEAST_NATIVE):
+        what = f"compute capability {capability / 10} with activations {activations.value!r}"
+        supported = "8.0 and above with 'same', 8.9 and above with 'fp8'"
+    elif dtype not in DTYPES:
+        what, supported = f"activation dtype {dtype}", ", ".join(map(str, DTYPES))
+    elif weight.shape[1] % WIDTH_MULTIPLE:
+        what, supported = f"{weight.shape[1]} inputs", f"multiples of {WIDTH_MULTIPLE}"
+    elif weight.is_blockwise and weight.shape[1] % BLOCK:
+        what, supported = f"{weight.shape[1]} inputs in blocks", f"multiples of {BLOCK}"
+    elif bool(((weight.codes.view(torch.uint8) & NAN_CODE) == NAN_CODE).any()):
+        what, supported = "a code that is NaN", "finite weights"
+    else:
+        return
+    shape = f"an FP8 weight of {weight.shape[0]} x {weight.shape[1]}"
+    msg = f"the FP8 matmul on the GPU has no kernel for {what} ({shape}); supported: {supported}"
+    raise UnsupportedModelError(msg)

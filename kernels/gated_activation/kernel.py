@@ -1,0 +1,34 @@
+"""Gated activation on the GPU: one program computes a stretch of one row."""
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# Keeps exp2 finite; a sigmoid this small is nothing beside the rounding of any result.
+EXPONENT_LIMIT: tl.constexpr = tl.constexpr(126.0)
+
+
+@triton.jit
+def gated_activation_kernel(
+    output_ptr,  # (num_tokens, intermediate)
+    gate_up_ptr,  # (num_tokens, 2 * intermediate), rows stride apart, the gate first
+    intermediate,
+    stride,
+    ACTIVATION: tl.constexpr,  # the value of an Activation
+    BLOCK: tl.constexpr,
+):
+    i_token = tl.program_id(0).to(tl.int64)
+    o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_mask = o_column < intermediate
+    p_gate = gate_up_ptr + i_token * stride + o_column
+    b_gate = tl.load(p_gate, mask=b_mask, other=0.0).to(tl.float32)
+    b_up = tl.load(p_gate + intermediate, mask=b_mask, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        b_inner = b_gate
+    else:
+        # 0.5 * (1 + tanh(z)) is the sigmoid of 2 z; the first number is 2 * sqrt(2 / pi).
+        b_inner = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
+    b_exponent = tl.minimum(-b_inner * LOG2_E, EXPONENT_LIMIT)
+    b_activated = b_gate / (1.0 + tl.exp2(b_exponent))
+    b_result = (b_activated * b_up).to(output_ptr.dtype.element_ty)
+    tl.store(output_ptr + i_token * intermediate + o_column, b_result, mask=b_mask)

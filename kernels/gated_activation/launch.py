@@ -1,0 +1,53 @@
+"""Launches the gated activation: checks what is asked for and sets up the grid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.gated_activation.kernel import gated_activation_kernel
+from appliance.kernels.gated_activation.spec import BLOCK, NUM_WARPS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.activation import Activation
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
+    """See `reference.gated_activation`.
+
+    Args:
+        gate_up: (num_tokens, 2 * intermediate) bfloat16, float16 or float32, the gate in the first
+            half of each row.
+        activation: the nonlinearity.
+
+    Raises:
+        UnsupportedModelError: no kernel covers the dtype.
+    """
+    num_tokens, width = gate_up.shape
+    if gate_up.dtype not in FLOAT_DTYPES:
+        raise UnsupportedModelError(
+            f"the gated activation on the GPU has no kernel for {gate_up.dtype}; "
+            f"supported: {', '.join(map(str, FLOAT_DTYPES))}"
+        )
+    assert gate_up.stride(1) == 1, gate_up.stride()
+    assert width % 2 == 0, width
+    intermediate = width // 2
+    output = gate_up.new_empty(num_tokens, intermediate)
+    if num_tokens:
+        with torch.cuda.device(gate_up.get_device()):
+            gated_activation_kernel[(num_tokens, -(-intermediate // BLOCK))](
+                output,
+                gate_up,
+                intermediate,
+                gate_up.stride(0),
+                ACTIVATION=activation.value,
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+            )
+    return output

@@ -1,0 +1,166 @@
+"""Pages on the GPU: from words of codes to a tile of halves in registers.
+
+`ASM` chooses between PTX and a twin of plain operations with the same results, which Triton's
+interpreter can execute.
+"""
+
+import triton
+import triton.language as tl
+
+from appliance.kernels.kv_page import layout, ptx
+
+_INT8: tl.constexpr = tl.constexpr(ptx.INT8)
+_INT4: tl.constexpr = tl.constexpr(ptx.INT4)
+_FP8: tl.constexpr = tl.constexpr(ptx.FP8)
+_FP8_BITS: tl.constexpr = tl.constexpr(ptx.FP8_BITS)
+
+_KEY_AXES_8: tl.constexpr = tl.constexpr(layout.KEYS[8].axes)
+_KEY_AXES_4: tl.constexpr = tl.constexpr(layout.KEYS[4].axes)
+_VALUE_AXES_8: tl.constexpr = tl.constexpr(layout.VALUES[8].axes)
+_VALUE_AXES_4: tl.constexpr = tl.constexpr(layout.VALUES[4].axes)
+_ROW_AXES: tl.constexpr = tl.constexpr(layout.PROBABILITY_AXES)
+
+
+@triton.jit
+def int8_halves(b_word, ASM: tl.constexpr):
+    """Four biased bytes of a word, as float16."""
+    if ASM == "none":
+        return (
+            ((b_word & 0xFF) - 128).to(tl.float16),
+            (((b_word >> 8) & 0xFF) - 128).to(tl.float16),
+            (((b_word >> 16) & 0xFF) - 128).to(tl.float16),
+            (((b_word >> 24) & 0xFF) - 128).to(tl.float16),
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _INT8, "=h,=h,=h,=h,r", [b_word], (tl.float16,) * 4, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def e4m3_half(b_byte):
+    """One E4M3 code as float16, times 2^-8."""
+    b_bits = ((b_byte & 0x80) << 8) | ((b_byte & 0x7F) << 7)
+    return b_bits.to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def fp8_halves(b_word, ASM: tl.constexpr):
+    """Four E4M3 codes of a word, as float16; times 2^-8 unless ASM is "fp8"."""
+    if ASM == "none":
+        return (
+            e4m3_half(b_word & 0xFF),
+            e4m3_half((b_word >> 8) & 0xFF),
+            e4m3_half((b_word >> 16) & 0xFF),
+            e4m3_half((b_word >> 24) & 0xFF),
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _FP8 if ASM == "fp8" else _FP8_BITS,
+            "=h,=h,=h,=h,r",
+            [b_word],
+            (tl.float16,) * 4,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def int4_halves(b_word, ASM: tl.constexpr):
+    """Eight nibbles of a word, each minus 8, as float16; in the order of `CodeOrder.part`."""
+    if ASM == "none":
+        return (
+            ((b_word & 0xF) - 8).to(tl.float16),
+            (((b_word >> 16) & 0xF) - 8).to(tl.float16),
+            (((b_word >> 4) & 0xF) - 8).to(tl.float16),
+            (((b_word >> 20) & 0xF) - 8).to(tl.float16),
+            (((b_word >> 8) & 0xF) - 8).to(tl.float16),
+            (((b_word >> 24) & 0xF) - 8).to(tl.float16),
+            (((b_word >> 12) & 0xF) - 8).to(tl.float16),
+            (((b_word >> 28) & 0xF) - 8).to(tl.float16),
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _INT4, "=h,=h,=h,=h,=h,=h,=h,=h,r", [b_word], (tl.float16,) * 8, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def permute(x, AXES: tl.constexpr):
+    return tl.permute(
+        x,
+        AXES[0],
+        AXES[1],
+        AXES[2],
+        AXES[3],
+        AXES[4],
+        AXES[5],
+        AXES[6],
+        AXES[7],
+        AXES[8],
+        AXES[9],
+        AXES[10],
+    )
+
+
+@triton.jit
+def codes_tile(
+    b_word,  # (words,) int32, a page's codes of keys or of values
+    CODES: tl.constexpr,  # "int8", "fp8" or "int4"
+    ASM: tl.constexpr,  # "none", "ptx" or, with the instructions for E4M3, "fp8"
+    KEYS: tl.constexpr,  # else values
+    HEAD_DIM_PADDED: tl.constexpr,
+):
+    """The codes as float16, with no move between lanes.
+
+    Keys are (HEAD_DIM_PADDED, 32) with rows as `key_dims` says; values (32, HEAD_DIM_PADDED) with
+    rows as `as_value_rows` brings the probabilities.
+    """
+    if CODES == "int4" or CODES == "sealed":
+        a, b, c, d, e, f, g, h = int4_halves(b_word, ASM)
+        low = tl.join(tl.join(a, b), tl.join(c, d))
+        high = tl.join(tl.join(e, f), tl.join(g, h))
+        b_codes = tl.join(low, high)
+        b_codes = tl.reshape(b_codes, (HEAD_DIM_PADDED // 32, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
+        b_codes = permute(b_codes, _KEY_AXES_4 if KEYS else _VALUE_AXES_4)
+    else:
+        if CODES == "int8":
+            a, b, c, d = int8_halves(b_word, ASM)
+        else:
+            a, b, c, d = fp8_halves(b_word, ASM)
+        b_codes = tl.join(tl.join(a, b), tl.join(c, d))
+        b_codes = tl.reshape(b_codes, (HEAD_DIM_PADDED // 32, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2))
+        b_codes = permute(b_codes, _KEY_AXES_8 if KEYS else _VALUE_AXES_8)
+    if KEYS:
+        return tl.reshape(b_codes, (HEAD_DIM_PADDED, 32))
+    else:
+        return tl.reshape(b_codes, (32, HEAD_DIM_PADDED))
+
+
+@triton.jit
+def as_value_rows(b_weight):
+    """Columns of probabilities (rows, 32) in the order of the values' rows."""
+    ROWS: tl.constexpr = b_weight.shape[0]
+    b_weight = tl.reshape(b_weight, (ROWS, 2, 2, 2, 2, 2))
+    b_weight = tl.permute(
+        b_weight,
+        _ROW_AXES[0],
+        _ROW_AXES[1],
+        _ROW_AXES[2],
+        _ROW_AXES[3],
+        _ROW_AXES[4],
+        _ROW_AXES[5],
+    )
+    return tl.reshape(b_weight, (ROWS, 32))
+
+
+@triton.jit
+def key_dims(o_row):
+    """The dimension that stands in a row of the keys' tile: `layout.ROW_DIMS`."""
+    return (o_row & ~28) | ((o_row & 16) >> 2) | ((o_row & 12) << 1)
+
+
+@triton.jit
+def scale_of(b_word):
+    """The lower half of a word of a record, a float16."""
+    return (b_word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -1,0 +1,255 @@
+"""Pages as they are defined, in torch: slow, obviously right, and exact to the bit."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from appliance.kernels.kv_page.layout import (
+    DIM_STEP,
+    ELEMENT_BITS,
+    KEYS,
+    PAGE_TOKENS,
+    VALUES,
+    CodeOrder,
+    key_dim,
+    record_offset,
+    value_offset,
+)
+
+E4M3_MAX = 448.0
+SMALLEST_SCALE = 2.0**-24  # the smallest float16: no token has a scale of 0
+FLOAT16_MAX = 65504.0
+INT4_CENTRE = 8  # the code whose value is the offset
+_FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def read_pages(
+    pages: Tensor, kv_format: str, head_dim: int, head_scales: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Dequantize pages.
+
+    Args:
+        pages: (num_blocks, num_kv_heads, page bytes) uint8.
+        kv_format: the value of a `KVFormat`.
+        head_dim: elements of a head.
+        head_scales: (2, num_kv_heads) float32 of keys and values; FP8 only.
+
+    Returns:
+        Keys and values, (num_blocks * 32, num_kv_heads, head_dim) float64, exact.
+    """
+    num_kv_heads = pages.shape[1]
+    first_value = value_offset(kv_format, head_dim)
+    first_record = record_offset(kv_format, head_dim)
+    parts = pages[..., :first_value], pages[..., first_value:first_record]
+    if kv_format in _FLOATS:
+        shape = (-1, num_kv_heads, PAGE_TOKENS, head_dim)
+        found = [part.contiguous().view(_FLOATS[kv_format]).view(shape).double() for part in parts]
+    else:
+        bits = ELEMENT_BITS[kv_format]
+        orders = KEYS[bits], VALUES[bits]
+        found = [unpack(part, order, head_dim) for part, order in zip(parts, orders, strict=True)]
+        found = _dequantize(found, pages[..., first_record:], kv_format, head_scales)
+    keys, values = (x.transpose(1, 2).reshape(-1, num_kv_heads, head_dim) for x in found)
+    return keys, values
+
+
+def _dequantize(
+    codes: list[Tensor], record: Tensor, kv_format: str, head_scales: Tensor | None
+) -> list[Tensor]:
+    """Codes (num_blocks, num_kv_heads, 32, head_dim) uint8 of keys and values to float64."""
+    if kv_format == "fp8":
+        assert head_scales is not None
+        return [
+            code.view(torch.float8_e4m3fn).double() * scale.double().view(-1, 1, 1)
+            for code, scale in zip(codes, head_scales, strict=True)
+        ]
+    halves = record.contiguous().view(torch.float16).double()
+    if kv_format == "int8":
+        scales = halves.unflatten(-1, (PAGE_TOKENS, 2))
+        return [(code.double() - 128) * scales[..., i, None] for i, code in enumerate(codes)]
+    if kv_format == "int4-sealed":
+        return _dequantize_sealed(codes, halves)
+    assert kv_format == "int4", kv_format
+    scales = halves.unflatten(-1, (2, PAGE_TOKENS, 2))
+    return [
+        (code.double() - INT4_CENTRE) * scales[..., i, :, 0, None] + scales[..., i, :, 1, None]
+        for i, code in enumerate(codes)
+    ]
+
+
+def _dequantize_sealed(codes: list[Tensor], halves: Tensor) -> list[Tensor]:
+    """As above; halves (num_blocks, num_kv_heads, n) float64 are the record and the channels."""
+    head_dim = codes[0].shape[-1]
+    by_token = halves[..., : 2 * PAGE_TOKENS].unflatten(-1, (PAGE_TOKENS, 2))
+    by_row = halves[..., 2 * PAGE_TOKENS :].unflatten(-1, (2, -1))
+    rows = {key_dim(row): row for row in range(by_row.shape[-1])}
+    by_channel = by_row[..., [rows[dim] for dim in range(head_dim)]].unsqueeze(3)
+    centred = [code.double() - INT4_CENTRE for code in codes]
+    return [
+        centred[0] * by_channel[:, :, 0] + by_channel[:, :, 1],
+        centred[1] * by_token[..., 0, None] + by_token[..., 1, None],
+    ]
+
+
+def pack(codes: Tensor, order: CodeOrder) -> Tensor:
+    """The reverse of `unpack`; dimensions that no head has are 0."""
+    head_dim = codes.shape[-1]
+    address, nibble = (x.to(codes.device) for x in addresses(order, head_dim))
+    size = PAGE_TOKENS * -(-head_dim // DIM_STEP) * DIM_STEP * order.bits // 8
+    part = codes.new_zeros((*codes.shape[:-2], size))
+    for half in (0, 1):
+        chosen = nibble == half
+        part[..., address[chosen]] |= codes[..., chosen] << (4 * half)
+    return part
+
+
+def unpack(part: Tensor, order: CodeOrder, head_dim: int) -> Tensor:
+    """Codes of keys or values: (..., bytes) uint8 -> (..., 32, head_dim) uint8."""
+    address, nibble = (x.to(part.device) for x in addresses(order, head_dim))
+    found = part[..., address]
+    return found if order.bits == 8 else found >> (nibble * 4) & 0xF
+
+
+@lru_cache
+def addresses(order: CodeOrder, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Where each code of a page stands: byte (32, head_dim) int64, and which nibble, uint8."""
+    places = [[order.address(t, d) for d in range(head_dim)] for t in range(PAGE_TOKENS)]
+    table = torch.tensor(places)
+    return table[..., 0], table[..., 1].to(torch.uint8)
+
+
+def write_rows(
+    pages: Tensor,
+    kv_format: str,
+    key: Tensor,
+    value: Tensor,
+    head_scales: Tensor | None,
+    slot_mapping: Tensor,
+) -> None:
+    """Quantize rows and put them into their slots, in place.
+
+    Args:
+        pages: (num_blocks, num_kv_heads, page bytes) uint8.
+        kv_format: the value of a `KVFormat`.
+        key: (num_tokens, num_kv_heads, head_dim), rotated already if the format asks for it.
+        value: same shape.
+        head_scales: (2, num_kv_heads) float32; FP8 only.
+        slot_mapping: (num_tokens,) int64; negative is nowhere.
+    """
+    assert kv_format != "int4-sealed", "rows go to open pages"
+    written = slot_mapping >= 0
+    slot_mapping = slot_mapping[written]
+    head_dim = key.shape[-1]
+    block, token = slot_mapping // PAGE_TOKENS, slot_mapping % PAGE_TOKENS
+    starts = 0, value_offset(kv_format, head_dim)
+    record = record_offset(kv_format, head_dim)
+    for i, x in enumerate((key[written], value[written])):
+        if kv_format in _FLOATS:
+            row = x.to(_FLOATS[kv_format]).contiguous().view(torch.uint8)
+            place = (
+                starts[i]
+                + token.unsqueeze(1) * row.shape[-1]
+                + torch.arange(row.shape[-1], device=x.device)
+            )
+            _put(pages, block, place, row)
+            continue
+        if kv_format == "fp8":
+            assert head_scales is not None
+            codes = quantize_fp8(x, head_scales[i].view(-1, 1))
+        elif kv_format == "int8":
+            codes, scales = quantize_int8(x)
+            _put_halves(pages, block, record + token * 4 + 2 * i, scales)
+        else:
+            codes, scales, offsets = quantize_int4(x)
+            place = record + i * 4 * PAGE_TOKENS + token * 4
+            _put_halves(pages, block, place, scales)
+            _put_halves(pages, block, place + 2, offsets)
+        order = (KEYS, VALUES)[i][ELEMENT_BITS[kv_format]]
+        _put_codes(pages, order, block, token, starts[i], codes)
+
+
+def _put(pages: Tensor, block: Tensor, place: Tensor, row: Tensor) -> None:
+    """Rows (num_tokens, num_kv_heads, n) uint8 to bytes `place` (num_tokens, n) of their pages."""
+    heads = torch.arange(row.shape[1], device=row.device)
+    pages[block.view(-1, 1, 1), heads.view(1, -1, 1), place.unsqueeze(1)] = row
+
+
+def _put_halves(pages: Tensor, block: Tensor, place: Tensor, halves: Tensor) -> None:
+    row = halves.unsqueeze(-1).contiguous().view(torch.uint8)
+    _put(pages, block, place.unsqueeze(1) + torch.arange(2, device=place.device), row)
+
+
+def _put_codes(
+    pages: Tensor, order: CodeOrder, block: Tensor, token: Tensor, start: int, codes: Tensor
+) -> None:
+    head_dim = codes.shape[-1]
+    address, nibble = (x.to(codes.device) for x in addresses(order, head_dim))
+    place = start + address[token]  # (num_tokens, head_dim)
+    if order.bits == 8:
+        _put(pages, block, place, codes)
+        return
+    # Both nibbles of a byte belong to one token, so a byte is written whole.
+    for half in (0, 1):
+        chosen = nibble[0] == half
+        heads = torch.arange(codes.shape[1], device=codes.device).view(1, -1, 1)
+        at = block.view(-1, 1, 1), heads, place[:, chosen].unsqueeze(1)
+        others = pages[at] & (0xF0 if half == 0 else 0x0F)
+        pages[at] = others | codes[..., chosen] << (4 * half)
+
+
+def quantize_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """E4M3 codes of x / scale, saturated; uint8."""
+    scaled = (x.float() / scale).clamp(-E4M3_MAX, E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """One scale per row: codes + 128 (..., head_dim) uint8 and scales (...,) float16.
+
+    Codes are made with the scale as it is stored. A row too small for a float16 scale has codes 0.
+    """
+    x = x.float()
+    scales = (x.abs().amax(dim=-1) / 127).clamp(max=FLOAT16_MAX).half()
+    divisor = scales.float().unsqueeze(-1)
+    codes = (x / divisor).round().clamp(-127, 127)
+    codes = torch.where(divisor == 0, 0.0, codes) + 128
+    return codes.to(torch.uint8), scales.clamp(min=SMALLEST_SCALE)
+
+
+def quantize_int4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One scale and offset per row: x is about (code - 8) * scale + offset.
+
+    Both are rounded first, and codes made with them as they are stored.
+    """
+    x = x.float()
+    lowest, highest = x.amin(dim=-1), x.amax(dim=-1)
+    scales = ((highest - lowest) / 15).clamp(SMALLEST_SCALE, FLOAT16_MAX).half()
+    offsets = (lowest + INT4_CENTRE * scales.float()).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
+    centred = (x - offsets.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)
+    codes = (centred.round() + INT4_CENTRE).clamp(0, 15)
+    return codes.to(torch.uint8), scales, offsets
+
+
+def hadamard_size(head_dim: int) -> int:
+    """Elements of one part of a head that is transformed by itself: a power of two."""
+    return head_dim & -head_dim
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """The normalized Walsh-Hadamard transform of each part of a head: (..., head_dim) float32.
+
+    It spreads outliers over a head, and q . k is the same if both are transformed.
+    """
+    size = hadamard_size(x.shape[-1])
+    out = x.float()
+    stride = 1
+    while stride < size:
+        pairs = out.unflatten(-1, (-1, 2, stride))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        out = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+        stride *= 2
+    normalized: Tensor = out * float(size) ** -0.5
+    return normalized

@@ -1,0 +1,18 @@
+"""The norms of query and key heads that some models have. Imports nothing of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """RMS norm of each head before RoPE."""
+
+    query: Tensor  # (head_dim,) float32
+    key: Tensor  # (head_dim,) float32
+    eps: float

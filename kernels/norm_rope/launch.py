@@ -1,0 +1,108 @@
+"""Launches the RMS norm: checks what is asked for and sets up the grid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.norm_rope.kernel import rms_norm_kernel
+from appliance.kernels.norm_rope.spec import MAX_DIM, constexprs, num_warps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.rms_norm`.
+
+    Args:
+        x: (..., dim) bfloat16, float16 or float32.
+        weight: (dim,) float32.
+        eps: added to the mean square.
+
+    Raises:
+        UnsupportedModelError: no kernel covers the width or the dtype.
+    """
+    dim = x.shape[-1]
+    check_supported(dim, x.dtype)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(normed, None, _rows(x), None, weight, eps)
+    return normed
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """See `reference.add_rms_norm`; one launch.
+
+    Args:
+        x: (..., dim) bfloat16, float16 or float32.
+        residual: same shape and dtype.
+        weight: (dim,) float32.
+        eps: added to the mean square.
+        in_place: write the sum over the residual, which must be contiguous, not to a new tensor.
+
+    Raises:
+        UnsupportedModelError: no kernel covers the width or the dtype.
+    """
+    assert residual.shape == x.shape, (residual.shape, x.shape)
+    assert residual.dtype == x.dtype, (residual.dtype, x.dtype)
+    assert residual.is_contiguous() or not in_place
+    check_supported(x.shape[-1], x.dtype)
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = residual if in_place else torch.empty_like(normed)
+    _launch(normed, total, _rows(x), _rows(residual), weight, eps)
+    return normed, total
+
+
+def check_supported(dim: int, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModelError, naming what is supported, if no kernel covers this."""
+    if dtype not in FLOAT_DTYPES:
+        what, supported = f"activation dtype {dtype}", ", ".join(map(str, FLOAT_DTYPES))
+    elif dim > MAX_DIM:
+        what, supported = f"rows of {dim}", f"up to {MAX_DIM}"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"the RMS norm on the GPU has no kernel for {what}; supported: {supported}"
+    )
+
+
+def _rows(x: Tensor) -> Tensor:
+    """As (num_rows, dim), each row contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _launch(
+    normed: Tensor,
+    total: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+) -> None:
+    num_rows, dim = x.shape
+    assert weight.shape == (dim,), (weight.shape, dim)
+    assert weight.dtype is torch.float32, weight.dtype
+    if not num_rows:
+        return
+    fixed = constexprs(dim, has_residual=residual is not None)
+    with torch.cuda.device(x.get_device()):
+        rms_norm_kernel[(-(-num_rows // fixed["BLOCK_ROWS"]),)](
+            normed,
+            total,
+            x,
+            residual,
+            weight,
+            num_rows,
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            eps,
+            **fixed,
+            num_warps=num_warps(fixed),
+        )

@@ -1,0 +1,280 @@
+"""Launches the packed matmul: repacks weights at load, chooses tiles and splits, sets up grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.packed import PackedWeight
+from appliance.kernels.packed_matmul.kernel import (
+    dequantize_kernel,
+    group_sums_kernel,
+    packed_matmul_kernel,
+)
+from appliance.kernels.packed_matmul.reference import dense_linear
+from appliance.kernels.packed_matmul.spec import (
+    DEQUANTIZED_AT_ONCE,
+    SUMS_BLOCK_K,
+    SUMS_BLOCK_M,
+    dequantize_constexprs,
+    matmul_constexprs,
+)
+from appliance.kernels.packed_matmul.tiled import (
+    ROW_MULTIPLE,
+    TiledWeight,
+    interleaved_gate_up,
+    pad_bias,
+    tile_packed,
+)
+from appliance.kernels.packed_matmul.tiles import (
+    MAX_COUNTERS,
+    TILE_N,
+    WORKSPACE_FLOATS,
+    MatmulTile,
+    architecture,
+    choose_splits,
+    choose_tile,
+)
+
+if TYPE_CHECKING:
+    from appliance.kernels.backend import Linear
+
+GROUP_MULTIPLE = 32
+WIDTH_MULTIPLE = 32  # every row of x then begins 16-byte aligned
+DTYPES = (torch.bfloat16, torch.float16)
+INTERPRETED = 80  # compute capability whose tiles are taken where there is no GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What splits of one launch add up in; one launch at a time on a device, so all share it."""
+
+    partial: Tensor  # (WORKSPACE_FLOATS,) float32
+    arrived: Tensor  # (MAX_COUNTERS,) int32, zero between launches
+
+
+@dataclass(frozen=True, slots=True)
+class TiledLinear:
+    """x @ weight.T + bias with a tiled weight, and optionally silu(gate) * up of the result."""
+
+    weight: TiledWeight
+    bias: Tensor | None  # (padded out_features,) float32
+    gated: bool
+
+    @property
+    def in_features(self) -> int:
+        """Width of x."""
+        return self.weight.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Width of the result."""
+        return self.weight.out_features // (2 if self.gated else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight and bias take."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Multiply.
+
+        Args:
+            x: (num_tokens, in_features) bfloat16 or float16.
+            residual: (num_tokens, out_features) to be added, dtype of x; or None.
+
+        Returns:
+            (num_tokens, out_features), dtype of x.
+        """
+        assert x.shape[1] == self.in_features, (x.shape, self.in_features)
+        assert x.dtype in DTYPES, x.dtype
+        if x.stride(1) != 1 or x.stride(0) % 16 or x.data_ptr() % 16:
+            x = x.contiguous()
+        if residual is not None:
+            residual = residual.contiguous()
+        tile = choose_tile(x.shape[0], capability_of(x.device), self.weight.group_size)
+        if tile is None:
+            return _multiply_dense(self, x, residual)
+        out = x.new_empty(x.shape[0], self.out_features)
+        if len(x):
+            with torch.cuda.device(x.get_device()):
+                _multiply(self, x, residual, out, tile)
+        return out
+
+
+def prepare_linear(
+    weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
+) -> Linear:
+    """Lay a weight out for the GPU kernels; see `reference.prepare_linear`.
+
+    A packed weight is repacked a few rows at a time. A dense one stays dense; so does a packed one
+    for activations in float32, which are for checking.
+
+    Raises:
+        UnsupportedModelError: no kernel covers the shape, the dtype or the GPU.
+    """
+    if not isinstance(weight, PackedWeight) or dtype == torch.float32:
+        return dense_linear(weight, bias, dtype)
+    _check_supported(weight, dtype)
+    workspace_of(weight.codes.device)
+    return TiledLinear(tile_packed(weight), pad_bias(bias), gated=False)
+
+
+def prepare_gate_up(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> TiledLinear:
+    """One linear for silu(x @ gate.T) * (x @ up.T).
+
+    Args:
+        weight: gate over up, (2 * intermediate, in_features); intermediate is a multiple of 8.
+        bias: (2 * intermediate,) or None.
+        dtype: of activations.
+
+    Raises:
+        UnsupportedModelError: as for `prepare_linear`.
+    """
+    _check_supported(weight, dtype)
+    if weight.shape[0] % 16:
+        msg = f"gate and up of {weight.shape[0]} rows together; supported: multiples of 16"
+        raise UnsupportedModelError(msg)
+    workspace_of(weight.codes.device)
+    rows = interleaved_gate_up(weight.shape[0]).to(weight.codes.device)
+    bias = None if bias is None else bias[rows]
+    return TiledLinear(tile_packed(weight.rows(rows)), pad_bias(bias), gated=True)
+
+
+def _multiply(
+    linear: TiledLinear, x: Tensor, residual: Tensor | None, out: Tensor, tile: MatmulTile
+) -> None:
+    weight, num_tokens = linear.weight, x.shape[0]
+    blocks_m = -(-num_tokens // tile.block_m)
+    blocks_n = -(-weight.out_features // tile.block_n)
+    blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
+    splits = choose_splits(
+        -(-weight.out_features // TILE_N), blocks_k, tile, capability_of(x.device)
+    )
+    fixed = matmul_constexprs(weight, tile, splits, gated=linear.gated, asm=x.is_cuda)
+    sums = _group_sums(weight, x, blocks_m * tile.block_m) if fixed["SUMS"] else None
+    workspace = workspace_of(x.device)
+    packed_matmul_kernel[(blocks_m, blocks_n, splits)](
+        out,
+        x,
+        weight.codes,
+        weight.params,
+        weight.channel_scale,
+        linear.bias,
+        residual,
+        sums,
+        workspace.partial,
+        workspace.arrived,
+        num_tokens,
+        linear.out_features,
+        weight.in_features,
+        x.stride(0),
+        blocks_m * tile.block_m,
+        blocks_k,
+        **fixed,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=tile.max_registers,
+    )
+
+
+def _group_sums(weight: TiledWeight, x: Tensor, padded_tokens: int) -> Tensor:
+    """Sums of x over each group: (groups, padded_tokens) float32."""
+    width = weight.codes.shape[1] * weight.order.tile_k
+    sums = torch.empty(
+        width // weight.group_size, padded_tokens, dtype=torch.float32, device=x.device
+    )
+    grid = (-(-padded_tokens // SUMS_BLOCK_M), -(-width // SUMS_BLOCK_K))
+    group_sums_kernel[grid](
+        sums,
+        x,
+        x.shape[0],
+        weight.in_features,
+        x.stride(0),
+        padded_tokens,
+        sums.shape[0],
+        GROUP=weight.group_size,
+        BLOCK_M=SUMS_BLOCK_M,
+        BLOCK_K=SUMS_BLOCK_K,
+        num_warps=4,
+    )
+    return sums
+
+
+def _multiply_dense(linear: TiledLinear, x: Tensor, residual: Tensor | None) -> Tensor:
+    """Some rows of the weight after others, dense and by the library: many rows of x pay for it."""
+    weight = linear.weight
+    out = x.new_empty(x.shape[0], weight.out_features)
+    rows_at_once = max(ROW_MULTIPLE, DEQUANTIZED_AT_ONCE // weight.in_features // TILE_N * TILE_N)
+    for start in range(0, weight.out_features, rows_at_once):
+        end = min(start + rows_at_once, weight.out_features)
+        dense, part = _dequantize(weight, start, end, x).t(), out[:, start:end]
+        if linear.bias is None:
+            torch.mm(x, dense, out=part)
+        else:
+            torch.addmm(linear.bias[start:end].to(x.dtype), x, dense, out=part)
+    if linear.gated:
+        pairs = out.view(x.shape[0], -1, 2, 8)
+        gate = torch.nn.functional.silu(pairs[:, :, 0].float())
+        out = (gate * pairs[:, :, 1]).flatten(1).to(x.dtype)
+    return out if residual is None else out.add_(residual)
+
+
+def _dequantize(weight: TiledWeight, start: int, end: int, like: Tensor) -> Tensor:
+    """Rows from a multiple of TILE_N on, dense in the dtype and on the device of `like`."""
+    out = like.new_empty(end - start, weight.in_features)
+    blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
+    with torch.cuda.device(like.get_device()):
+        dequantize_kernel[(-(-(end - start) // TILE_N), blocks_k)](
+            out,
+            weight.codes,
+            weight.params,
+            weight.channel_scale,
+            start // TILE_N,
+            end - start,
+            weight.in_features,
+            blocks_k,
+            **dequantize_constexprs(weight, asm=like.is_cuda),
+            num_warps=4,
+        )
+    return out
+
+
+def _check_supported(weight: PackedWeight, dtype: torch.dtype) -> None:
+    if architecture(capability_of(weight.codes.device)) is None:
+        what = f"compute capability {capability_of(weight.codes.device) / 10}"
+        supported = "8.0 and above"
+    elif dtype not in DTYPES:
+        what, supported = f"activation dtype {dtype}", ", ".join(map(str, DTYPES))
+    elif weight.group_size % GROUP_MULTIPLE:
+        what, supported = f"groups of {weight.group_size}", f"multiples of {GROUP_MULTIPLE}"
+    elif weight.shape[1] % WIDTH_MULTIPLE:
+        what, supported = f"{weight.shape[1]} inputs", f"multiples of {WIDTH_MULTIPLE}"
+    else:
+        return
+    shape = f"a {weight.bits}-bit weight of {weight.shape[0]} x {weight.shape[1]}"
+    msg = f"the packed matmul on the GPU has no kernel for {what} ({shape}); supported: {supported}"
+    raise UnsupportedModelError(msg)
+
+
+@lru_cache
+def workspace_of(device: torch.device) -> Workspace:
+    """Of a device, for as long as the process lives."""
+    return Workspace(
+        torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device),
+        torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device),
+    )
+
+
+@lru_cache
+def capability_of(device: torch.device) -> int:
+    """Compute capability (86 is 8.6); a stand-in where kernels are interpreted."""
+    if device.type != "cuda":
+        return INTERPRETED
+    major, minor = torch.cuda.get_device_capability(device)
+    return int(major * 10 + minor)

@@ -1,0 +1,221 @@
+"""A weight repacked once, when it is loaded, into what the GPU kernels read: torch calls only.
+
+Codes become tiles in the order of `weight_codes.order`. Scale and offset of a group become one
+32-bit word for each output feature, tile by tile in the order of the codes, where w = (q - center)
+* scale + offset with center 8 (4 bits) or 128 (8 bits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weight_codes.order import TILE_N, TileOrder
+
+ROW_MULTIPLE = 2 * TILE_N  # the tallest block of a kernel
+REPACKED_AT_ONCE = 1 << 22  # elements; each takes about 20 bytes for a moment
+FLIP = 0x80  # the top bit of 8-bit integer codes, as the kernels want them
+HALF_ROUNDING = 2.0**-11
+
+
+class Codes(Enum):
+    """How a code is widened; the values are those of the kernel's CODES."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+    @property
+    def bits(self) -> int:
+        """Of one code."""
+        return 4 if self is Codes.INT4 else 8
+
+
+class Params(Enum):
+    """What the scale words hold; the values are those of the kernel's PARAMS."""
+
+    NONE = "none"  # one scale for each output feature, which is not in words
+    FP32 = "fp32"  # a float32 scale; the offset is zero everywhere
+    FP16_OFFSET = "fp16_offset"  # float16 scale and offset, in the low and the high half
+    FP32_OFFSET = "fp32_offset"  # two words: float32 scale, float32 offset
+
+
+@dataclass(frozen=True, slots=True)
+class TiledWeight:
+    """A weight (out_features, in_features) as the kernels read it.
+
+    Attributes:
+        codes: (tiles in n, tiles in k, words of a tile) int32.
+        params: (tiles in n, groups, TILE_N) int32, with an axis of 2 before the last for
+            FP32_OFFSET; None for NONE.
+        channel_scale: (padded out_features,) float32 for NONE, else None.
+        kind: of the codes.
+        params_kind: of the scale words.
+        group_size: inputs that share a scale; 0 means all.
+        block_k: inputs of a kernel's block: the tiles of a row are whole blocks.
+        in_features: width of x.
+        out_features: rows, without padding.
+    """
+
+    codes: Tensor
+    params: Tensor | None
+    channel_scale: Tensor | None
+    kind: Codes
+    params_kind: Params
+    group_size: int
+    block_k: int
+    in_features: int
+    out_features: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, padding included."""
+        tensors = (self.codes, self.params, self.channel_scale)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    @property
+    def order(self) -> TileOrder:
+        """Of the codes."""
+        return TileOrder(self.kind.bits)
+
+
+def tile_packed(weight: PackedWeight) -> TiledWeight:
+    """Repack integer codes in groups of a multiple of 32."""
+    scale, offset = centered(weight)
+    # A longer group is several of the kernel's, of one scale.
+    group_size = next(size for size in (128, 64, 32) if weight.group_size % size == 0)
+    repeats = weight.group_size // group_size
+    scale, offset = (t.repeat_interleave(repeats, dim=1) for t in (scale, offset))
+    block_k = _block_k(weight.shape[1])
+    groups = _padded(weight.shape[1], block_k) // group_size
+    kind, words = _words(_pad(scale, groups), _pad(offset, groups))
+    flip = FLIP if weight.bits == 8 else 0
+    return TiledWeight(
+        codes=_tile_codes(
+            lambda rows: weight.rows(rows).unpack() ^ flip,
+            weight.shape,
+            TileOrder(weight.bits),
+            block_k,
+        ),
+        params=_tile_rows(words),
+        channel_scale=None,
+        kind=Codes.INT4 if weight.bits == 4 else Codes.INT8,
+        params_kind=kind,
+        group_size=group_size,
+        block_k=block_k,
+        in_features=weight.shape[1],
+        out_features=weight.shape[0],
+    )
+
+
+def tile_fp8(codes: Tensor, scale: Tensor, group_size: int) -> TiledWeight:
+    """Repack e4m3 codes.
+
+    Args:
+        codes: (out_features, in_features) uint8, the bits of e4m3.
+        scale: (out_features,) float32 where group_size is 0, else (out_features, groups).
+        group_size: 0 or 128.
+    """
+    block_k = _block_k(codes.shape[1])
+    if group_size:
+        groups = _padded(codes.shape[1], block_k) // group_size
+        params = _tile_rows(_pad(scale, groups).view(torch.int32).unsqueeze(1))
+    return TiledWeight(
+        codes=_tile_codes(lambda rows: codes[rows], codes.shape, TileOrder(8), block_k),
+        params=params if group_size else None,
+        channel_scale=None if group_size else _pad_rows(scale),
+        kind=Codes.FP8,
+        params_kind=Params.FP32 if group_size else Params.NONE,
+        group_size=group_size,
+        block_k=block_k,
+        in_features=codes.shape[1],
+        out_features=codes.shape[0],
+    )
+
+
+def centered(weight: PackedWeight) -> tuple[Tensor, Tensor]:
+    """Float32 scale and offset of (q - center) * scale + offset, the offset rounded once."""
+    center = 1 << (weight.bits - 1)
+    scale, offset = weight.scale.double(), weight.offset.double()
+    if weight.offset_kind is OffsetKind.ZERO_POINT:
+        offset = (center - offset) * scale
+    else:
+        offset = offset + center * scale
+    return scale.float(), offset.float()
+
+
+def interleaved_gate_up(out_features: int) -> Tensor:
+    """Row numbers of gate over up, 8 rows of each in turn: what the gated epilogue wants."""
+    halves = torch.arange(out_features).view(2, -1, 8)
+    return halves.transpose(0, 1).flatten()
+
+
+def pad_bias(bias: Tensor | None) -> Tensor | None:
+    """(out_features,) in any dtype -> padded float32."""
+    return None if bias is None else _pad_rows(bias.float())
+
+
+def _words(scale: Tensor, offset: Tensor) -> tuple[Params, Tensor]:
+    """Scale words (out_features, words of a group, groups) int32, in the smallest exact form."""
+    if not bool(offset.any()):
+        return Params.FP32, scale.view(torch.int32).unsqueeze(1)
+    halves = scale.half(), offset.half()
+    bound = HALF_ROUNDING * torch.maximum(offset.abs(), scale.abs())
+    fits = torch.equal(halves[0].float(), scale) & bool(
+        ((halves[1].float() - offset).abs() <= bound).all()
+    )
+    if not fits:
+        return Params.FP32_OFFSET, torch.stack((scale, offset), dim=1).view(torch.int32)
+    return Params.FP16_OFFSET, torch.stack(halves, dim=-1).view(torch.int32).transpose(1, 2)
+
+
+def _tile_rows(words: Tensor) -> Tensor:
+    """(out_features, words of a group, groups) -> (tiles, groups, [words of a group,] TILE_N)."""
+    tiles = _pad_rows(words).view(-1, TILE_N, *words.shape[1:]).permute(0, 3, 2, 1)
+    return (tiles.squeeze(2) if words.shape[1] == 1 else tiles).contiguous()
+
+
+def _tile_codes(
+    codes_of: Callable[[slice], Tensor], shape: tuple[int, ...], order: TileOrder, block_k: int
+) -> Tensor:
+    out_features, in_features = shape
+    width = _padded(in_features, block_k)
+    tiles_k = width // order.tile_k
+    tiles: Tensor | None = None
+    rows_at_once = max(TILE_N, REPACKED_AT_ONCE // width // TILE_N * TILE_N)
+    for start in range(0, out_features, rows_at_once):
+        codes = codes_of(slice(start, start + rows_at_once))
+        if tiles is None:
+            count = _padded(out_features, ROW_MULTIPLE) // TILE_N
+            tiles = codes.new_zeros(count, tiles_k, order.words, dtype=torch.int32)
+        rows = _padded(codes.shape[0], TILE_N) - codes.shape[0]
+        codes = functional.pad(codes, (0, width - in_features, 0, rows))
+        parts = codes.view(-1, TILE_N, tiles_k, order.tile_k).transpose(1, 2)
+        first = start // TILE_N
+        tiles[first : first + len(parts)] = order.pack(parts)
+    assert tiles is not None
+    return tiles
+
+
+def _block_k(in_features: int) -> int:
+    return 128 if in_features % 128 == 0 else 64
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _pad(x: Tensor, columns: int) -> Tensor:
+    return functional.pad(x, (0, columns - x.shape[1])).contiguous()
+
+
+def _pad_rows(x: Tensor) -> Tensor:
+    padded = x.new_zeros(_padded(x.shape[0], ROW_MULTIPLE), *x.shape[1:])
+    padded[: x.shape[0]] = x
+    return padded

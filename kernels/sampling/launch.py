@@ -1,0 +1,131 @@
+"""Launches sampling on the GPU: workspace, checks and grids. Waits for nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.sampling import kernel as kernels
+from appliance.kernels.sampling.spec import (
+    BINS,
+    CANDIDATES,
+    MAX_VOCAB,
+    chunks,
+    constexprs,
+    num_warps,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.sampling.rows import SamplingRows
+
+
+class DeviceSampling:
+    """Chooses tokens as `reference.sample` does, up to rounding of the probabilities.
+
+    Safe to be captured in a CUDA graph: it allocates nothing after construction, and the launches
+    depend on nothing but the number of rows.
+
+    Args:
+        max_rows: most rows of one call.
+        vocab_size: width of the logits.
+        device: where the logits are.
+
+    Raises:
+        UnsupportedModelError: the vocabulary is larger than any that the kernels cover.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        check_vocabulary(vocab_size)
+        self._max_rows, self._vocab_size = max_rows, vocab_size
+        self._constexprs = constexprs(vocab_size)
+        num_chunks = self._constexprs["CHUNKS"]
+
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty((max_rows, *shape), dtype=dtype, device=device)
+
+        self._workspace = {
+            "maxima_ptr": empty(torch.float32, num_chunks),
+            "places_ptr": empty(torch.int32, num_chunks),
+            "flags_ptr": empty(torch.int32, num_chunks),
+            "masses_ptr": empty(torch.int64, num_chunks),
+            "counts_ptr": empty(torch.int32, num_chunks, BINS),
+            "cuts_ptr": empty(torch.int32),
+            "starts_ptr": empty(torch.int32, num_chunks),
+            "totals_ptr": empty(torch.int32),
+            "values_ptr": empty(torch.float32, CANDIDATES),
+            "ids_ptr": empty(torch.int32, CANDIDATES),
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the workspace."""
+        return sum(tensor.nbytes for tensor in self._workspace.values())
+
+    def __call__(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Choose one token per row, on the device.
+
+        Args:
+            logits: (num_rows, vocab_size) float32, each row contiguous; not changed.
+            rows: settings of each row, on the same device.
+
+        Returns:
+            (num_rows,) int64 token ids; -1 for a row with NaN or without a finite value, -2 for one
+            with +inf.
+        """
+        num_rows, vocab_size = logits.shape
+        assert vocab_size == self._vocab_size, (vocab_size, self._vocab_size)
+        assert num_rows <= self._max_rows, (num_rows, self._max_rows)
+        assert logits.dtype is torch.float32, logits.dtype
+        assert logits.stride(1) == 1, logits.stride()
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        if not num_rows:
+            return tokens
+        arguments = {
+            **self._workspace,
+            **_settings(rows, num_rows),
+            "logits_ptr": logits,
+            "tokens_ptr": tokens,
+            "stride": logits.stride(0),
+            **self._constexprs,
+        }
+        by_chunk, by_row = (num_rows, chunks(vocab_size)), (num_rows,)
+        with torch.cuda.device(logits.get_device()):
+            for name, function, grid in (
+                ("scan", kernels.scan_kernel, by_chunk),
+                ("weigh", kernels.weigh_kernel, by_chunk),
+                ("cut", kernels.cut_kernel, by_row),
+                ("gather", kernels.gather_kernel, by_chunk),
+                ("choose", kernels.choose_kernel, by_row),
+            ):
+                own = {key: arguments[key] for key in function.arg_names}
+                function[grid](**own, num_warps=num_warps(name))
+        return tokens
+
+
+def check_vocabulary(vocab_size: int) -> None:
+    """Raise UnsupportedModelError, naming what is supported, if no kernel covers this."""
+    if vocab_size > MAX_VOCAB:
+        raise UnsupportedModelError(
+            f"sampling on the GPU has no kernel for a vocabulary of {vocab_size}; "
+            f"supported: up to {MAX_VOCAB}"
+        )
+
+
+def _settings(rows: SamplingRows, num_rows: int) -> dict[str, Tensor]:
+    """Each as its kernels read it."""
+    found = {
+        "temperature_ptr": (rows.temperature, torch.float32),
+        "top_k_ptr": (rows.top_k, torch.int64),
+        "top_p_ptr": (rows.top_p, torch.float32),
+        "min_p_ptr": (rows.min_p, torch.float32),
+        "uniform_ptr": (rows.uniform, torch.float64),
+    }
+    for name, (values, dtype) in found.items():
+        assert values.dtype is dtype, f"{name}: {values.dtype} where {dtype} is read"
+        assert values.shape == (num_rows,), f"{name}: {values.shape} beside {num_rows} rows"
+        assert values.is_contiguous(), name
+    return {name: values for name, (values, _) in found.items()}

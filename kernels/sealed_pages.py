@@ -1,0 +1,101 @@
+"""The cache of one layer in the sealed form: closed blocks of 4 bits, and a side pool of open ones.
+
+A closed block has one scale and offset for each channel of its keys, so it can be made only when
+all its tokens are known. Until then they lie in an open page of 8 bits. Open pages are a pool of
+their own, because blocks all as large as an open one would waste half of the memory.
+
+What the engine has to do:
+
+- It gives each running sequence open pages: one while it decodes, while a chunk of its prompt is
+  computed one for each block that the chunk touches.
+- A step's new keys and values go to open pages: `write_kv` and `rotate_and_write` take `open` as
+  the cache, and slots counted in open pages (open page * 32 + place in the block).
+- Attention takes the whole of this and, in the batch, `SealedSpans`: how many leading tokens lie
+  in closed blocks (a multiple of 32), found through the block table, and the open pages of the
+  blocks after them.
+- When a block is full and its tokens accepted, between two steps: `kv_seal.seal`, then the open
+  page is free. A block is hashed, shared or swapped only when it is closed; a fork of a sequence
+  copies its open page (`open.copy_blocks`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.kv_cache import KVFormat, KVPages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SealedPages:
+    """One layer's closed blocks and open pages."""
+
+    closed: KVPages  # INT4_SEALED
+    open: KVPages  # INT8
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        num_blocks: int,
+        num_open: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> SealedPages:
+        """Allocate zeroed pages: closed blocks, and open ones."""
+        closed, opened = (
+            KVPages.allocate(
+                format,
+                num_blocks=count,
+                block_size=32,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                device=device,
+            )
+            for format, count in (
+                (KVFormat.INT4_SEALED, num_blocks),
+                (KVFormat.INT8, num_open),
+            )
+        )
+        return cls(closed, opened)
+
+    @property
+    def format(self) -> KVFormat:
+        """Of closed blocks."""
+        return self.closed.format
+
+    @property
+    def block_size(self) -> int:
+        """Token slots in a block."""
+        return self.closed.block_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of the layer."""
+        return self.closed.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return self.closed.head_dim
+
+    def gather(
+        self,
+        table: Sequence[int],
+        open_table: Sequence[int],
+        sealed: int,
+        context: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, ...]:
+        """One sequence's keys and values, dequantized: (context, num_kv_heads, head_dim) each."""
+        closed = self.closed.gather(table, sealed, dtype)
+        opened = self.open.gather(open_table, context - sealed, dtype)
+        return tuple(torch.cat(parts) for parts in zip(closed, opened, strict=True))

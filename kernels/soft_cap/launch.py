@@ -1,0 +1,26 @@
+"""Launches the soft cap of logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.soft_cap.kernel import soft_cap_kernel
+from appliance.kernels.soft_cap.spec import BLOCK, NUM_WARPS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """See `reference.soft_cap`; a NaN stays one, and infinity becomes the cap."""
+    assert cap > 0, cap
+    logits = logits.contiguous()
+    output = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if logits.numel():
+        with torch.cuda.device(logits.get_device()):
+            soft_cap_kernel[(-(-logits.numel() // BLOCK),)](
+                output, logits, logits.numel(), cap, BLOCK=BLOCK, num_warps=NUM_WARPS
+            )
+    return output

@@ -1,0 +1,88 @@
+"""Widening packed codes to bfloat16 or float16 in registers, exactly, as PTX.
+
+A 32-bit word holds 8 codes of 4 bits or 4 of 8 bits; results $0, $1, ... are its planes, in the
+order of `order.py`, and the last operand is the word. Integer codes go into the mantissa of a
+power of two by one logical instruction for two of them; taking that power and the center (8 or
+128) away leaves a small exact integer. A test runs these texts on a model of the instructions,
+over all codes.
+"""
+
+from __future__ import annotations
+
+
+def _block(*lines: str) -> str:
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _int4(dtype: str, base: str, minus_center: str, one: str) -> str:
+    lines = [".reg .b32 t, a, b, c, d, one, minus;"]
+    lines += [f"mov.b32 one, {one};", f"mov.b32 minus, {minus_center};"]
+    for i, pair in enumerate("abcd"):
+        source = "t" if i else "$8"
+        if i:
+            lines.append(f"shr.u32 t, $8, {4 * i};")
+        lines.append(f"lop3.b32 {pair}, {source}, 0x000f000f, {base}, 0xea;")  # a & b | c
+    lines += [f"fma.rn.{dtype}x2 {pair}, {pair}, one, minus;" for pair in "abcd"]
+    lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, {pair};" for i, pair in enumerate("abcd")]
+    return _block(*lines)
+
+
+# 128 + q less 136, and 1024 + q less 1032.
+INT4_BF16 = _int4("bf16", "0x43004300", "0xc308c308", "0x3f803f80")
+INT4_FP16 = _int4("f16", "0x64006400", "0xe408e408", "0x3c003c00")
+
+# Stored with the top bit flipped, q - 128 = (128 + low seven bits) - (256 if flipped else 128).
+INT8_BF16 = _block(
+    ".reg .b32 t, a, b, c, d, minus_one;",
+    "mov.b32 minus_one, 0xbf80bf80;",
+    "shr.u32 t, $4, 8;",
+    "lop3.b32 a, $4, 0x007f007f, 0x43004300, 0xea;",
+    "lop3.b32 c, $4, 0x00800080, 0x43004300, 0xea;",
+    "lop3.b32 b, t, 0x007f007f, 0x43004300, 0xea;",
+    "lop3.b32 d, t, 0x00800080, 0x43004300, 0xea;",
+    "fma.rn.bf16x2 a, c, minus_one, a;",
+    "fma.rn.bf16x2 b, d, minus_one, b;",
+    "mov.b32 {$0, $1}, a;",
+    "mov.b32 {$2, $3}, b;",
+)
+# 1024 + q, from the flipped byte by a & b ^ c, minus 1152.
+INT8_FP16 = _block(
+    ".reg .b32 t, a, b, one, minus;",
+    "mov.b32 one, 0x3c003c00;",
+    "mov.b32 minus, 0xe480e480;",
+    "shr.u32 t, $4, 8;",
+    "lop3.b32 a, $4, 0x00ff00ff, 0x64806480, 0x6a;",
+    "lop3.b32 b, t, 0x00ff00ff, 0x64806480, 0x6a;",
+    "fma.rn.f16x2 a, a, one, minus;",
+    "fma.rn.f16x2 b, b, one, minus;",
+    "mov.b32 {$0, $1}, a;",
+    "mov.b32 {$2, $3}, b;",
+)
+
+
+def _fp8(dtype: str, shift: int, mask: str, power: str) -> str:
+    """Sign, exponent and mantissa of e4m3 into their places, then up by a power of two.
+
+    Exact, subnormals and both zeros included. The two codes of NaN become +-480: they are refused
+    when a weight is prepared.
+    """
+    return _block(
+        ".reg .b32 t, s, a, b, power, zero;",
+        f"mov.b32 power, {power};",
+        "mov.b32 zero, 0x80008000;",  # -0.0, which changes no zero's sign
+        "shl.b32 t, $4, 8;",
+        "and.b32 s, t, 0x80008000;",
+        f"shr.u32 t, t, {shift};",
+        f"lop3.b32 a, t, {mask}, s, 0xea;",
+        "and.b32 s, $4, 0x80008000;",
+        f"shr.u32 t, $4, {shift};",
+        f"lop3.b32 b, t, {mask}, s, 0xea;",
+        f"fma.rn.{dtype}x2 a, a, power, zero;",
+        f"fma.rn.{dtype}x2 b, b, power, zero;",
+        "mov.b32 {$0, $1}, a;",
+        "mov.b32 {$2, $3}, b;",
+    )
+
+
+FP8_BF16 = _fp8("bf16", 4, "0x07f007f0", "0x7b807b80")
+FP8_FP16 = _fp8("f16", 1, "0x3f803f80", "0x5c005c00")

@@ -1,0 +1,196 @@
+"""Paged attention over every KV format, beside SDPA on contiguous keys and FlashInfer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from gpu_attention_peers import flashinfer_calls, sdpa_calls
+from gpu_backend import our_backend
+from gpu_rows import Contender, Rows, Work, relative_error
+
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.paged_attention import reference
+from appliance.kernels.ragged import RaggedBatch
+
+if TYPE_CHECKING:
+    from gpu_timing import Bench, Call
+    from torch import Tensor
+
+    from appliance.kernels.kv_cache import LayerCache
+
+BLOCK = 32
+FORMATS = (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4)
+ROWS_AT_ONCE = 1 << 16  # of keys that are written
+CHECKED = 2  # sequences, in float64
+# The probabilities are rounded to the type of the values before the second product.
+ERROR_BOUND = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """One layer."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+LLAMA = Heads("llama_8b", 32, 8, 128)
+TINY = Heads("tiny", 4, 2, 64)
+# batch, context; then rows of a chunk, context
+DECODE = ((1, 1024), (1, 8192), (1, 32768), (16, 1024), (16, 8192), (64, 1024), (64, 8192))
+PREFILL = ((2048, 2048), (8192, 8192), (512, 8192))
+TINY_DECODE, TINY_PREFILL = ((1, 70), (3, 300)), ((40, 40), (20, 90))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One step: the last `rows` of each of `batch` sequences attend."""
+
+    heads: Heads
+    format: KVFormat
+    batch: int
+    rows: int
+    context: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def blocks(self) -> int:
+        """Of one sequence."""
+        return -(-self.context // BLOCK)
+
+    def kv_bytes(self, cache: LayerCache) -> int:
+        """Of all keys and values with their scales."""
+        per_token = cache.bytes_per_token(self.format, self.heads.num_kv_heads, self.heads.head_dim)
+        return self.batch * self.context * per_token
+
+    def ragged(self, copy: int) -> RaggedBatch:
+        """The step over its own share of the cache's blocks, in a shuffled order."""
+        count = self.batch * self.blocks
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(copy))
+        tables = (order + copy * count).view(self.batch, -1).tolist()
+        return RaggedBatch.of(
+            [self.rows] * self.batch,
+            [self.context] * self.batch,
+            tables,
+            block_size=BLOCK,
+            device=self.device,
+        )
+
+    def query(self) -> Tensor:
+        """(num_tokens, num_heads, head_dim)."""
+        shape = (self.batch * self.rows, self.heads.num_heads, self.heads.head_dim)
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def work(self, kernel: str, nbytes: int) -> Work:
+        """Bytes and operations of one call."""
+        size = {"batch": self.batch, "rows": self.rows, "context": self.context}
+        seen = self.rows * self.context - self.rows * (self.rows - 1) // 2
+        flops = 4 * self.batch * self.heads.num_heads * self.heads.head_dim * seen
+        query = 4 * self.batch * self.rows * self.heads.num_heads * self.heads.head_dim
+        return Work(kernel, self.heads.name, size, nbytes + query, flops)
+
+
+def filled_cache(bench: Bench, problem: Problem, copies: int) -> LayerCache:
+    """Random keys and values in all blocks, written by our kernel."""
+    backend, heads = our_backend(bench), problem.heads
+    num_blocks = copies * problem.batch * problem.blocks
+    cache = backend.allocate_cache(
+        problem.format,
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        device=bench.device,
+    )
+    generator = torch.Generator(bench.device).manual_seed(0)
+    for start in range(0, num_blocks * BLOCK, ROWS_AT_ONCE):
+        slots = torch.arange(
+            start, min(start + ROWS_AT_ONCE, num_blocks * BLOCK), device=bench.device
+        )
+        shape = (2, len(slots), heads.num_kv_heads, heads.head_dim)
+        key, value = torch.randn(shape, device=bench.device, generator=generator).to(bench.dtype)
+        backend.write_kv(key, value, cache, slots)
+    return cache
+
+
+def ours(bench: Bench, problem: Problem) -> tuple[int, Contender]:
+    """Bytes of keys and values, and our kernel."""
+    backend = our_backend(bench)
+    nbytes = problem.kv_bytes(filled_cache(bench, problem, 1))
+    copies = bench.copies(nbytes) if bench.is_gpu else 1
+    cache, query = filled_cache(bench, problem, copies), problem.query()
+    scale = problem.heads.head_dim**-0.5
+
+    def call(batch: RaggedBatch) -> Call:
+        work = backend.plan_attention(batch, BLOCK)
+        return partial(backend.paged_attention, query, cache, work, scale=scale)
+
+    def calls() -> list[Call]:
+        return [call(problem.ragged(copy)) for copy in range(copies)]
+
+    def error(first: Call) -> tuple[float, float]:
+        count = min(CHECKED, problem.batch)
+        batch = problem.ragged(0)
+        few = RaggedBatch.of(
+            batch.host_query_lens[:count],
+            batch.host_context_lens[:count],
+            batch.host_block_tables[:count],
+            block_size=BLOCK,
+            device=bench.device,
+        )
+        rows = count * problem.rows
+        last = max(1, min(rows, 256))  # of a long chunk the latest see most
+        if problem.rows > 256:
+            few = RaggedBatch.of(
+                [last], [problem.context], batch.host_block_tables[:1],
+                block_size=BLOCK, device=bench.device,
+            )  # fmt: skip
+            rows = problem.rows
+        chosen = slice(rows - last, rows)
+        expected = reference.paged_attention(query[chosen].double(), cache, few, scale=scale)
+        out = first()
+        assert isinstance(out, torch.Tensor)
+        return relative_error(out[chosen], expected), ERROR_BOUND
+
+    return nbytes, Contender("ours", calls, error)
+
+
+def measure(bench: Bench, rows: Rows, *, tiny: bool, peers: bool, only: frozenset[str]) -> None:
+    """Decode at several batch sizes and contexts, then chunks of prompts."""
+    heads = TINY if tiny else LLAMA
+    for batch, context in TINY_DECODE if tiny else DECODE:
+        for format in FORMATS:
+            problem = Problem(heads, format, batch, 1, context, bench.device, bench.dtype)
+            _measure(bench, rows, "decode", problem, peers=peers, only=only)
+    for length, context in TINY_PREFILL if tiny else PREFILL:
+        for format in FORMATS:
+            problem = Problem(heads, format, 1, length, context, bench.device, bench.dtype)
+            _measure(bench, rows, "prefill", problem, peers=peers, only=only)
+
+
+def _measure(
+    bench: Bench, rows: Rows, phase: str, problem: Problem, *, peers: bool, only: frozenset[str]
+) -> None:
+    kernel = f"{phase} {problem.format.value}"
+    if only and kernel not in only and phase not in only:
+        return
+    nbytes, contender = ours(bench, problem)
+    work = problem.work(kernel, nbytes)
+    rows.measure(work, contender)
+    if not peers or not bench.is_gpu or problem.format is not KVFormat.BF16:
+        return
+    candidates: dict[str, Callable[[Bench, Problem], list[Call]]] = {
+        "SDPA, contiguous": sdpa_calls,
+        "FlashInfer": flashinfer_calls,
+    }
+    for name, make in candidates.items():
+        captured = name != "FlashInfer"
+        peer = Contender(name, partial(make, bench, problem), captured=captured)
+        rows.measure(work, peer)

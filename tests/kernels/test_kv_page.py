@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import struct
+
+import pytest
+import torch
+
+from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_page import ptx, reference
+from appliance.kernels.kv_page.layout import (
+    DIM_STEP,
+    KEYS,
+    LOW_BITS,
+    PAGE_TOKENS,
+    ROW_TOKENS,
+    VALUES,
+    CodeOrder,
+    page_bytes,
+)
+from appliance.kernels.kv_write.reference import write_kv
+
+ORDERS = [*KEYS.values(), *VALUES.values()]
+HEAD_DIMS = [32, 64, 96, 128, 256]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_code_has_a_place_and_every_byte_one_token(order: CodeOrder, head_dim: int) -> None:
+    places = {
+        order.address(token, dim): token for token in range(PAGE_TOKENS) for dim in range(head_dim)
+    }
+    assert len(places) == PAGE_TOKENS * head_dim
+    by_byte: dict[int, set[int]] = {}
+    for (byte, _), token in places.items():
+        by_byte.setdefault(byte, set()).add(token)
+    assert sorted(by_byte) == list(range(PAGE_TOKENS * head_dim * order.bits // 8))
+    assert all(len(tokens) == 1 for tokens in by_byte.values())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_readers_permutation_is_the_writers_address(order: CodeOrder, head_dim: int) -> None:
+    """A page of the elements' numbers, taken apart as the kernel does it, gives the tile."""
+    words = torch.zeros(PAGE_TOKENS * head_dim * order.bits // 32, 32 // order.bits)
+    for token, dim in itertools.product(range(PAGE_TOKENS), range(head_dim)):
+        byte, nibble = order.address(token, dim)
+        words[byte // 4, part_of(order, byte % 4, nibble)] = token * 1000 + dim
+    # `join` appends an axis for each bit of the part, the least significant first.
+    parts = range(len(order.part))
+    joined = words.view(-1, *[2] * len(parts)).permute(0, *(1 + p for p in reversed(parts)))
+    axes = joined.reshape(head_dim // DIM_STEP, *[2] * (len(order.word) + len(parts)))
+    permuted = axes.permute(order.axes)
+    is_keys = order.rows[0][0] == "d"
+    tile = permuted.reshape((head_dim, -1) if is_keys else (PAGE_TOKENS, -1))
+    rows = [row_of(order, index) for index in range(tile.shape[0])]
+    expected = torch.tensor(
+        [
+            [column * 1000 + row if is_keys else row * 1000 + column for column in range(width)]
+            for row, width in zip(rows, [tile.shape[1]] * len(rows), strict=True)
+        ]
+    )
+    assert torch.equal(tile, expected.to(tile.dtype))
+
+
+def part_of(order: CodeOrder, byte: int, nibble: int) -> int:
+    """Which of a word's codes `ptx` makes of a byte or nibble."""
+    return byte if order.bits == 8 else byte >> 1 | nibble << 1 | (byte & 1) << 2
+
+
+def row_of(order: CodeOrder, index: int) -> int:
+    """The token or dimension that stands in a row of the tile."""
+    places = len(order.rows)
+    low = sum((index >> places - 1 - i & 1) << int(name[1:]) for i, name in enumerate(order.rows))
+    return low + (index >> LOW_BITS << LOW_BITS)
+
+
+def test_the_rows_of_values_are_those_of_the_probabilities_registers() -> None:
+    """A thread of a product's result has columns 2i, 2i + 1; of an operand, rows 4i .. 4i + 3."""
+    for lane in range(4):
+        rows = [16 * half + 4 * lane + i for half in (0, 1) for i in range(4)]
+        tokens = {
+            sum((row >> 4 - i & 1) << int(name[1:]) for i, name in enumerate(ROW_TOKENS))
+            for row in rows
+        }
+        assert tokens == {8 * part + 2 * lane + i for part in range(4) for i in (0, 1)}
+
+
+# Sealed pages are made of whole blocks: see test_kv_seal.
+@pytest.mark.parametrize("kv_format", [f for f in KVFormat if f is not KVFormat.INT4_SEALED])
+@pytest.mark.parametrize("head_dim", [16, 80, 128])
+def test_rows_come_back_from_their_slots(kv_format: KVFormat, head_dim: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    cache = KVPages.allocate(
+        kv_format,
+        num_blocks=4,
+        block_size=PAGE_TOKENS,
+        num_kv_heads=3,
+        head_dim=head_dim,
+        device=torch.device("cpu"),
+    )
+    assert cache.pages.shape[-1] == page_bytes(kv_format.value, head_dim)
+    key, value = torch.randn(2, 60, 3, head_dim, generator=random).bfloat16()
+    slots = torch.randperm(4 * PAGE_TOKENS, generator=random)[:60]
+    write_kv(key, value, cache, slots)
+    steps = {"fp16": 2**-11, "fp8": 2**-4, "int8": 0.51 / 127, "int4": 0.52 / 7.5}
+    for found, written in zip(
+        cache.gather(range(4), 128, torch.float64), (key, value), strict=True
+    ):
+        size = written.double().abs().amax(-1, keepdim=True)
+        error = (found[slots] - written.double()).abs() / size
+        assert error.max() <= steps.get(kv_format.value, 0.0)
+        rest = torch.ones(len(found), dtype=torch.bool)
+        rest[slots] = False
+        assert not found[rest].any()
+
+
+def test_int4_stores_what_it_quantized_with() -> None:
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * 3 + 1
+    codes, scales, offsets = reference.quantize_int4(x)
+    restored = (codes.double() - 8) * scales.double().unsqueeze(1) + offsets.double().unsqueeze(1)
+    assert codes.unique().tolist() == list(range(16))
+    assert ((restored - x.double()).abs() <= 0.51 * scales.double().unsqueeze(1)).all()
+    assert (reference.quantize_int4(torch.full((1, 8), 3.0))[0] == 8).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96])
+def test_the_hadamard_transform_keeps_products(head_dim: int) -> None:
+    x, y = torch.randn(2, 5, head_dim, generator=torch.Generator().manual_seed(0)).double()
+    rotated = reference.hadamard(x).double() @ reference.hadamard(y).double().T
+    torch.testing.assert_close(rotated, x @ y.T, atol=1e-5, rtol=0)
+    outlier = torch.zeros(1, head_dim)
+    outlier[0, 3] = 1.0
+    size = reference.hadamard_size(head_dim)
+    assert reference.hadamard(outlier).abs().max() == pytest.approx(size**-0.5)
+
+
+# A model of the few PTX instructions in use, on one thread's 32-bit registers.
+
+
+def run_ptx(text: str, word: int) -> list[int]:
+    """Execute; returns the 16-bit results in order."""
+    count = len(set(re.findall(r"\$\d+", text))) - 1
+    registers: dict[str, int] = {f"${count}": word}
+    results: dict[str, int] = {}
+    for line in text.splitlines():
+        line = line.strip().rstrip(";")
+        if not line or line in "{}" or line.startswith(".reg"):
+            continue
+        opcode, rest = line.split(maxsplit=1)
+        names = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+        target, sources = names[0], names[1:]
+        values = [registers[name] if name in registers else int(name, 0) for name in sources]
+        if opcode == "mov.b32" and target.startswith("{"):
+            low, high = re.findall(r"[^{},\s]+", target)
+            halves = results if low.startswith("$") else registers
+            halves[low], halves[high] = values[0] & 0xFFFF, values[0] >> 16
+            continue
+        registers[target] = execute(opcode, values) & 0xFFFFFFFF
+    return [results[f"${i}"] for i in range(count)]
+
+
+def execute(opcode: str, values: list[int]) -> int:
+    if opcode == "mov.b32":
+        return values[0]
+    if opcode == "and.b32":
+        return values[0] & values[1]
+    if opcode == "shr.u32":
+        return values[0] >> values[1]
+    if opcode == "lop3.b32":
+        a, b, c, table = values
+        assert table == 0xEA
+        return (a & b) | c
+    if opcode == "prmt.b32":
+        pool = (values[0] | values[1] << 32).to_bytes(8, "little")
+        chosen = [pool[values[2] >> 4 * i & 0xF] for i in range(4)]
+        return int.from_bytes(bytes(chosen), "little")
+    if opcode == "cvt.rn.f16x2.e4m3x2":
+        codes = torch.tensor(list(values[0].to_bytes(2, "little")), dtype=torch.uint8)
+        return packed(codes.view(torch.float8_e4m3fn).double().tolist())
+    pairs = [halves(value) for value in values]
+    if opcode == "sub.f16x2":
+        return packed([x - y for x, y in zip(*pairs, strict=True)])
+    assert opcode == "fma.rn.f16x2", opcode
+    return packed([x * y + z for x, y, z in zip(*pairs, strict=True)])
+
+
+def halves(register: int) -> list[float]:
+    return list(struct.unpack("<2e", struct.pack("<I", register)))
+
+
+def packed(pair: list[float]) -> int:
+    found: int = struct.unpack("<I", struct.pack("<2e", *pair))[0]
+    return found
+
+
+def as_floats(bits: list[int]) -> list[float]:
+    return [struct.unpack("<e", struct.pack("<H", x))[0] for x in bits]
+
+
+def words_of_bytes() -> list[int]:
+    """Words in which every byte takes every value, each place another one."""
+    return [
+        int.from_bytes(bytes((code + 37 * place) % 256 for place in range(4)), "little")
+        for code in range(256)
+    ]
+
+
+def test_ptx_of_every_int8_code() -> None:
+    for word in words_of_bytes():
+        expected = [byte - 128 for byte in word.to_bytes(4, "little")]
+        assert as_floats(run_ptx(ptx.INT8, word)) == expected
+
+
+def test_ptx_of_every_nibble() -> None:
+    for word in words_of_bytes():
+        found = as_floats(run_ptx(ptx.INT4, word))
+        codes = word.to_bytes(4, "little")
+        expected = [0.0] * 8
+        for byte, nibble in itertools.product(range(4), range(2)):
+            place = part_of(KEYS[4], byte, nibble)
+            expected[place] = (codes[byte] >> 4 * nibble & 0xF) - 8
+        assert found == expected
+
+
+@pytest.mark.parametrize(("text", "factor"), [(ptx.FP8, 1), (ptx.FP8_BITS, 2**-8)])
+def test_ptx_of_every_e4m3_code_but_nan(text: str, factor: float) -> None:
+    """0x7F and 0xFF are NaN and never written; moved bits would read them as 480."""
+    for word in words_of_bytes():
+        codes = torch.tensor(list(word.to_bytes(4, "little")), dtype=torch.uint8)
+        expected = codes.view(torch.float8_e4m3fn).double().tolist()
+        for found, value, code in zip(
+            as_floats(run_ptx(text, word)), expected, codes.tolist(), strict=True
+        ):
+            if code & 0x7F != 0x7F:
+                assert found == value * factor
+                assert math.copysign(1, found) == math.copysign(1, value)  # of zeros too

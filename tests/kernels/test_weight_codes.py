@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.packed_matmul.tiled import (
+    FLIP,
+    Params,
+    TiledWeight,
+    interleaved_gate_up,
+    pad_bias,
+    tile_fp8,
+    tile_packed,
+)
+from appliance.kernels.weight_codes import ptx
+from appliance.kernels.weight_codes.order import TILE_N, TileOrder
+
+BF16, FP16 = torch.bfloat16, torch.float16
+WIDE = {"bf16": BF16, "f16": FP16}
+
+
+def halves(word: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The two numbers in each 32-bit word, low half first."""
+    parts = (word & 0xFFFF, word >> 16 & 0xFFFF)
+    return [torch.sub(part ^ 0x8000, 0x8000).to(torch.int16).view(dtype) for part in parts]
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor, dtype: torch.dtype) -> Tensor:
+    """On both halves; float64 holds a product and the sum of these exactly."""
+    results = [
+        bits_of(x.double() * y.double() + z.double(), dtype)
+        for x, y, z in zip(*(halves(word, dtype) for word in (a, b, c)), strict=True)
+    ]
+    return torch.bitwise_or(results[0], results[1] << 16)
+
+
+def bits_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of numbers rounded to a dtype of 16 bits, as int64."""
+    return torch.bitwise_and(x.to(dtype).view(torch.int16).to(torch.int64), 0xFFFF)
+
+
+def lop3(a: Tensor, b: Tensor, c: Tensor, table: int) -> Tensor:
+    result = torch.zeros_like(a)
+    for i in range(8):
+        if table >> i & 1:
+            terms = [x if i & bit else ~x for x, bit in ((a, 4), (b, 2), (c, 1))]
+            result |= terms[0] & terms[1] & terms[2]
+    return result & 0xFFFFFFFF
+
+
+def run(text: str, words: Tensor) -> list[Tensor]:
+    """What a text leaves in $0, $1, ... as int64 of 16 bits, given its last operand."""
+    count = len(set(re.findall(r"\$\d+", text))) - 1
+    registers = {f"${count}": words.to(torch.int64) & 0xFFFFFFFF}
+
+    def value(name: str) -> Tensor:
+        if name in registers:
+            return registers[name]
+        return torch.full_like(registers[f"${count}"], int(name, 0))
+
+    for line in re.findall(r"^(\w\S+) (.*);$", text, re.MULTILINE):
+        code, operands = line
+        if packed := re.fullmatch(r"\{(\$\d+), (\$\d+)\}, (\w+)", operands):
+            assert code == "mov.b32"
+            registers[packed[1]] = value(packed[3]) & 0xFFFF
+            registers[packed[2]] = value(packed[3]) >> 16
+            continue
+        target, *names = operands.split(", ")
+        arguments = [value(name) for name in names]
+        if kind := re.fullmatch(r"fma\.rn\.(bf16|f16)x2", code):
+            a, b, c = arguments
+            registers[target] = fused_multiply_add(a, b, c, WIDE[kind[1]])
+            continue
+        operations: dict[str, Callable[..., Tensor]] = {
+            "mov.b32": lambda x: x,
+            "shr.u32": lambda x, by: x >> by,
+            "shl.b32": lambda x, by: x << by & 0xFFFFFFFF,
+            "and.b32": lambda x, y: x & y,
+            "lop3.b32": lambda x, y, z, table: lop3(x, y, z, int(table[0])),
+        }
+        registers[target] = operations[code](*arguments)
+    return [registers[f"${i}"] for i in range(count)]
+
+
+def words_of_all_codes(bits: int) -> Tensor:
+    """Every code in every place of a word, its neighbours random."""
+    random = torch.Generator().manual_seed(0)
+    codes, places = 1 << bits, 32 // bits
+    words = torch.randint(0, 1 << 32, (codes * places,), generator=random)
+    shift = torch.arange(places).repeat_interleave(codes) * bits
+    return words & ~((codes - 1) << shift) | torch.arange(codes).repeat(places) << shift
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "dtype"),
+    [
+        (ptx.INT4_BF16, "int4", BF16),
+        (ptx.INT4_FP16, "int4", FP16),
+        (ptx.INT8_BF16, "int8", BF16),
+        (ptx.INT8_FP16, "int8", FP16),
+        (ptx.FP8_BF16, "fp8", BF16),
+        (ptx.FP8_FP16, "fp8", FP16),
+    ],
+)
+def test_every_code_widens_bit_for_bit(text: str, kind: str, dtype: torch.dtype) -> None:
+    bits = 4 if kind == "int4" else 8
+    words = words_of_all_codes(bits)
+    places = TileOrder(bits).places()
+    planes = run(text, words)
+    assert len(planes) == len(places)
+    for found, place in zip(planes, places, strict=True):
+        codes = words >> place * bits & (1 << bits) - 1
+        assert len(codes.unique()) == 1 << bits
+        if kind == "fp8":
+            expected = codes.to(torch.uint8).view(torch.float8_e4m3fn).to(dtype)
+            # The codes of NaN, which are refused at load.
+            expected = torch.where(expected.isnan(), torch.where(codes > 127, -480, 480), expected)
+        elif kind == "int8":
+            expected = (codes ^ FLIP) - 128
+        else:
+            expected = codes - 8
+        assert torch.equal(found, bits_of(expected, dtype))
+
+
+def test_the_model_of_instructions_tells_a_wrong_text() -> None:
+    wrong = ptx.INT4_BF16.replace("shr.u32 t, $8, 4;", "shr.u32 t, $8, 5;")
+    words = words_of_all_codes(4)
+    pairs = zip(run(wrong, words), run(ptx.INT4_BF16, words), strict=True)
+    assert any(not torch.equal(found, right) for found, right in pairs)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_tile_is_a_permutation(bits: int) -> None:
+    order = TileOrder(bits)
+    assert sorted(order.storage_bits) == sorted(order.weight_bits)
+    random = torch.Generator().manual_seed(0)
+    shape = (3, 2, TILE_N, order.tile_k)
+    codes = torch.randint(0, 1 << bits, shape, generator=random, dtype=torch.uint8)
+    words = order.pack(codes)
+    assert words.shape == (3, 2, order.words)
+    assert torch.equal(order.unpack(words), codes)
+    assert order.words * 4 * 8 == TILE_N * order.tile_k * bits  # a warp's lanes load 16 bytes each
+    # Each code has a place of its own.
+    one = torch.eye(TILE_N * order.tile_k, dtype=torch.uint8).view(-1, TILE_N, order.tile_k)
+    assert len(order.pack(one).unique(dim=0)) == TILE_N * order.tile_k
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [False, True])
+def test_the_axes_of_the_kernel_undo_the_order(bits: int, group: bool) -> None:
+    order = TileOrder(bits)
+    axes = order.kernel_axes(first_group=group)
+    assert sorted(axes) == list(range(len(axes)))
+    codes = torch.arange(TILE_N * order.tile_k, dtype=torch.int64) % (1 << bits)
+    codes = codes.to(torch.uint8).view(TILE_N, order.tile_k)
+    words = order.pack(codes)
+    if group:  # the two words of a lane that have the first half of the inputs
+        words, codes = words.view(-1, 2, 2)[:, 0].flatten(), codes[:, : order.tile_k // 2]
+    planes = [words >> place * bits & (1 << bits) - 1 for place in order.places()]
+    joined = planes
+    while len(joined) > 1:  # as tl.join does it
+        joined = [torch.stack(joined[i : i + 2], -1) for i in range(0, len(joined), 2)]
+    bits_of_words = joined[0].reshape(1, 1, *[2] * (len(axes) - 2))
+    weights = bits_of_words.permute(axes).reshape(codes.shape)
+    assert torch.equal(weights.to(torch.uint8), codes)
+
+
+def exact_weights(tiled: TiledWeight) -> Tensor:
+    """(out_features, in_features) float64, read from tiles the slow way."""
+    codes = tiled.order.unpack(tiled.codes).transpose(1, 2).flatten(2).flatten(0, 1)
+    q = codes.double() - 8 if tiled.kind.bits == 4 else (codes ^ FLIP).double() - 128
+    assert tiled.params is not None
+    params = tiled.params
+    if tiled.params_kind is Params.FP16_OFFSET:
+        both = params.unsqueeze(-1).contiguous().view(torch.float16).double()
+        scale, offset = both[..., 0], both[..., 1]
+    elif tiled.params_kind is Params.FP32_OFFSET:
+        scale, offset = params.contiguous().view(torch.float32).double().unbind(2)
+    else:
+        scale = params.view(torch.float32).double()
+        offset = torch.zeros_like(scale)
+    scale, offset = (
+        x.transpose(1, 2).flatten(0, 1).repeat_interleave(tiled.group_size, 1)
+        for x in (scale, offset)
+    )
+    # What pads must add nothing.
+    assert not scale[tiled.out_features :].any()
+    assert not scale[:, tiled.in_features :].any()
+    return (q * scale + offset)[: tiled.out_features, : tiled.in_features]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("kind", OffsetKind)
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "group_size"),
+    [(576, 576, 32), (192, 576, 64), (130, 1536, 32), (64, 128, 128), (1, 96, 32), (70, 576, 576)],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_repacking_loses_nothing(
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    bits: int,
+    kind: OffsetKind,
+    dtype: torch.dtype,
+) -> None:
+    random = torch.Generator().manual_seed(out_features)
+    codes = torch.randint(
+        0, 256, (out_features, in_features * bits // 8), generator=random, dtype=torch.uint8
+    )
+    shape = (out_features, in_features // group_size)
+    scale = (torch.randn(shape, generator=random) / 50).to(dtype)
+    zero = torch.randint(0, 1 << bits, shape, generator=random)
+    offset = (-zero * scale if kind is OffsetKind.ADDITIVE else zero).to(dtype)
+    weight = PackedWeight(codes, scale, offset, kind, bits, group_size)
+    tiled = tile_packed(weight)
+    wide = dtype == torch.float32
+    assert tiled.params_kind is (Params.FP32_OFFSET if wide else Params.FP16_OFFSET)
+    q = weight.unpack().double()
+    scales, offsets = (x.double().repeat_interleave(group_size, 1) for x in (scale, offset))
+    expected = (q - offsets) * scales if kind is OffsetKind.ZERO_POINT else q * scales + offsets
+    error = (exact_weights(tiled) - expected).abs()
+    # Codes and scales are exact; the offset around the middle code was rounded once.
+    largest = (scales.abs() * (1 << bits)).clamp(min=1e-9)
+    assert (error <= largest * (2**-22 if wide else 2**-11)).all()
+
+
+@pytest.mark.parametrize("kind", OffsetKind)
+def test_a_symmetric_weight_has_no_offset(kind: OffsetKind) -> None:
+    codes = torch.randint(0, 256, (64, 64), dtype=torch.uint8)
+    scale = (torch.rand(64, 4) / 10).half()
+    offset = -8 * scale if kind is OffsetKind.ADDITIVE else torch.full_like(scale, 8)
+    weight = PackedWeight(codes, scale, offset, kind, 4, 32)
+    tiled = tile_packed(weight)
+    assert tiled.params_kind is Params.FP32
+    assert torch.equal(exact_weights(tiled), weight.dequantize(torch.float64))
+    assert tiled.nbytes < 2 * (weight.nbytes + codes.nbytes)  # 64 rows are padded to 128
+
+
+def test_fp8_tiles() -> None:
+    codes = torch.randint(0, 256, (70, 256), dtype=torch.uint8)
+    tiled = tile_fp8(codes, torch.ones(70, 2), 128)
+    stored = tiled.order.unpack(tiled.codes).transpose(1, 2).flatten(2).flatten(0, 1)
+    assert torch.equal(stored[:70], codes)
+    channels = tile_fp8(codes, torch.arange(70.0), 0)
+    assert channels.params is None
+    assert channels.channel_scale is not None
+    assert channels.channel_scale.tolist() == [*range(70), *[0] * 58]
+
+
+def test_gate_and_up_in_turns_of_eight() -> None:
+    rows = interleaved_gate_up(48)
+    assert rows.tolist()[:24] == [*range(8), *range(24, 32), *range(8, 16)]
+    assert sorted(rows.tolist()) == list(range(48))
+    padded = pad_bias(torch.ones(3, dtype=BF16))
+    assert padded is not None
+    assert (float(padded.sum()), padded.dtype, len(padded)) == (3.0, torch.float32, 128)

@@ -1,0 +1,93 @@
+"""The asynchronous runner with graphs on interpreted kernels, against torch one step at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from appliance.engine.block_manager import BlockManager
+from appliance.engine.device import HostDevice
+from appliance.engine.device_runner import DeviceRunner
+from appliance.engine.device_sampler import DeviceSampler
+from appliance.engine.engine import LLMEngine
+from appliance.engine.execution import Precision, TorchExecution
+from appliance.engine.messages import EngineInfo
+from appliance.engine.model_runner import ModelRunner
+from appliance.engine.request import Request, SamplingParams
+from appliance.engine.runner import Runner
+from appliance.engine.sampler import Sampler
+from appliance.engine.scheduler import Scheduler, SchedulerLimits
+from appliance.kernels.backend import REFERENCE, Backend, select_backend
+from appliance.kernels.kv_cache import KVFormat
+from appliance.model.source import open_model
+
+CPU = torch.device("cpu")
+NUM_BLOCKS, BLOCK_SIZE, EOS = 12, 32, 2
+LIMITS = SchedulerLimits(max_num_seqs=3, max_num_batched_tokens=40, context_length=100)
+
+
+def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine:
+    source = open_model(model)
+    precision = Precision(CPU, torch.float32, KVFormat.FP32, BLOCK_SIZE)
+    execution = TorchExecution(precision, backend)
+    executor, choose = execution.load(source, lambda stage, done, total: None, 100)
+    cache = executor.allocate_cache(
+        KVFormat.FP32, num_blocks=NUM_BLOCKS + asynchronous, block_size=BLOCK_SIZE
+    )
+    runner: Runner = ModelRunner(executor, cache, Sampler((EOS,), choose))
+    if asynchronous:
+        device = HostDevice()
+        sample_tokens = execution.sample_tokens(source.spec, LIMITS.max_num_seqs)
+        runner = DeviceRunner(
+            executor,
+            cache,
+            DeviceSampler((EOS,), sample_tokens, device),
+            device,
+            LIMITS,
+            num_blocks=NUM_BLOCKS,
+            graph_bytes=2**30,
+        )
+    blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
+    scheduler = Scheduler(blocks, LIMITS, (EOS,), look_ahead=asynchronous)
+    info = SimpleNamespace(vocab_size=source.spec.vocab_size)
+    return LLMEngine(scheduler, runner, cast(EngineInfo, info))
+
+
+def request(name: str, length: int, **sampling: Any) -> Request:
+    tokens = torch.randint(3, 500, (length,), generator=torch.Generator().manual_seed(length))
+    defaults = {"temperature": 0.0, "seed": 5, "max_tokens": 3, "ignore_eos": True}
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(tokens.tolist()),
+        sampling=SamplingParams(**{**defaults, **sampling}),
+    )
+
+
+def run(engine: LLMEngine, *requests: Request) -> dict[tuple[str, int], list[int]]:
+    for item in requests:
+        engine.submit(item)
+    answers: dict[tuple[str, int], list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            assert delta.error is None
+            answers.setdefault((delta.request_id, delta.index), []).extend(delta.token_ids)
+    return answers
+
+
+def test_an_engine_on_the_kernels_says_what_torch_says(tiny_llama: Path) -> None:
+    requests = [
+        request("greedy", 45),
+        request("drawn", 31, temperature=1.0, top_p=0.9, top_k=40, n=2),
+        request("penalties", 9, repetition_penalty=1.3),
+    ]
+    expected = run(engine_of(tiny_llama, REFERENCE, asynchronous=False), *requests)
+    kernels = select_backend(torch.device("cuda"))
+    engine = engine_of(tiny_llama, kernels, asynchronous=True)
+    assert run(engine, *requests) == expected
+    runner = engine._runner
+    assert isinstance(runner, DeviceRunner)
+    assert runner.graphs.captured
+    assert run(engine, requests[0]) == {("greedy", 0): expected["greedy", 0]}

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.fp8_matmul import launch, reference
+from appliance.kernels.fp8_matmul.launch import ActivationKind, prepare_linear, quantize_rows
+from appliance.kernels.packed_matmul.launch import TiledLinear
+
+BF16, FP16 = torch.bfloat16, torch.float16
+SAME, FP8 = ActivationKind
+ROUNDING = {BF16: 2**-8, FP16: 2**-11}
+
+
+def random_fp8(out_features: int, in_features: int, *, blockwise: bool) -> Fp8Weight:
+    """Every finite code, subnormals included."""
+    random = torch.Generator().manual_seed(out_features + in_features)
+    finite = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+    index = torch.randint(0, len(finite), (out_features, in_features), generator=random)
+    shape = (-(-out_features // 128), -(-in_features // 128)) if blockwise else (out_features,)
+    scale = (torch.rand(shape, generator=random) + 0.5) / 448
+    return Fp8Weight(finite[index].view(torch.float8_e4m3fn), scale)
+
+
+def activations(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    random = torch.Generator().manual_seed(rows)
+    x = torch.full((rows + 3, width + 16), torch.nan, dtype=dtype)
+    x[:rows, :width] = torch.randn(rows, width, generator=random).to(dtype)
+    return x[:rows, :width]
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, total: torch.Tensor) -> None:
+    bound = ROUNDING[found.dtype] * expected.abs() + 1e-5 * total + 1e-6
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("blockwise", [False, True], ids=["channels", "blocks"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("rows", [1, 9, 20, 64])
+def test_activations_as_they_come(blockwise: bool, dtype: torch.dtype, rows: int) -> None:
+    weight, bias = random_fp8(200, 512, blockwise=blockwise), torch.randn(200)
+    linear = prepare_linear(weight, bias, dtype)
+    assert isinstance(linear, TiledLinear)
+    x, w = activations(rows, 512, dtype), weight.dequantize(torch.float64)
+    expected = x.double() @ w.t() + bias.double()
+    assert_near(linear(x), expected, x.double().abs() @ w.t().abs())
+
+
+@pytest.mark.parametrize("blockwise", [False, True], ids=["channels", "blocks"])
+@pytest.mark.parametrize(("rows", "splits"), [(1, 2), (16, 1), (50, 3), (80, 1)])
+def test_activations_in_fp8(
+    monkeypatch: pytest.MonkeyPatch, blockwise: bool, rows: int, splits: int
+) -> None:
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
+    weight, bias = random_fp8(200, 512, blockwise=blockwise), torch.randn(200)
+    x, residual = activations(rows, 512, BF16), torch.randn(rows, 200).to(BF16)
+    linear = prepare_linear(weight, bias, BF16, FP8)
+    codes, scales = reference.quantize_rows(x)
+    rounded, w = codes.double() * scales.double()[:, None], weight.dequantize(torch.float64)
+    expected = rounded @ w.t() + bias.double() + residual.double()
+    assert isinstance(linear, launch.Fp8Linear)
+    found = linear(x, residual)
+    assert_near(found, expected, rounded.abs() @ w.t().abs())
+    assert torch.equal(found, linear(x, residual))
+
+
+@pytest.mark.parametrize("activation", ActivationKind)
+@pytest.mark.parametrize("in_features", [96, 576])
+def test_ragged_widths(activation: ActivationKind, in_features: int) -> None:
+    weight = random_fp8(65, in_features, blockwise=False)
+    x = activations(5, in_features, BF16)
+    rounded = x.double()
+    if activation is FP8:
+        codes, scales = reference.quantize_rows(x)
+        rounded = codes.double() * scales.double()[:, None]
+    w = weight.dequantize(torch.float64)
+    found = prepare_linear(weight, None, BF16, activation)(x)
+    assert_near(found, rounded @ w.t(), rounded.abs() @ w.t().abs())
+
+
+def test_quantized_rows_bit_for_bit() -> None:
+    x = torch.cat([
+        activations(4, 2080, BF16).float() * torch.tensor([[1e-4], [1.0], [300.0], [0.0]]),
+        # Every value of e4m3 and all halves between, in a row whose scale is 1.
+        torch.linspace(-448, 448, 2080)[None],
+        (torch.arange(2080) % 64 / 1024)[None].clamp(max=0.05),
+    ]).to(FP16)  # fmt: skip
+    x[5, 0] = 448
+    codes, scales = quantize_rows(x)
+    expected, expected_scales = reference.quantize_rows(x)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes, expected.view(torch.uint8))
+
+
+def test_what_no_kernel_covers_is_refused() -> None:
+    weight = random_fp8(16, 160, blockwise=True)
+    with pytest.raises(UnsupportedModelError, match=r"160 inputs in blocks.*multiples of 128"):
+        prepare_linear(weight, None, BF16)
+    with pytest.raises(UnsupportedModelError, match="48 inputs"):
+        prepare_linear(random_fp8(16, 48, blockwise=False), None, BF16)
+    codes = weight.codes.view(torch.uint8).clone()
+    codes[3, 4] = 0xFF
+    poisoned = Fp8Weight(codes.view(torch.float8_e4m3fn)[:, :128], weight.scale[:, :1])
+    with pytest.raises(UnsupportedModelError, match="NaN"):
+        prepare_linear(poisoned, None, BF16)

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.activation import Activation
+from appliance.kernels.gated_activation.launch import gated_activation
+
+STEP = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # one rounding
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("dtype", list(STEP))
+@pytest.mark.parametrize("intermediate", [1536, 1024, 40])
+def test_activation_is_that_of_float64(
+    intermediate: int, dtype: torch.dtype, activation: Activation
+) -> None:
+    x = (torch.randn(3, 2 * intermediate + 8) * 4).to(dtype)[:, : 2 * intermediate]
+    gate, up = x.double().chunk(2, dim=-1)
+    expected = up * (
+        functional.silu(gate)
+        if activation is Activation.SILU
+        else functional.gelu(gate, approximate="tanh")
+    )
+    found = gated_activation(x, activation)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=STEP[dtype], atol=2e-6)
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+def test_large_values_saturate(activation: Activation) -> None:
+    gate = torch.tensor([[-1e4, -200.0, 200.0, 1e4]])
+    found = gated_activation(torch.cat((gate, torch.ones(1, 4)), dim=1), activation)
+    expected = torch.tensor([[0.0, 0.0, 200.0, 1e4]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-30)
+
+
+def test_no_rows_pass_and_other_dtypes_are_refused() -> None:
+    assert gated_activation(torch.empty(0, 8), Activation.SILU).shape == (0, 4)
+    with pytest.raises(UnsupportedModelError, match="float64"):
+        gated_activation(torch.zeros(1, 8, dtype=torch.float64), Activation.SILU)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from appliance.kernels.kv_seal import reference
+from appliance.kernels.kv_seal.launch import seal
+from appliance.kernels.kv_write.reference import write_kv
+from appliance.kernels.paged_attention import reference as reference_attention
+from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
+from appliance.kernels.ragged import RaggedBatch, SealedSpans
+from appliance.kernels.sealed_pages import SealedPages
+
+CPU = torch.device("cpu")
+
+
+def filled(head_dim: int, num_kv_heads: int = 2, num_open: int = 40) -> SealedPages:
+    cache = SealedPages.allocate(
+        num_blocks=40, num_open=num_open, num_kv_heads=num_kv_heads, head_dim=head_dim, device=CPU
+    )
+    random = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, num_open * 32, num_kv_heads, head_dim, generator=random)
+    key[..., 3] += 20  # a channel that lies off: what sealing is for
+    write_kv(key, value, cache.open, torch.arange(num_open * 32))
+    return cache
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
+def test_a_sealed_page_is_the_references(head_dim: int) -> None:
+    found, expected = filled(head_dim, num_open=3), filled(head_dim, num_open=3)
+    seal(found, torch.tensor([[2, 7], [-1, 9], [0, 30]]))
+    reference.seal(expected, [2, 0], [7, 30])
+    assert torch.equal(found.closed.pages, expected.closed.pages)
+    assert found.closed.pages[[7, 30]].any(-1).all()
+    assert not found.closed.pages[9].any()
+
+
+def test_a_channel_that_lies_off_costs_the_others_nothing() -> None:
+    cache = filled(64, num_open=1)
+    reference.seal(cache, [0], [5])
+    opened, closed = (
+        pages.gather([block], 32, torch.float64)
+        for pages, block in ((cache.open, 0), (cache.closed, 5))
+    )
+    for before, after in zip(opened, closed, strict=True):
+        spread = (before - before.mean(0)).abs().max()
+        assert (after - before).abs().max() < 0.6 * spread / 7.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("heads", [(8, 2, 64), (2, 2, 80), (3, 1, 128)])
+def test_attention_over_closed_and_open_blocks(
+    dtype: torch.dtype, window: int | None, heads: tuple[int, int, int]
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    cache = filled(head_dim, num_kv_heads)
+    # Nothing closed, a block just begun, a block just full, several spans; chunks.
+    query_lens, context_lens = (1, 1, 1, 1, 40, 5), (7, 33, 64, 300, 100, 5)
+    sealed_lens = (0, 32, 32, 288, 32, 0)
+    free = iter(torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist())
+    opened = iter(range(40))
+    tables, open_tables = [], []
+    for context, sealed in zip(context_lens, sealed_lens, strict=True):
+        table = list(itertools.islice(free, sealed // 32))
+        slots = list(itertools.islice(opened, -(-context // 32)))
+        reference.seal(cache, slots[: len(table)], table)
+        tables.append(table)
+        open_tables.append(tuple(slots[len(table) :]))
+    # What lies in open pages that are closed by now, or beyond a context, is poison.
+    used = torch.zeros(40, 32, dtype=torch.bool)
+    for context, sealed, pages in zip(context_lens, sealed_lens, open_tables, strict=True):
+        for place in range(context - sealed):
+            used[pages[place // 32], place % 32] = True
+    records = cache.open.halves.unflatten(-1, (-1, 2))[:, :, -32:]  # (pages, heads, tokens, 2)
+    records.masked_fill_(~used[:, None, :, None], torch.nan)
+
+    def int32(rows: list[tuple[int, ...]]) -> torch.Tensor:
+        width = max(1, *map(len, rows))
+        return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int32)
+
+    batch = RaggedBatch(
+        query_start=torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32),
+        block_tables=torch.cat((int32([tuple(t) for t in tables]), torch.zeros(6, 1).int()), 1),
+        slot_mapping=torch.zeros(0, dtype=torch.int64),
+        num_decodes=4,
+        host_query_lens=query_lens,
+        host_context_lens=context_lens,
+        host_block_tables=tuple(map(tuple, tables)),
+        sealed=SealedSpans(
+            torch.tensor(sealed_lens, dtype=torch.int32),
+            int32(open_tables),
+            sealed_lens,
+            tuple(open_tables),
+        ),
+    )
+    query = torch.randn(sum(query_lens), num_heads, head_dim).to(dtype)
+    scale = head_dim**-0.5
+    work = plan_attention(batch, 32)
+    found = paged_attention(query, cache, work, scale=scale, window=window)
+    expected = reference_attention.paged_attention(
+        query.double(), cache, batch, scale=scale, window=window
+    )
+    # A key is rounded to float16 when its scale and offset are put on it.
+    bound = 8e-3 if dtype is torch.bfloat16 else 3e-3
+    assert (found.double() - expected).abs().max() / expected.abs().max() < bound

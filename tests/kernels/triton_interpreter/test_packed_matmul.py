@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.packed_matmul import launch
+from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_gate_up, prepare_linear
+from appliance.kernels.packed_matmul.tiled import Params, centered
+from appliance.kernels.packed_matmul.tiles import choose_tile
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# How much more the error may be than that of torch's product with the weight made dense.
+MORE_THAN_DENSE = 1.5
+# What rounding the result costs at most, as a share of it, beside the error of the sums.
+ROUNDING = {BF16: 2**-8, FP16: 2**-11}
+OFFSET_ROUNDING = 2**-11  # of an offset to float16, around the middle code
+
+
+def random_packed(
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    *,
+    bits: int = 4,
+    kind: OffsetKind = OffsetKind.ADDITIVE,
+    symmetric: bool = False,
+    dtype: torch.dtype = torch.float16,
+) -> PackedWeight:
+    """Codes that are all in use, scales of both signs."""
+    random = torch.Generator().manual_seed(out_features + in_features + group_size + bits)
+    levels = 1 << bits
+    q = torch.randint(0, levels, (out_features, in_features), generator=random, dtype=torch.uint8)
+    shape = (out_features, in_features // group_size)
+    scale = (torch.rand(shape, generator=random) + 0.5) / levels
+    scale = (scale * (1 - 2 * torch.randint(0, 2, shape, generator=random))).to(dtype)
+    center = levels // 2
+    if symmetric:
+        zero = torch.full(shape, center)
+    else:
+        zero = torch.randint(center // 2, center + center // 2 + 1, shape, generator=random)
+    additive = kind is OffsetKind.ADDITIVE
+    offset = (-zero * scale.float() if additive else zero).to(dtype)
+    codes = q[:, 0::2] | (q[:, 1::2] << 4) if bits == 4 else q
+    return PackedWeight(codes, scale, offset, kind, bits, group_size)
+
+
+def activations(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a wider tensor that is NaN elsewhere: what is padding is never read."""
+    random = torch.Generator().manual_seed(rows)
+    x = torch.full((rows + 3, width + 16), torch.nan, dtype=dtype)
+    x[:rows, :width] = torch.randn(rows, width, generator=random).to(dtype)
+    return x[:rows, :width]
+
+
+def assert_near_exact(
+    found: torch.Tensor, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None
+) -> None:
+    """Within 1.5 times the error of torch's product in this dtype, on average and at worst."""
+    assert found.dtype == x.dtype
+    w = weight.dequantize(torch.float64)
+    more = 0 if bias is None else bias.double()
+    expected = x.double() @ w.t() + more
+    dense = (x.float() @ w.to(x.dtype).float().t() + more).to(x.dtype)
+    error, error_of_dense = ((y.double() - expected).abs() for y in (found, dense))
+    assert error.mean() <= MORE_THAN_DENSE * error_of_dense.mean()
+    assert error.max() <= MORE_THAN_DENSE * error_of_dense.max()
+    sums = x.double().unflatten(1, (-1, weight.group_size)).sum(-1).abs()
+    offsets = OFFSET_ROUNDING * sums @ centered(weight)[1].double().abs().t()
+    summing = 1e-5 * (x.double().abs() @ w.abs().t())
+    assert (error <= ROUNDING[x.dtype] * expected.abs() + offsets + summing + 1e-6).all()
+
+
+@pytest.fixture(autouse=True)
+def _counters_stay_zero() -> Iterator[None]:
+    yield
+    assert not launch.workspace_of(torch.device("cpu")).arrived.any()
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "offset"])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+def test_every_code_and_group(bits: int, group_size: int, symmetric: bool, rows: int) -> None:
+    weight = random_packed(
+        72, 384, group_size, bits=bits, symmetric=symmetric, kind=OffsetKind.ZERO_POINT
+    )
+    dtype = BF16 if rows in (1, 64) else FP16
+    linear = prepare_linear(weight, None, dtype)
+    assert isinstance(linear, TiledLinear)
+    assert linear.weight.params_kind is (Params.FP32 if symmetric else Params.FP16_OFFSET)
+    x = activations(rows, 384, dtype)
+    assert_near_exact(linear(x), x, weight)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 33, 130])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_every_number_of_rows(rows: int, dtype: torch.dtype) -> None:
+    weight, bias = random_packed(64, 256, 64), torch.randn(64)
+    x = activations(rows, 256, dtype)
+    assert_near_exact(prepare_linear(weight, bias, dtype)(x), x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "group_size"),
+    [(64, 576, 32), (100, 1536, 32), (1, 96, 32), (65, 96, 96), (40, 32, 32), (64, 512, 256)],
+)
+@pytest.mark.parametrize("rows", [3, 20])
+def test_ragged_sizes(out_features: int, in_features: int, group_size: int, rows: int) -> None:
+    weight = random_packed(out_features, in_features, group_size, symmetric=in_features == 576)
+    linear = prepare_linear(weight, None, BF16)
+    assert (linear.in_features, linear.out_features) == (in_features, out_features)
+    x = activations(rows, in_features, BF16)
+    assert_near_exact(linear(x), x, weight)
+
+
+@pytest.mark.parametrize("rows", [4, 20])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [(torch.float32, Params.FP32_OFFSET), (BF16, Params.FP16_OFFSET)]
+)
+def test_scales_of_other_dtypes(rows: int, dtype: torch.dtype, kind: Params) -> None:
+    weight = random_packed(64, 128, 64, dtype=dtype)
+    linear = prepare_linear(weight, None, BF16)
+    assert isinstance(linear, TiledLinear)
+    assert linear.weight.params_kind is kind
+    x = activations(rows, 128, BF16)
+    assert_near_exact(linear(x), x, weight)
+
+
+@pytest.mark.parametrize("splits", [3, 8])
+@pytest.mark.parametrize("rows", [5, 70])
+def test_splits_add_up_in_a_fixed_order(
+    monkeypatch: pytest.MonkeyPatch, splits: int, rows: int
+) -> None:
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
+    weight, bias = random_packed(72, 1024, 128), torch.randn(72)
+    x = activations(rows, 1024, BF16)
+    linear = prepare_linear(weight, bias, BF16)
+    first = linear(x)
+    assert_near_exact(first, x, weight, bias)
+    launch.workspace_of(torch.device("cpu")).partial.fill_(torch.nan)
+    assert torch.equal(linear(x), first)
+
+
+@pytest.mark.parametrize("rows", [8, 24])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gated_with_residual(monkeypatch: pytest.MonkeyPatch, rows: int, splits: int) -> None:
+    monkeypatch.setattr(launch, "choose_splits", lambda *_: splits)
+    weight, bias = random_packed(144, 512, 64), torch.randn(144)
+    x, residual = activations(rows, 512, BF16), torch.randn(rows, 72).to(BF16)
+    linear = prepare_gate_up(weight, bias, BF16)
+    gate, up = (x.double() @ weight.dequantize(torch.float64).t() + bias.double()).chunk(2, 1)
+    expected = torch.nn.functional.silu(gate) * up + residual.double()
+    error = (linear(x, residual).double() - expected).abs()
+    assert linear.out_features == 72
+    assert (error <= ROUNDING[BF16] * expected.abs() + 1e-4 * expected.abs().max()).all()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows_by_a_dense_product(
+    monkeypatch: pytest.MonkeyPatch, bits: int, gated: bool
+) -> None:
+    # So that the weight is made dense in several parts.
+    monkeypatch.setattr(launch, "DEQUANTIZED_AT_ONCE", 128 * 256)
+    weight, bias = random_packed(320, 256, 32, bits=bits), torch.randn(320)
+    few, x = (activations(rows, 256, BF16) for rows in (16, 600))
+    assert choose_tile(600, launch.INTERPRETED) is None
+    plain = prepare_linear(weight, None, BF16)
+    assert isinstance(plain, TiledLinear)
+    dense = launch._dequantize(plain.weight, 128, 256, few)
+    torch.testing.assert_close(dense, weight.dequantize(BF16)[128:256], rtol=2**-7, atol=2e-3)
+    linear = (prepare_gate_up if gated else prepare_linear)(weight, bias, BF16)
+    assert isinstance(linear, TiledLinear)
+    residual = torch.randn(600, linear.out_features).to(BF16)
+    out = linear(x, residual)
+    y = x.float() @ weight.dequantize(BF16).float().t() + bias
+    if gated:
+        gate, up = y.chunk(2, 1)
+        y = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(out.float(), y + residual.float(), rtol=2e-2, atol=0.3)
+
+
+def test_neighbours_change_no_bit_within_a_tile_of_the_table() -> None:
+    weight = random_packed(64, 256, 128)
+    linear = prepare_linear(weight, None, BF16)
+    for rows in ((1, 7, 8), (9, 16), (17, 32), (65, 128)):
+        x = activations(rows[-1], 256, BF16)
+        together = linear(x)
+        for count in rows:
+            assert torch.equal(linear(x[:count]), together[:count])
+        assert torch.equal(linear(x.flip(0)).flip(0), together)
+
+
+def test_no_rows() -> None:
+    linear = prepare_linear(random_packed(72, 128, 32), None, BF16)
+    assert linear(torch.empty(0, 128, dtype=BF16)).shape == (0, 72)
+
+
+def test_other_weights_stay_dense() -> None:
+    weight = random_packed(72, 128, 32)
+    assert not isinstance(prepare_linear(weight, None, torch.float32), TiledLinear)
+    assert not isinstance(prepare_linear(torch.randn(8, 8), None, BF16), TiledLinear)
+
+
+@pytest.mark.parametrize(
+    ("in_features", "group_size", "words"),
+    [(48, 16, "groups of 16.*multiples of 32"), (96, 48, "groups of 48")],
+)
+def test_what_no_kernel_covers_is_refused(in_features: int, group_size: int, words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        prepare_linear(random_packed(16, in_features, group_size), None, BF16)
+    with pytest.raises(UnsupportedModelError, match="multiples of 16"):
+        prepare_gate_up(random_packed(24, 128, 32), None, BF16)
