@@ -95,7 +95,5 @@ def _loss(
     scaled = weight * scales
     energy = hessian.diagonal() / scales.square()
     steps = choose_steps(scaled, scheme, dtype, importance=energy, shares=shares)
-    group_size = scheme.group_size or weight.shape[1]
-    groups = torch.arange(weight.shape[1], device=weight.device) // group_size
-    lost = steps.weights(steps.codes(scaled, groups), groups) / scales - weight
+    lost = steps.weights(steps.codes(scaled)) / scales - weight
     return float(((lost @ hessian) * lost).sum())

@@ -127,9 +127,7 @@ def _quantize(
         linear.weight = packed.dequantize()
     else:
         steps = choose_steps(original, scheme, dtype, importance=hessian.diagonal(), shares=SHRUNK)
-        group_size = scheme.group_size or linear.in_features
-        groups = torch.arange(linear.in_features, device=original.device) // group_size
-        packed = steps.pack(steps.codes(original, groups))
+        packed = steps.pack(steps.codes(original))
         linear.weight = packed.dequantize()
         loss = gptq.output_loss(original, linear.weight, hessian)
     return packed, loss
@@ -137,21 +135,16 @@ def _quantize(
 
 def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:
     """Of each of a layer's four linears, the stored weights and their rows in it."""
-    names, layer = source.family.names, source.spec.layers[index]
-    attention, middle = layer.attention, layer.mlp.intermediate_size
-    queries, keys = (heads * attention.head_dim for heads in (
-        attention.num_heads, attention.num_kv_heads))  # fmt: skip
-    hidden = source.spec.hidden_size
-    sizes = ([queries, keys, keys], [hidden], [middle, middle], [hidden])
-    parts = (names.qkv, (names.output,), names.gate_up, (names.down,))
+    names = source.family.names
+    lengths = {slot.name: slot.shape[0] for slot in source.slots()}
     found = []
-    for stored, rows in zip(parts, sizes, strict=True):
-        lengths = rows if len(stored) == len(rows) else [sum(rows)]
+    for stored in (names.qkv, (names.output,), names.gate_up, (names.down,)):
         start, linear = 0, []
-        for part, length in zip(stored, lengths, strict=True):
+        for part in stored:
             name = f"{names.in_layer(index, part)}.weight"
-            linear.append((name, slice(start, start + length)))
-            start += length
+            end = start + lengths[name]
+            linear.append((name, slice(start, end)))
+            start = end
         found.append(linear)
     return found
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.quant.pack import pack_codes
+from appliance.quant import rtn
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from appliance.kernels.packed import PackedWeight
     from appliance.quant.scheme import WeightScheme
 
 WHOLE = (1.0,)
@@ -39,29 +39,28 @@ class Steps:
     scheme: WeightScheme
     dtype: torch.dtype
 
-    def codes(self, weight: Tensor, groups: Tensor | slice = slice(None)) -> Tensor:
-        """Nearest codes, float32, of columns (out_features, n) that lie in `groups` (n,)."""
+    def codes(self, weight: Tensor, groups: Tensor | None = None) -> Tensor:
+        """Nearest codes, float32, of columns (out_features, n) that lie in `groups` (n,).
+
+        Without groups these are all columns in their order.
+        """
+        groups = self._all(weight) if groups is None else groups
         steps = torch.round(weight / self.scale[:, groups]) + self.zero_point[:, groups]
         return steps.clamp_(0, self.scheme.max_code)
 
-    def weights(self, codes: Tensor, groups: Tensor | slice = slice(None)) -> Tensor:
+    def weights(self, codes: Tensor, groups: Tensor | None = None) -> Tensor:
         """What codes (out_features, n) stand for."""
+        groups = self._all(codes) if groups is None else groups
         return (codes - self.zero_point[:, groups]) * self.scale[:, groups]
 
     def pack(self, codes: Tensor) -> PackedWeight:
         """Store codes (out_features, in_features), which are whole numbers of any float type."""
-        scheme = self.scheme
-        scale = self.scale.to(self.dtype)
-        return PackedWeight(
-            codes=pack_codes(codes.to(torch.uint8), scheme.bits),
-            scale=scale,
-            offset=-scheme.zero_code * scale
-            if scheme.symmetric
-            else self.zero_point.to(self.dtype),
-            offset_kind=OffsetKind.ADDITIVE if scheme.symmetric else OffsetKind.ZERO_POINT,
-            bits=scheme.bits,
-            group_size=scheme.group_size or codes.shape[1],
-        )
+        return rtn.pack(codes, self.scale, self.zero_point, self.scheme, self.dtype)
+
+    def _all(self, columns: Tensor) -> Tensor:
+        """The group of every column of a whole weight."""
+        count = columns.shape[1]
+        return torch.arange(count, device=columns.device) // (self.scheme.group_size or count)
 
 
 def choose_steps(
@@ -91,7 +90,7 @@ def choose_steps(
     matters = None if importance is None else importance.reshape(1, -1, group_size)
     best: tuple[Tensor, Tensor, Tensor] | None = None  # error, scale, zero point
     for share in shares:
-        scale, zero_point = _steps_of(low * share, high * share, scheme, dtype)
+        scale, zero_point = rtn.steps_over(low * share, high * share, scheme, dtype)
         if len(shares) == 1:
             return Steps(scale, zero_point, scheme, dtype)
         codes = torch.round(groups / scale.unsqueeze(-1)).add_(zero_point.unsqueeze(-1))
@@ -109,22 +108,3 @@ def choose_steps(
             )
     assert best is not None, "no share of the range to try"
     return Steps(best[1], best[2], scheme, dtype)
-
-
-def _steps_of(
-    low: Tensor, high: Tensor, scheme: WeightScheme, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Steps from the lowest to the highest weight; see `rtn.quantize` for the symmetric case."""
-    if scheme.symmetric:
-        farthest = torch.where(high > -low, high, low)
-        scale = _stored(-farthest / scheme.zero_code, dtype)
-        return scale, torch.full_like(scale, scheme.zero_code)
-    low, high = low.clamp(max=0), high.clamp(min=0)
-    scale = _stored((high - low) / scheme.max_code, dtype)
-    return scale, torch.round(-low / scale).clamp_(0, scheme.max_code)
-
-
-def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round scales to the type they are stored in; a group of zeros gets 1, which divides."""
-    rounded = scale.to(dtype).float()
-    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)

@@ -49,27 +49,56 @@ def quantize(
     assert in_features % group_size == 0, (in_features, group_size)
     groups = weight.to(torch.float32).reshape(out_features, -1, group_size)
     low, high = groups.aminmax(dim=-1)  # (out_features, in_features / group_size)
+    scale, zero_point = steps_over(low, high, scheme, scale_dtype)
+    codes = torch.round(groups / scale.unsqueeze(-1))
+    codes.add_(zero_point.unsqueeze(-1)).clamp_(0, scheme.max_code)
+    return pack(codes.view(out_features, in_features), scale, zero_point, scheme, scale_dtype)
+
+
+def steps_over(
+    low: Tensor, high: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of groups whose weights lie from `low` to `high`; see `quantize`.
+
+    Args:
+        low: (out_features, groups) float32.
+        high: the same.
+        scheme: bits and symmetry.
+        scale_dtype: in which scales are stored.
+
+    Returns:
+        Both float32: scales of values that the stored type holds exactly, and whole numbers.
+    """
     if scheme.symmetric:
         farthest = torch.where(high > -low, high, low)
         scale = _stored(-farthest / scheme.zero_code, scale_dtype)
-        zero_point = torch.full_like(scale, scheme.zero_code)
-    else:
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        scale = _stored((high - low) / scheme.max_code, scale_dtype)
-        zero_point = torch.round(-low / scale.float()).clamp(0, scheme.max_code).to(scale_dtype)
-    steps = torch.round(groups / scale.float().unsqueeze(-1))
-    codes = steps.add_(zero_point.float().unsqueeze(-1)).clamp_(0, scheme.max_code)
+        return scale, torch.full_like(scale, scheme.zero_code)
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    scale = _stored((high - low) / scheme.max_code, scale_dtype)
+    return scale, torch.round(-low / scale).clamp_(0, scheme.max_code)
+
+
+def pack(
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    scheme: WeightScheme,
+    scale_dtype: torch.dtype,
+) -> PackedWeight:
+    """Store codes (out_features, in_features), whole numbers of any float type, and their steps."""
+    scale = scale.to(scale_dtype)
+    symmetric = scheme.symmetric
     return PackedWeight(
-        codes=pack_codes(codes.to(torch.uint8).view(out_features, in_features), scheme.bits),
+        codes=pack_codes(codes.to(torch.uint8), scheme.bits),
         scale=scale,
-        offset=-scheme.zero_code * scale if scheme.symmetric else zero_point,
-        offset_kind=OffsetKind.ADDITIVE if scheme.symmetric else OffsetKind.ZERO_POINT,
+        offset=-scheme.zero_code * scale if symmetric else zero_point.to(scale_dtype),
+        offset_kind=OffsetKind.ADDITIVE if symmetric else OffsetKind.ZERO_POINT,
         bits=scheme.bits,
-        group_size=group_size,
+        group_size=scheme.group_size or codes.shape[1],
     )
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Round scales to the type they are stored in; a group of zeros gets 1, which divides."""
-    rounded = scale.to(dtype)
+    rounded = scale.to(dtype).float()
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
