@@ -1,22 +1,16 @@
-"""The command line: `appliance serve | quantize | top | version`.
-
-Each command imports what it needs when it runs, so that `--help` stays quick.
-"""
+"""The command line: `appliance serve | quantize | top | version`, a file for each command."""
 
 from __future__ import annotations
 
-import logging
-import re
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import NoReturn
 
 import typer
 
-from appliance.errors import ApplianceError, ConfigError
-
-if TYPE_CHECKING:
-    from appliance.engine.messages import EngineInfo
+from appliance.commands.quantize import quantize
+from appliance.commands.serve import serve
+from appliance.commands.top import top
+from appliance.errors import ApplianceError
 
 app = typer.Typer(
     name="appliance",
@@ -25,11 +19,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Model = Annotated[
-    str,
-    typer.Argument(help="Folder, .gguf file or hub id; without one, the packaged default model."),
-]
 
 
 def main() -> NoReturn:
@@ -52,205 +41,5 @@ def version() -> None:
     typer.echo(__version__)
 
 
-@app.command()
-def serve(
-    model: Model = "",
-    model_option: Annotated[str, typer.Option("--model", help="The same as MODEL.")] = "",
-    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on [8080].")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Model id in the API.")] = None,
-    max_queue: Annotated[int | None, typer.Option(help="Requests that may wait [64].")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Activations: auto, bfloat16, float16, float32 [auto].")
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="KV cache: auto, bf16, int8, fp16, fp32 [auto].")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Context in tokens [the model's own].")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences run at once [32].")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Rows a step [512].")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Token slots of a KV block.")] = None,
-    kv_cache_memory: Annotated[
-        str | None, typer.Option(help="Memory for the KV cache, such as 2GiB [planned].")
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(help="Share of the GPU's memory to use [0.90].")
-    ] = None,
-    cuda_graphs: Annotated[
-        str | None, typer.Option(help="Replay decode steps as CUDA graphs: auto, off [auto].")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads [physical cores].")] = None,
-    prefix_caching: Annotated[
-        bool | None, typer.Option(help="Reuse the KV cache of shared prompt beginnings [on].")
-    ] = None,
-    kernels: Annotated[
-        str | None,
-        typer.Option(help="auto, torch (no C library) or reference (slow, to compare) [auto]."),
-    ] = None,
-    cpu_isa: Annotated[
-        str | None,
-        typer.Option(help="CPU instructions: auto, avx512, avxvnni, avx2, scalar [auto]."),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with these settings.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
-) -> None:
-    """Serve a model behind an OpenAI-compatible endpoint.
-
-    The API key, if one is wanted, comes from the environment variable APPLIANCE_API_KEY.
-    """
-    from appliance import log
-    from appliance.config import cache_dir, load_settings
-    from appliance.hub import resolve_model
-    from appliance.progress import ProgressLine
-    from appliance.server.serve import run_server
-
-    if model and model_option and model != model_option:
-        raise ConfigError(f"two models were given, {model!r} and {model_option!r}; name one")
-    log.configure(logging.DEBUG if verbose else logging.INFO)
-    settings = load_settings(
-        {
-            "model": model or model_option or None,
-            "host": host,
-            "port": port,
-            "served_model_name": served_model_name,
-            "max_queue": max_queue,
-            "device": device,
-            "dtype": dtype,
-            "kv_cache_dtype": kv_cache_dtype,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "block_size": block_size,
-            "kv_cache_memory": None if kv_cache_memory is None else parse_size(kv_cache_memory),
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "cuda_graphs": cuda_graphs,
-            "threads": threads,
-            "prefix_caching": prefix_caching,
-            "kernels": kernels,
-            "cpu_isa": cpu_isa,
-        },
-        config,
-    )
-    with ProgressLine() as progress:
-
-        def say_ready(url: str, name: str, info: EngineInfo) -> None:
-            progress.close()
-            typer.echo(banner(url, name, info), err=True)
-
-        resolved = resolve_model(settings.engine.model, cache_dir=cache_dir(), progress=progress)
-        run_server(
-            settings,
-            resolved,
-            on_progress=progress,
-            on_ready=say_ready,
-        )
-
-
-@app.command()
-def quantize(
-    model: Model = "",
-    out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist.")] = None,
-    method: Annotated[
-        str, typer.Option(help="rtn (no text needed), gptq, awq or awq+gptq.")
-    ] = "rtn",
-    bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,
-    group_size: Annotated[
-        str, typer.Option(help="Inputs that share a scale: 32, 64, 128 or channel.")
-    ] = "64",
-    symmetric: Annotated[
-        bool, typer.Option(help="No zero points: readable by transformers and vLLM.")
-    ] = True,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Text file or folder of them [Python's help topics].")
-    ] = None,
-    calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate with.")] = 8192,
-    seed: Annotated[int, typer.Option(help="Chooses the rows of text.")] = 0,
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
-) -> None:
-    """Quantize a model's weights into a compressed-tensors folder."""
-    from appliance.config import cache_dir
-    from appliance.hub import resolve_model
-    from appliance.progress import ProgressLine
-    from appliance.quant.calibration import CalibrationText
-    from appliance.quant.pipeline import quantize_model
-    from appliance.quant.scheme import WeightScheme
-
-    if out is None:
-        raise ConfigError("--out DIR is needed: the folder to write the quantized model to")
-    scheme = WeightScheme.parse(bits=bits, group_size=group_size, symmetric=symmetric)
-    with ProgressLine() as progress:
-        resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
-        report = quantize_model(
-            resolved.path,
-            out,
-            scheme,
-            method=method,
-            text=CalibrationText(calibration, calibration_tokens, seed=seed),
-            overwrite=overwrite,
-            on_progress=progress,
-        )
-    typer.echo(report.summary(), err=True)
-    typer.echo(f"serve it with: appliance serve {out}", err=True)
-
-
-@app.command()
-def top(
-    url: Annotated[str, typer.Option(help="The server to watch.")] = "http://127.0.0.1:8080",
-) -> None:
-    """Watch a running server: block map, throughput, requests.
-
-    A key, if the server wants one, comes from the environment variable APPLIANCE_API_KEY.
-    """
-    from appliance.config import api_key_from_environment
-    from appliance.tui.app import run_dashboard
-
-    raise typer.Exit(run_dashboard(url, api_key_from_environment()))
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 512MiB, 2G or 1.5GB; G and GiB are 2**30, GB is 10**9.
-
-    Raises:
-        ConfigError: it is not a size.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
-    if match is None:
-        raise ConfigError(f"{text!r} is not a size; write it like 512MiB or 2GiB")
-    number, prefix, unit = match.groups()
-    base = 1000 if unit == "b" and prefix else 1024
-    return int(float(number) * base ** " kmgt".index(prefix or " "))
-
-
-def banner(url: str, name: str, info: EngineInfo) -> str:
-    """What a person needs to know once the server is ready."""
-    mib = 2**20
-    tokens = info.num_blocks * info.block_size
-    rows = [
-        ("endpoint", f"{url}/v1"),
-        ("model", f"{name}, {info.architecture}, {info.weight_format}, on {info.device}"),
-        (
-            "memory",
-            f"weights {info.weight_bytes / mib:,.0f} MiB"
-            f" + KV cache up to {info.kv_bytes / mib:,.0f} MiB"
-            f" + workspace {info.workspace_bytes / mib:,.0f} MiB"
-            f" of {info.memory_bytes / mib:,.0f} MiB",
-        ),
-        (
-            "KV cache",
-            f"{info.kv_format}, {info.num_blocks:,} blocks of {info.block_size}"
-            f" = {tokens:,} tokens; context {info.context_length:,}",
-        ),
-        ("loaded in", f"{info.load_seconds:.1f} s"),
-        *(("note", note) for note in info.notes),
-        ("dashboard", f"appliance top --url {url}"),
-        (
-            "try it",
-            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
-            f'\'{{"model": "{name}", "temperature": 0.2, "max_tokens": 200, '
-            f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
-        ),
-    ]
-    return "\n".join(f"  {label:<10} {text}" for label, text in rows)
+for command in (serve, quantize, top):
+    app.command()(command)

@@ -7,7 +7,6 @@ the rows go through it as it was stored, and the next one follows.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,26 +24,9 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
     from appliance.quant.block import Block, ObservedLinear
+    from appliance.quant.options import Method
     from appliance.quant.scheme import WeightScheme
     from appliance.quant.walk import Walk
-
-
-class Calibrated(Enum):
-    """How the codes of a weight are chosen with the help of calibration rows."""
-
-    AWQ = "awq"
-    GPTQ = "gptq"
-    AWQ_GPTQ = "awq+gptq"
-
-    @property
-    def scales_inputs(self) -> bool:
-        """Whether inputs are scaled first."""
-        return self is not Calibrated.GPTQ
-
-    @property
-    def makes_up(self) -> bool:
-        """Whether later columns make up for the rounding of earlier ones."""
-        return self is not Calibrated.AWQ
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +47,7 @@ class QuantizedLayer:
 def quantize_layers(
     source: ModelSource,
     walk: Walk,
-    method: Calibrated,
+    method: Method,
     schemes: Mapping[str, WeightScheme | None],
     dtype: torch.dtype,
 ) -> Iterator[QuantizedLayer]:
@@ -109,7 +91,7 @@ def _quantize(
     block: Block,
     linear: ObservedLinear,
     scheme: WeightScheme,
-    method: Calibrated,
+    method: Method,
     dtype: torch.dtype,
     name: str,
 ) -> tuple[PackedWeight, float]:

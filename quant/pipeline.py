@@ -10,18 +10,17 @@ import json
 import math
 import shutil
 import time
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 
 from appliance.checkpoint import CONFIG_NAME
-from appliance.errors import ConfigError, QuantizeError
+from appliance.errors import QuantizeError
 from appliance.files import read_json
 from appliance.gguf import GGUFFile
 from appliance.model.source import open_model
-from appliance.quant.calibrated import Calibrated
 from appliance.quant.calibration import CalibrationText
+from appliance.quant.options import QuantizeOptions
 from appliance.quant.plan import make_plan
 from appliance.quant.report import QuantizeReport
 from appliance.quant.shard_writer import ShardWriter
@@ -39,70 +38,46 @@ if TYPE_CHECKING:
     from appliance.quant.scheme import WeightScheme
     from appliance.quant.writing import OnProgress
 
-MAX_SHARD_BYTES = 4 << 30
-
-
-class Method(Enum):
-    """How the codes of a weight are chosen."""
-
-    RTN = "rtn"
-    AWQ = "awq"
-    GPTQ = "gptq"
-    AWQ_GPTQ = "awq+gptq"
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether calibration rows are shown to the model."""
-        return self is not Method.RTN
-
 
 def quantize_model(
     model_path: Path,
     out: Path,
-    scheme: WeightScheme,
-    *,
-    method: str = Method.RTN.value,
-    text: CalibrationText | None = None,
-    overwrite: bool = False,
+    options: QuantizeOptions | None = None,
     on_progress: OnProgress | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> QuantizeReport:
     """Quantize the linear weights of a model's layers and write it as a model folder.
 
     Args:
         model_path: a .gguf file, or a folder with config.json and safetensors.
         out: the folder to write; compressed-tensors weights, config and tokenizer.
-        scheme: a weight whose width it does not divide gets a smaller group, which is noted.
-        method: the value of a `Method`.
-        text: what to calibrate with, for methods that do; by default what `CalibrationText` says.
-        overwrite: replace an older model folder at `out`.
+        options: what is asked for; 4 bits by rounding by default.
         on_progress: called after every tensor.
-        max_shard_bytes: where a new safetensors file begins.
 
     Raises:
-        ConfigError: no such method.
         CheckpointError: the model is damaged or incomplete.
         UnsupportedModelError: no code here reads this model.
         QuantizeError: the destination is taken, the disk is full, a weight is not finite or the
             model is quantized already. No part of `out` is left behind.
     """
     started = time.monotonic()
-    chosen = _known_method(method)
+    options = options or QuantizeOptions()
+    method = options.method
     out = out.resolve()
     try:
-        check_destination(out, model_path.resolve(), overwrite=overwrite)
+        check_destination(out, model_path.resolve(), overwrite=options.overwrite)
         _refuse_quantized(model_path)
         source = open_model(model_path)
-        plan = make_plan(source.slots(), scheme, _stored_dtype(source))
+        plan = make_plan(source.slots(), options.scheme, _stored_dtype(source))
         _check_space(out, plan)
-        calibration = (text or CalibrationText()).rows_of(model_path) if chosen.needs_text else None
+        calibration = None
+        if method.needs_text:
+            calibration = (options.text or CalibrationText()).rows_of(model_path)
         with staged_folder(out) as staging:
-            with ShardWriter(staging, plan.layouts(), max_shard_bytes) as writer:
+            with ShardWriter(staging, plan.layouts(), options.max_shard_bytes) as writer:
                 if calibration is None:
                     write_rounded(source.weights, plan, writer, on_progress)
                 else:
-                    calibrated = Calibrated(chosen.value)
-                    write_calibrated(source, plan, writer, calibrated, calibration, on_progress)
+                    write_calibrated(source, plan, writer, method, calibration, on_progress)
             config = json.dumps(plan.model_config(source.config), indent=2, ensure_ascii=False)
             (staging / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
             write_tokenizer_files(model_path, staging)
@@ -114,24 +89,16 @@ def quantize_model(
     return QuantizeReport(
         out=out,
         architecture=source.spec.architecture,
-        method=chosen.value,
-        scheme=scheme,
+        method=method.value,
+        scheme=options.scheme,
         num_quantized=len(quantized),
         quantized_parameters=sum(math.prod(tensor.shape) for tensor in quantized),
         quantized_bytes=sum(tensor.nbytes for tensor in quantized),
         parameters=sum(math.prod(tensor.shape) for tensor in plan.tensors),
         weight_bytes=sum(tensor.nbytes for tensor in plan.tensors),
         seconds=time.monotonic() - started,
-        notes=(*_notes(model_path, scheme, calibration), *plan.notes),
+        notes=(*_notes(model_path, options.scheme, calibration), *plan.notes),
     )
-
-
-def _known_method(name: str) -> Method:
-    try:
-        return Method(name)
-    except ValueError as error:
-        known = ", ".join(method.value for method in Method)
-        raise ConfigError(f"method {name!r} is not known; supported: {known}") from error
 
 
 def _refuse_quantized(model_path: Path) -> None:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from appliance.model.source import ModelSource
-    from appliance.quant.calibrated import Calibrated
     from appliance.quant.calibration import Calibration
     from appliance.quant.formats import WeightReader
+    from appliance.quant.options import Method
     from appliance.quant.plan import PlannedTensor, QuantizePlan
     from appliance.quant.scheme import WeightScheme
     from appliance.quant.shard_writer import ShardWriter
@@ -67,7 +67,7 @@ def write_calibrated(
     source: ModelSource,
     plan: QuantizePlan,
     writer: ShardWriter,
-    method: Calibrated,
+    method: Method,
     calibration: Calibration,
     on_progress: OnProgress | None,
 ) -> None:

@@ -46,7 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "output": {"engine.request", "tokenizer"},
     "progress": set(),
     "llm": {"engine", "tokenizer", "output", "config", "hub"},
-    "cli": {"config", "log", "progress", "server", "engine", "quant", "tui", "hub"},
+    "commands": {"config", "log", "progress", "server", "engine", "quant", "tui", "hub"},
+    "cli": {"commands"},
     "__init__": {"llm", "engine.request"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -6,7 +6,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from appliance.cli import app, parse_size
+from appliance.cli import app
+from appliance.commands.sizes import parse_size
 from appliance.errors import ConfigError
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from conditions import conditions, spread, write_result
 
-from appliance.cli import banner
+from appliance.commands.serve import banner
 from appliance.config import cache_dir, load_settings
 from appliance.hub import resolve_model
 

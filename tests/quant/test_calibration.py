@@ -21,6 +21,7 @@ from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
 from appliance.quant import fold
 from appliance.quant.calibration import Calibration, CalibrationText, default_documents
+from appliance.quant.options import Method, QuantizeOptions
 from appliance.quant.pipeline import quantize_model
 from appliance.quant.scheme import WeightScheme
 from appliance.quant.walk import Walk
@@ -132,8 +133,10 @@ def test_scales_are_folded_without_a_trace(model: Path, text: Path, tmp_path: Pa
 def test_calibrated_methods_lose_less_than_rounding(
     model: Path, text: Path, tmp_path: Path, method: str
 ) -> None:
-    rounded = quantize_model(model, tmp_path / "rtn", SCHEME).out
-    report = quantize_model(model, tmp_path / "out", SCHEME, method=method, text=options(text))
+    rounded = quantize_model(model, tmp_path / "rtn", QuantizeOptions(SCHEME)).out
+    report = quantize_model(
+        model, tmp_path / "out", QuantizeOptions(SCHEME, Method(method), options(text))
+    )
     assert report.method == method
     assert any(note.startswith("calibrated with 20 rows") for note in report.notes)
     assert kl_divergence(model, report.out) < BOUNDS[method] * kl_divergence(model, rounded)
@@ -144,7 +147,7 @@ def test_the_same_seed_gives_the_same_bytes(model: Path, text: Path, tmp_path: P
     digests = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         out = tmp_path / name
-        quantize_model(model, out, SCHEME, method="awq+gptq", text=options(text, seed))
+        quantize_model(model, out, QuantizeOptions(SCHEME, Method.AWQ_GPTQ, options(text, seed)))
         digests.append(hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest())
     assert digests[0] == digests[1] != digests[2]
 
@@ -157,7 +160,7 @@ def test_activations_that_overflow_are_named(
     (large / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
     (large / "chat_template.jinja").unlink()
     with pytest.raises(QuantizeError, match=r"before model\.layers\.0\.mlp\.down_proj"):
-        quantize_model(large, tmp_path / "out", SCHEME, method="gptq", text=options(text))
+        quantize_model(large, tmp_path / "out", QuantizeOptions(SCHEME, Method.GPTQ, options(text)))
     assert not (tmp_path / "out").exists()
 
 

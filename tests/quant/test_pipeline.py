@@ -19,6 +19,7 @@ from appliance.errors import ApplianceError, CheckpointError, ConfigError, Quant
 from appliance.kernels.packed import PackedWeight
 from appliance.model.source import open_model
 from appliance.quant import pipeline, writing
+from appliance.quant.options import Method, QuantizeOptions
 from appliance.quant.pipeline import quantize_model
 from appliance.quant.rtn import quantize
 from appliance.quant.scheme import WeightScheme
@@ -47,7 +48,7 @@ def test_the_result_is_the_model_rounded(
 ) -> None:
     scheme = WeightScheme(bits, 32, symmetric)
     source = open_model(make_llama())
-    quantize_model(source.path, tmp_path / "out", scheme)
+    quantize_model(source.path, tmp_path / "out", QuantizeOptions(scheme))
     result = open_model(tmp_path / "out")
     assert result.spec == source.spec
     for slot in source.slots():
@@ -69,7 +70,7 @@ def test_a_width_that_no_group_divides_gets_a_smaller_group_or_none(
     make_llama: MakeFolder, tmp_path: Path
 ) -> None:
     source = make_llama(intermediate_size=72)
-    report = quantize_model(source, tmp_path / "out", WeightScheme(4, 64))
+    report = quantize_model(source, tmp_path / "out", QuantizeOptions(WeightScheme(4, 64)))
     assert set(report.notes) == {
         "12 weights in groups of 32, not 64: 96 inputs do not divide by 64",
         "2 weights kept in 16 bits: 72 inputs do not divide by 32",
@@ -84,7 +85,7 @@ def test_a_width_that_no_group_divides_gets_a_smaller_group_or_none(
 
 
 def test_two_group_sizes_name_their_modules(make_llama: MakeFolder, tmp_path: Path) -> None:
-    out = quantize_model(make_llama(), tmp_path / "out", WeightScheme(4, 128)).out
+    out = quantize_model(make_llama(), tmp_path / "out", QuantizeOptions(WeightScheme(4, 128))).out
     groups = config_of(out)["quantization_config"]["config_groups"].values()
     sizes = {group["weights"]["group_size"]: len(group["targets"]) for group in groups}
     assert sizes == {32: 12, 128: 2}
@@ -94,7 +95,9 @@ def test_two_group_sizes_name_their_modules(make_llama: MakeFolder, tmp_path: Pa
 
 
 def test_the_report_counts_what_is_on_disk(make_llama: MakeFolder, tmp_path: Path) -> None:
-    report = quantize_model(make_llama(), tmp_path / "out", WeightScheme(4, 32, symmetric=True))
+    report = quantize_model(
+        make_llama(), tmp_path / "out", QuantizeOptions(WeightScheme(4, 32, symmetric=True))
+    )
     folder = SafetensorsFolder(report.out)
     stored = {name: folder.load(name) for name in folder.tensor_names()}
     assert report.weight_bytes == sum(tensor.nbytes for tensor in stored.values())
@@ -112,7 +115,7 @@ def test_tokenizer_files_come_along_and_pickles_do_not(
     source = make_llama()
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     (source / "modeling.py").write_text("import os")
-    out = quantize_model(source, tmp_path / "out", WeightScheme()).out
+    out = quantize_model(source, tmp_path / "out").out
     assert names(out) == [
         "chat_template.jinja",
         "config.json",
@@ -123,7 +126,7 @@ def test_tokenizer_files_come_along_and_pickles_do_not(
 
 
 def test_a_tied_head_stays_tied(make_llama: MakeFolder, tmp_path: Path) -> None:
-    out = quantize_model(make_llama(tie_word_embeddings=True), tmp_path / "out", WeightScheme()).out
+    out = quantize_model(make_llama(tie_word_embeddings=True), tmp_path / "out").out
     assert "lm_head.weight" not in SafetensorsFolder(out).tensor_names()
     assert open_model(out).spec.tied_head
 
@@ -140,7 +143,7 @@ def test_what_is_not_quantized_has_16_bits(
     make_llama: MakeFolder, tmp_path: Path, source_dtype: str, stored: torch.dtype
 ) -> None:
     source = make_llama(torch_dtype=source_dtype)
-    out = quantize_model(source, tmp_path / "out", WeightScheme()).out
+    out = quantize_model(source, tmp_path / "out").out
     folder = SafetensorsFolder(out)
     assert folder.dtype("model.norm.weight") == stored
     assert folder.dtype(DOWN + "_scale") == stored
@@ -150,8 +153,8 @@ def test_what_is_not_quantized_has_16_bits(
 
 def test_shards_hold_the_same_tensors_as_one_file(make_llama: MakeFolder, tmp_path: Path) -> None:
     source = make_llama()
-    whole = quantize_model(source, tmp_path / "whole", WeightScheme()).out
-    parts = quantize_model(source, tmp_path / "parts", WeightScheme(), max_shard_bytes=20_000).out
+    whole = quantize_model(source, tmp_path / "whole").out
+    parts = quantize_model(source, tmp_path / "parts", QuantizeOptions(max_shard_bytes=20_000)).out
     assert len(list(parts.glob("model-*-of-*.safetensors"))) > 2
     one, many = SafetensorsFolder(whole), SafetensorsFolder(parts)
     assert sorted(one.tensor_names()) == sorted(many.tensor_names())
@@ -163,9 +166,9 @@ def test_the_same_model_gives_the_same_bytes_however_it_is_cut(
     make_llama: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_llama()
-    first = quantize_model(source, tmp_path / "first", WeightScheme()).out
+    first = quantize_model(source, tmp_path / "first").out
     monkeypatch.setattr(writing, "PIECE_ELEMENTS", 300)
-    second = quantize_model(source, tmp_path / "second", WeightScheme()).out
+    second = quantize_model(source, tmp_path / "second").out
     assert digests(first) == digests(second)
 
 
@@ -174,7 +177,6 @@ def test_progress_counts_bytes_up_to_the_total(make_llama: MakeFolder, tmp_path:
     report = quantize_model(
         make_llama(),
         tmp_path / "out",
-        WeightScheme(),
         on_progress=lambda stage, done, total: calls.append((stage, done, total)),
     )
     assert {(stage, total) for stage, _, total in calls} == {("quantizing", report.weight_bytes)}
@@ -223,7 +225,7 @@ def test_refusals_are_one_line_and_leave_nothing(
     refusal.prepare(source, out)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(refusal.error, match=refusal.message) as caught:
-        quantize_model(source, out, WeightScheme(), method=refusal.method)
+        quantize_model(source, out, QuantizeOptions(method=Method.parse(refusal.method)))
     assert "\n" not in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -233,7 +235,7 @@ def test_a_link_is_what_its_own_name_says(tmp_path: Path) -> None:
     (tmp_path / "0a1b2c").write_bytes(b"GGUF")
     (tmp_path / "model.gguf").symlink_to(tmp_path / "0a1b2c")
     with pytest.raises(CheckpointError, match=r"model\.gguf") as caught:
-        quantize_model(tmp_path / "model.gguf", tmp_path / "out", WeightScheme())
+        quantize_model(tmp_path / "model.gguf", tmp_path / "out")
     assert "neither a .gguf file" not in str(caught.value)
 
 
@@ -247,7 +249,7 @@ def test_a_weight_that_is_not_finite_is_named(
     weight[-1] = value
     source = make_llama(tensors={name: weight})
     with pytest.raises(QuantizeError, match=f"{name} holds NaN or infinity"):
-        quantize_model(source, tmp_path / "out", WeightScheme())
+        quantize_model(source, tmp_path / "out")
     assert names(tmp_path) == ["source"]
 
 
@@ -256,7 +258,7 @@ def test_a_model_without_a_width_to_divide_is_refused(
 ) -> None:
     source = make_llama(hidden_size=24, intermediate_size=40, head_dim=8)
     with pytest.raises(QuantizeError, match="nothing to quantize"):
-        quantize_model(source, tmp_path / "out", WeightScheme())
+        quantize_model(source, tmp_path / "out")
     assert names(tmp_path) == ["source"]
 
 
@@ -266,7 +268,7 @@ def test_too_little_space_is_seen_beforehand(
     usage = type(shutil.disk_usage(tmp_path))(total=100, used=90, free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(QuantizeError, match="MiB free; make room"):
-        quantize_model(make_llama(), tmp_path / "out", WeightScheme())
+        quantize_model(make_llama(), tmp_path / "out")
     assert names(tmp_path) == ["source"]
 
 
@@ -274,7 +276,7 @@ def test_a_disk_that_fills_up_leaves_nothing_and_keeps_the_older_result(
     make_llama: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_llama()
-    out = quantize_model(source, tmp_path / "out", WeightScheme()).out
+    out = quantize_model(source, tmp_path / "out").out
     before = digests(out)
 
     def full(model_path: Path, folder: Path) -> None:
@@ -282,15 +284,15 @@ def test_a_disk_that_fills_up_leaves_nothing_and_keeps_the_older_result(
 
     monkeypatch.setattr(pipeline, "write_tokenizer_files", full)
     with pytest.raises(QuantizeError, match="No space left on device"):
-        quantize_model(source, out, WeightScheme(8), overwrite=True)
+        quantize_model(source, out, QuantizeOptions(WeightScheme(8), overwrite=True))
     assert digests(out) == before
     assert names(tmp_path) == ["out", "source"]
 
 
 def test_overwriting_replaces_the_whole_folder(make_llama: MakeFolder, tmp_path: Path) -> None:
     source = make_llama()
-    out = quantize_model(source, tmp_path / "out", WeightScheme(), max_shard_bytes=20_000).out
-    quantize_model(source, out, WeightScheme(8), overwrite=True)
+    out = quantize_model(source, tmp_path / "out", QuantizeOptions(max_shard_bytes=20_000)).out
+    quantize_model(source, out, QuantizeOptions(WeightScheme(8), overwrite=True))
     assert "model.safetensors.index.json" not in names(out)
     down = open_model(out).weights.load(DOWN)
     assert isinstance(down, PackedWeight)
@@ -298,13 +300,15 @@ def test_overwriting_replaces_the_whole_folder(make_llama: MakeFolder, tmp_path:
 
 
 def test_our_own_result_is_not_quantized_twice(make_llama: MakeFolder, tmp_path: Path) -> None:
-    out = quantize_model(make_llama(), tmp_path / "out", WeightScheme()).out
+    out = quantize_model(make_llama(), tmp_path / "out").out
     with pytest.raises(QuantizeError, match="quantized already, with 'compressed-tensors'"):
-        quantize_model(out, tmp_path / "again", WeightScheme())
+        quantize_model(out, tmp_path / "again")
 
 
 def test_zero_points_come_with_a_note_on_who_reads_them(
     make_llama: MakeFolder, tmp_path: Path
 ) -> None:
-    report = quantize_model(make_llama(), tmp_path / "out", WeightScheme(4, 32, symmetric=False))
+    report = quantize_model(
+        make_llama(), tmp_path / "out", QuantizeOptions(WeightScheme(4, 32, symmetric=False))
+    )
     assert any("transformers" in note for note in report.notes)

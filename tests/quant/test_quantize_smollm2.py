@@ -15,6 +15,7 @@ from appliance.kernels.packed import PackedWeight
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
+from appliance.quant.options import QuantizeOptions
 from appliance.quant.pipeline import quantize_model
 from appliance.quant.report import QuantizeReport
 from appliance.quant.rtn import quantize
@@ -30,7 +31,9 @@ CHAT = [{"role": "user", "content": "What is the capital of Japan?"}]
 
 @pytest.fixture(scope="module")
 def report(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> QuantizeReport:
-    return quantize_model(smollm2_gguf, tmp_path_factory.mktemp("quantized") / "out", SCHEME)
+    return quantize_model(
+        smollm2_gguf, tmp_path_factory.mktemp("quantized") / "out", QuantizeOptions(SCHEME)
+    )
 
 
 def test_the_report_says_what_was_made(report: QuantizeReport) -> None:
@@ -99,7 +102,7 @@ def peak_kib():
 
 Tokenizer.from_path(Path({str(smollm2_gguf)!r}))
 before = peak_kib()
-quantize_model(Path({str(smollm2_gguf)!r}), Path({str(tmp_path / "out")!r}), WeightScheme())
+quantize_model(Path({str(smollm2_gguf)!r}), Path({str(tmp_path / "out")!r}))
 print(peak_kib() - before)
 """
     result = subprocess.run(
@@ -118,20 +121,19 @@ def test_a_killed_run_leaves_no_result_and_can_be_repeated(
 import os, signal
 from pathlib import Path
 from appliance.quant.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
 
 def die(stage, done, total):
     if done > total / 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
 quantize_model(
-    Path({str(smollm2_gguf)!r}), Path({str(out)!r}), WeightScheme(), on_progress=die
+    Path({str(smollm2_gguf)!r}), Path({str(out)!r}), on_progress=die
 )
 """
     killed = subprocess.run([sys.executable, "-c", code], check=False)
     assert killed.returncode == -9
     assert not out.exists()
-    quantize_model(smollm2_gguf, out, SCHEME)
+    quantize_model(smollm2_gguf, out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     for path in report.out.iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes()
