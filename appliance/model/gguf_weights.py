@@ -55,6 +55,14 @@ class GGUFWeights:
         """Bits of a packed weight's codes, None of a tensor that loads dense."""
         return _PACKED_BITS.get(self._file.type_name(self._slots[name][1]))
 
+    def is_fp8(self, name: str) -> bool:
+        """False: GGUF has no such type."""
+        return False
+
+    def notes(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
     def load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor."""
         slot, stored_name = self._slots[name]

@@ -117,6 +117,14 @@ class CompressedTensorsWeights:
             " download or quantize the model again"
         )
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether a weight is stored in e4m3."""
+        return name in self._stored and self._folder.dtype(name) is torch.float8_e4m3fn
+
+    def notes(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
     def load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor; codes, scales and zero points come back as they were stored."""
         if name not in self._packed:

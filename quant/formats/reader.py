@@ -10,10 +10,8 @@ from appliance.quant.formats.compressed_tensors_config import FORMAT, METHOD
 from appliance.quant.formats.dense import DenseWeights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from appliance.checkpoint import SafetensorsFolder
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weight import Weight
 
 
 class WeightReader(Protocol):
@@ -31,8 +29,20 @@ class WeightReader(Protocol):
         """Bits of a packed weight's codes, None of a dense tensor; reads no weights."""
         ...
 
-    def load(self, name: str) -> Tensor | PackedWeight:
-        """Read one tensor."""
+    def is_fp8(self, name: str) -> bool:
+        """Whether a weight loads as an `Fp8Weight`; reads no weights."""
+        ...
+
+    def load(self, name: str) -> Weight:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: parts of it are missing, damaged or of the wrong shape.
+        """
+        ...
+
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about what was loaded so far, one line each."""
         ...
 
 
