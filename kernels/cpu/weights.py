@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +41,7 @@ class WeightPacker:
     engine: NativeEngine
     arena: Arena
     dtype: torch.dtype
+    _orders: dict[bytes, int] = field(default_factory=dict)  # addresses, each order laid out once
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> LinearStruct:
         """Lay out a weight (out_features, in_features) and its bias (out_features,)."""
@@ -94,7 +95,17 @@ class WeightPacker:
         if offset is not None:
             struct.offsets = self.arena.claim(_scales_bytes(struct))
         self._pack(struct, weight.codes.contiguous(), scale, offset, weight.group_size)
+        if weight.input_order is not None:
+            struct.input_order = self._order(weight.input_order)
         return struct
+
+    def _order(self, order: Tensor) -> int:
+        """The address of a copy; weights of one input that share it also share its rows' codes."""
+        values = order.contiguous().numpy().tobytes()
+        if values not in self._orders:
+            self._orders[values] = self.arena.claim(len(values))
+            ctypes.memmove(self._orders[values], values, len(values))
+        return self._orders[values]
 
     def _pack(
         self,
