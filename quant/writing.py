@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import QuantizeError
+from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import PackedWeight
 from appliance.quant import rtn
 from appliance.quant.calibrated import quantize_layers
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Executor
 
+    from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.quant.calibration import Calibration
     from appliance.quant.formats import WeightReader
@@ -76,7 +78,7 @@ def write_calibrated(
     schemes = {tensor.name: tensor.scheme for tensor in plan.tensors}
     done = 0
 
-    def write(tensor: PlannedTensor, value: Tensor | PackedWeight) -> None:
+    def write(tensor: PlannedTensor, value: Weight) -> None:
         nonlocal done
         if tensor.scheme is None:
             writer.write(tensor.name, _in_type(plan.dtype, tensor.name, value))
@@ -97,7 +99,7 @@ def write_calibrated(
         write(tensor, source.weights.load(name))
 
 
-def _in_type(dtype: torch.dtype, name: str, weight: Tensor | PackedWeight) -> Iterator[Tensor]:
+def _in_type(dtype: torch.dtype, name: str, weight: Weight) -> Iterator[Tensor]:
     """The rows of a weight that is not quantized, piece by piece."""
     for rows in _row_ranges(weight.shape):
         yield _read_rows(name, weight, rows).to(dtype)
@@ -108,7 +110,7 @@ def _quantized(
     scheme: WeightScheme,
     scale_dtype: torch.dtype,
     name: str,
-    weight: Tensor | PackedWeight,
+    weight: Weight,
 ) -> PackedWeight:
     def quantize_rows(rows: slice) -> PackedWeight:
         return rtn.quantize(_read_rows(name, weight, rows), scheme, scale_dtype)
@@ -116,7 +118,7 @@ def _quantized(
     return PackedWeight.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
 
 
-def _read_rows(name: str, weight: Tensor | PackedWeight, rows: slice) -> Tensor:
+def _read_rows(name: str, weight: Weight, rows: slice) -> Tensor:
     """Some rows of a weight in float32; packed ones are dequantized.
 
     Raises:
@@ -124,6 +126,8 @@ def _read_rows(name: str, weight: Tensor | PackedWeight, rows: slice) -> Tensor:
     """
     if isinstance(weight, PackedWeight):
         piece = weight.rows(rows).dequantize()
+    elif isinstance(weight, Fp8Weight):
+        piece = weight.dequantize(rows=rows)
     else:
         piece = weight[rows].to(torch.float32)
     if not torch.isfinite(piece).all():

@@ -15,6 +15,7 @@ from torch import Tensor
 from appliance.errors import CheckpointError
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.compressed_tensors_config import declared_schemes
+from appliance.quant.formats.input_groups import regrouped
 from appliance.quant.pack import (
     bytes_to_words,
     pack_zero_points,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from appliance.quant.scheme import WeightScheme
 
 PACKED, SCALE, SHAPE, ZERO_POINT = "_packed", "_scale", "_shape", "_zero_point"
+G_IDX = "_g_idx"
+_PARTS = (PACKED, SCALE, SHAPE, ZERO_POINT, G_IDX)
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -86,7 +89,7 @@ class CompressedTensorsWeights:
         packed = {
             name.removesuffix(PACKED) for name in self._stored if name.endswith("weight" + PACKED)
         }
-        parts = {name + part for name in packed for part in (PACKED, SCALE, SHAPE, ZERO_POINT)}
+        parts = {name + part for name in packed for part in _PARTS}
         self._packed = frozenset(packed)
         self._names = sorted(packed | (self._stored - parts))
 
@@ -117,6 +120,14 @@ class CompressedTensorsWeights:
             " download or quantize the model again"
         )
 
+    def is_fp8(self, name: str) -> bool:
+        """Whether a weight is stored in e4m3."""
+        return name in self._stored and self._folder.dtype(name) is torch.float8_e4m3fn
+
+    def notes(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
     def load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor; codes, scales and zero points come back as they were stored."""
         if name not in self._packed:
@@ -127,7 +138,10 @@ class CompressedTensorsWeights:
             for part in (PACKED, SCALE, SHAPE, ZERO_POINT)
             if part != ZERO_POINT or name + ZERO_POINT in self._stored
         }
-        return decode(name, (shape[0], shape[1]), tensors, self._schemes)
+        weight = decode(name, (shape[0], shape[1]), tensors, self._schemes)
+        if name + G_IDX in self._stored:
+            return regrouped(name + G_IDX, weight, self._part(name, G_IDX))
+        return weight
 
     def _part(self, name: str, part: str) -> Tensor:
         if name + part not in self._stored:

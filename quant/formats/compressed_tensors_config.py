@@ -91,8 +91,6 @@ def _scheme(group: object) -> WeightScheme:
             raise _unsupported(f"{key} that are quantized")
     if weights.get("type", "int") != "int":
         raise _unsupported(f"weights of type {weights['type']!r}")
-    if weights.get("actorder") in ("group", "dynamic", True):
-        raise _unsupported(f"activation order {weights['actorder']!r}")
     size = weights.get("group_size")
     strategy = weights.get("strategy") or ("group" if size and size > 0 else "channel")
     if strategy not in ("group", "channel"):
