@@ -75,7 +75,7 @@ def quantize_model(
         with staged_folder(out) as staging:
             with ShardWriter(staging, plan.layouts(), options.max_shard_bytes) as writer:
                 if calibration is None:
-                    write_rounded(source.weights, plan, writer, on_progress)
+                    write_rounded(source.weights, plan, writer, method, on_progress)
                 else:
                     write_calibrated(source, plan, writer, method, calibration, on_progress)
             config = json.dumps(plan.model_config(source.config), indent=2, ensure_ascii=False)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import PackedWeight
 from appliance.model.linear import LinearPart
 from appliance.model.norm import Norm
@@ -126,6 +127,8 @@ class ModelReader:
     def _load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor onto the device, checked."""
         tensor = self._source.weights.load(name)
+        if isinstance(tensor, Fp8Weight):
+            tensor = tensor.dequantize(self._dtype)
         if isinstance(tensor, PackedWeight):
             tensor = replace(
                 tensor,

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from appliance.errors import UnsupportedModelError
 from appliance.quant.formats.compressed_tensors import CompressedTensorsWeights
-from appliance.quant.formats.compressed_tensors_config import FORMAT, METHOD
+from appliance.quant.formats.compressed_tensors_config import FORMAT, FP8_FORMAT, METHOD
 from appliance.quant.formats.dense import DenseWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.checkpoint import SafetensorsFolder
+    from appliance.kernels.fp8 import Fp8Weight
     from appliance.kernels.packed import PackedWeight
 
 
@@ -28,10 +29,10 @@ class WeightReader(Protocol):
         ...
 
     def packed_bits(self, name: str) -> int | None:
-        """Bits of a packed weight's codes, None of a dense tensor; reads no weights."""
+        """Bits of a quantized weight's codes as they load, None: dense; reads no weights."""
         ...
 
-    def load(self, name: str) -> Tensor | PackedWeight:
+    def load(self, name: str) -> Tensor | PackedWeight | Fp8Weight:
         """Read one tensor."""
         ...
 
@@ -50,5 +51,5 @@ def open_weights(folder: SafetensorsFolder) -> WeightReader:
         return CompressedTensorsWeights(folder)
     raise UnsupportedModelError(
         f"weights quantized by {method!r} cannot be read; supported are unquantized weights and"
-        f" {METHOD} in {FORMAT} form"
+        f" {METHOD} in {FORMAT} or {FP8_FORMAT} form"
     )
