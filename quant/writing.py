@@ -82,9 +82,7 @@ def write_calibrated(
         if tensor.scheme is None:
             writer.write(tensor.name, _in_type(plan.dtype, tensor.name, value))
         else:
-            if isinstance(value, Tensor):
-                with _workers() as workers:
-                    value = _quantized(workers, tensor, method, plan.dtype, value)
+            assert not isinstance(value, Tensor), tensor.name
             for name, stored in encode(tensor.name, value, tensor.scheme).items():
                 writer.write(name, [stored])
         done += tensor.nbytes
@@ -94,10 +92,14 @@ def write_calibrated(
     with tempfile.TemporaryDirectory(dir=writer.folder.parent, prefix=".calibration-") as folder:
         walk = Walk(source, calibration.rows, Path(folder) / "stream", torch.device("cpu"))
         for layer in quantize_layers(source, walk, method, schemes, plan.dtype):
-            for name, value in layer.tensors.items():
-                write(planned.pop(name), value)
+            for name, part in layer.tensors.items():
+                write(planned.pop(name), part)
     for name, tensor in planned.items():  # embedding, head, norms that nothing was folded into
-        write(tensor, source.weights.load(name))
+        value: Tensor | PackedWeight | Fp8Weight = source.weights.load(name)
+        if tensor.scheme is not None:
+            with _workers() as workers:
+                value = _quantized(workers, tensor, method, plan.dtype, value)
+        write(tensor, value)
 
 
 def _in_type(
