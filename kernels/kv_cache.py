@@ -33,6 +33,7 @@ class KVFormat(Enum):
     # Keys by channel over a full block, values with scale and offset per token and KV head; the
     # last tokens lie in pages of INT8 until their block is sealed. `SealedPages`.
     INT4_SEALED = "int4-sealed"
+    K8V4 = "k8v4"  # keys as INT8, values as INT4; sealed as well
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -48,7 +49,12 @@ class KVFormat(Enum):
     @property
     def is_quantized(self) -> bool:
         """Whether scales accompany the elements."""
-        return self in (KVFormat.INT8, KVFormat.INT4, KVFormat.INT4_SEALED, KVFormat.FP8)
+        return self not in (KVFormat.FP32, KVFormat.FP16, KVFormat.BF16)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether a block's last form is made when it is full; until then its tokens are INT8."""
+        return self in (KVFormat.INT4_SEALED, KVFormat.K8V4)
 
     @property
     def is_rotated(self) -> bool:
@@ -67,6 +73,32 @@ _STORAGE_DTYPE = {
     KVFormat.BF16: torch.bfloat16,
     KVFormat.INT8: torch.int8,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPrecision:
+    """How the keys and values of one layer are stored.
+
+    Attributes:
+        format: in which elements or codes.
+        head_scales: (2, num_kv_heads) float32, of keys and of values; FP8, None is 1.
+        key_mean: (num_kv_heads, head_dim) float32, taken off every key after RoPE. It moves all
+            scores of a query by the same amount, which a softmax does not see.
+    """
+
+    format: KVFormat
+    head_scales: Tensor | None = None
+    key_mean: Tensor | None = None
+
+
+def precisions(
+    format: KVFormat | Sequence[LayerPrecision], num_layers: int
+) -> Sequence[LayerPrecision]:
+    """One for each layer, where a single format stands for all of them."""
+    if isinstance(format, KVFormat):
+        return (LayerPrecision(format),) * num_layers
+    assert len(format) == num_layers, (len(format), num_layers)
+    return format
 
 
 @dataclass(frozen=True, slots=True)
