@@ -57,6 +57,11 @@ class KVFormat(Enum):
         return self in (KVFormat.INT4_SEALED, KVFormat.K8V4)
 
     @property
+    def has_elements(self) -> bool:
+        """Whether blocks can be tensors of elements, `KVBlocks`."""
+        return self in _STORAGE_DTYPE
+
+    @property
     def is_rotated(self) -> bool:
         """Whether keys, and so the queries for them, are Hadamard-transformed after RoPE."""
         return self is KVFormat.INT4
@@ -113,6 +118,7 @@ class KVBlocks:
     values: Tensor  # same shape and dtype
     key_scales: Tensor | None  # (num_blocks, block_size, num_kv_heads) float16, INT8 only
     value_scales: Tensor | None
+    key_mean: Tensor | None = None  # (num_kv_heads, head_dim) float32, taken off all keys
 
     @classmethod
     def allocate(
@@ -194,6 +200,7 @@ class KVPages:
     elements: Tensor  # the same memory in the dtype of the elements; int32 if quantized
     halves: Tensor  # the same memory as float16, for scales
     head_scales: Tensor | None  # (2, num_kv_heads) float32, of keys and of values; FP8 only
+    key_mean: Tensor | None = None  # (num_kv_heads, head_dim) float32, taken off all keys
 
     @classmethod
     def allocate(
@@ -256,25 +263,3 @@ class KVPages:
 
 
 LayerCache = KVBlocks | KVPages
-
-
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """The blocks of all layers, as the torch decoder reads them."""
-
-    layers: tuple[LayerCache, ...]
-
-    @property
-    def num_blocks(self) -> int:
-        """Physical blocks of each layer."""
-        return self.layers[0].num_blocks
-
-    @property
-    def block_size(self) -> int:
-        """Token slots in a block."""
-        return self.layers[0].block_size
-
-    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy whole blocks in every layer, for copy-on-write."""
-        for layer in self.layers:
-            layer.copy_blocks(sources, destinations)

@@ -27,8 +27,9 @@ class SealedSpans:
     host_open_tables: tuple[tuple[int, ...], ...]
     # (num_tokens,) int64, open page * block size + offset, where each row's key and value go
     slot_mapping: Tensor | None = None
-    # Open pages that the step fills, and the blocks to be made of them before anyone attends.
-    filled: tuple[tuple[int, int], ...] = ()
+    # (n, 2) int64: open pages that the step fills, and the blocks to be made of them before anyone
+    # attends.
+    moves: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,13 @@ def _spans(
         host_lens=tuple(starts),
         host_open_tables=tuple((page,) for page in pages),
         slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
-        filled=tuple(
-            (page, table[-1])
-            for context, table, page in zip(context_lens, tables, pages, strict=True)
-            if context % block_size == 0
+        moves=torch.tensor(
+            [
+                (page, table[-1])
+                for context, table, page in zip(context_lens, tables, pages, strict=True)
+                if context % block_size == 0
+            ],
+            dtype=torch.int64,
+            device=device,
         ),
     )

@@ -112,9 +112,8 @@ class NativeCache:
             ctypes.memmove(base + destination * size, base + source * size, size)
 
     def copy_open(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
-        """Copy open pages of all layers, for copy-on-write."""
-        assert self._open is not None
-        base, size = self._open.address, self.struct.open_bytes
+        """Copy open pages of all layers, for copy-on-write; without any there is nothing to do."""
+        base, size = self.struct.open_base or 0, self.struct.open_bytes
         for source, destination in zip(sources, destinations, strict=True):
             ctypes.memmove(base + destination * size, base + source * size, size)
 
