@@ -105,18 +105,18 @@ INLINE void quantize_nibbles(const float *x, int32_t count, float check, uint8_t
     quantize_codes(x, count, step, stored, 0.0f, 15.0f, codes);
 }
 
-/* E4M3 codes of x * inverse, to nearest, ties to even, saturated; NaN is 0x7f. */
+/* E4M3 codes of x * inverse, to nearest, ties to even, saturated; what is not finite is NaN. */
 static void quantize_fp8(const float *x, int32_t count, float inverse, uint8_t *codes) {
     for (int32_t i = 0; i < count; i++) {
         float scaled = x[i] * inverse, magnitude = fabsf(scaled);
         uint32_t sign = scaled < 0.0f ? 128 : 0, bits, small;
-        magnitude = magnitude > 448.0f ? 448.0f : magnitude; /* NaN stays */
+        magnitude = magnitude > 448.0f ? 448.0f : magnitude;
         float steps = magnitude * 512.0f + VI_BIAS_FLOAT; /* below 2^-6 codes count 2^-9 */
         memcpy(&bits, &magnitude, sizeof bits);
         memcpy(&small, &steps, sizeof small);
         uint32_t normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
         uint32_t code = magnitude < 0x1p-6f ? small & 15 : normal;
-        codes[i] = (uint8_t)(magnitude == magnitude ? sign | code : 0x7f);
+        codes[i] = (uint8_t)(x[i] - x[i] == 0.0f ? sign | code : 0x7f);
     }
 }
 
