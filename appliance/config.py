@@ -43,7 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: str = "auto"  # auto, bfloat16, float16, float32: type of activations
     kernels: str = "auto"  # auto, torch, reference; auto is the C library on a CPU that has it
     cpu_isa: str = "auto"  # auto, avx512, avxvnni, avx2, scalar: what the C library computes with
-    kv_cache_dtype: str = "auto"  # auto, fp32, fp16, bf16, int8, int4
+    kv_cache_dtype: str = "auto"  # auto, fp32, fp16, bf16, fp8, int8, k8v4, int4[-sealed|-rotated]
     max_model_len: int | None = None  # tokens; None means the model's own context
     max_num_seqs: int = 32  # sequences that run at once
     max_num_batched_tokens: int = 512  # rows of one step
@@ -60,7 +60,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_choice("cuda_graphs", self.cuda_graphs, ("auto", "off"))
         _check_choice("kernels", self.kernels, ("auto", "torch", "reference"))
         _check_choice("cpu_isa", self.cpu_isa, ("auto", "avx512", "avxvnni", "avx2", "scalar"))
-        formats = ("auto", "fp32", "fp16", "bf16", "int8", "int4", "fp8", "int4-sealed")
+        formats = (
+            *("auto", "fp32", "fp16", "bf16", "fp8", "int8", "k8v4"),
+            *("int4", "int4-sealed", "int4-rotated"),
+        )
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, formats)
         _check_range("max_model_len", self.max_model_len, 16, 2**24)
         _check_range("max_num_seqs", self.max_num_seqs, 1, 1024)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from appliance.kernels.decoder_cache import allocate_blocks
 from appliance.kernels.gated_activation import cpu as cpu_activation
 from appliance.kernels.gated_activation import reference as reference_activation
-from appliance.kernels.kv_cache import KVBlocks, KVPages
+from appliance.kernels.kv_cache import KVPages
+from appliance.kernels.kv_seal import reference as reference_kv_seal
 from appliance.kernels.kv_write import reference as reference_kv_write
 from appliance.kernels.norm_rope import cpu as cpu_norm_rope
 from appliance.kernels.norm_rope import reference as reference_norm_rope
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.activation import Activation
+    from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.kernels.kv_cache import LayerCache
     from appliance.kernels.kv_write.head_norms import HeadNorms
     from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.sealed_pages import SealedPages
     from appliance.kernels.weight import Weight
 
 
@@ -63,7 +67,7 @@ class PagedAttention(Protocol):
     def __call__(
         self,
         query: Tensor,  # (num_tokens, num_heads, head_dim)
-        cache: LayerCache,  # this step's keys and values are already written
+        cache: AnyLayerCache,  # this step's keys and values are already written
         work: object,  # what this backend's plan_attention returned for the step
         *,
         scale: float,
@@ -110,6 +114,8 @@ class Backend:
     # key, value (num_tokens, num_kv_heads, head_dim), cache, slot_mapping (num_tokens,)
     write_kv: Callable[[Tensor, Tensor, LayerCache, Tensor], None]
     rotate_and_write: RotateAndWrite
+    # cache, (n, 2) int64 open pages that are full and the blocks to be made of them
+    seal_kv: Callable[[SealedPages, Tensor], None]
     # format, num_blocks, block_size, num_kv_heads, head_dim, device -> one layer's cache
     allocate_cache: Callable[..., LayerCache]
     # once per step, shared by all layers; the second argument is the block size
@@ -129,7 +135,8 @@ REFERENCE = Backend(
     rotate_and_write=reference_kv_write.rotate_and_write_with(
         reference_norm_rope.rms_norm, reference_norm_rope.rotary, reference_kv_write.write_kv
     ),
-    allocate_cache=KVBlocks.allocate,
+    seal_kv=reference_kv_seal.seal_moves,
+    allocate_cache=allocate_blocks,
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
 )
@@ -183,6 +190,7 @@ def triton_backend() -> Backend:
     from appliance.kernels.fp8 import Fp8Weight
     from appliance.kernels.fp8_matmul import launch as fp8_matmul
     from appliance.kernels.gated_activation.launch import gated_activation
+    from appliance.kernels.kv_seal.launch import seal
     from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
     from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
     from appliance.kernels.packed_matmul import launch as packed_matmul
@@ -204,6 +212,7 @@ def triton_backend() -> Backend:
         soft_cap=soft_cap,
         write_kv=write_kv,
         rotate_and_write=rotate_and_write,
+        seal_kv=seal,
         allocate_cache=KVPages.allocate,
         plan_attention=plan_attention,
         paged_attention=paged_attention,

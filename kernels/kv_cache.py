@@ -33,6 +33,7 @@ class KVFormat(Enum):
     # Keys by channel over a full block, values with scale and offset per token and KV head; the
     # last tokens lie in pages of INT8 until their block is sealed. `SealedPages`.
     INT4_SEALED = "int4-sealed"
+    K8V4 = "k8v4"  # keys as INT8, values as INT4; sealed as well
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -48,7 +49,17 @@ class KVFormat(Enum):
     @property
     def is_quantized(self) -> bool:
         """Whether scales accompany the elements."""
-        return self in (KVFormat.INT8, KVFormat.INT4, KVFormat.INT4_SEALED, KVFormat.FP8)
+        return self not in (KVFormat.FP32, KVFormat.FP16, KVFormat.BF16)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether a block's last form is made when it is full; until then its tokens are INT8."""
+        return self in (KVFormat.INT4_SEALED, KVFormat.K8V4)
+
+    @property
+    def has_elements(self) -> bool:
+        """Whether blocks can be tensors of elements, `KVBlocks`."""
+        return self in _STORAGE_DTYPE
 
     @property
     def is_rotated(self) -> bool:
@@ -70,6 +81,32 @@ _STORAGE_DTYPE = {
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPrecision:
+    """How the keys and values of one layer are stored.
+
+    Attributes:
+        format: in which elements or codes.
+        head_scales: (2, num_kv_heads) float32, of keys and of values; FP8, None is 1.
+        key_mean: (num_kv_heads, head_dim) float32, taken off every key after RoPE. It moves all
+            scores of a query by the same amount, which a softmax does not see.
+    """
+
+    format: KVFormat
+    head_scales: Tensor | None = None
+    key_mean: Tensor | None = None
+
+
+def precisions(
+    format: KVFormat | Sequence[LayerPrecision], num_layers: int
+) -> Sequence[LayerPrecision]:
+    """One for each layer, where a single format stands for all of them."""
+    if isinstance(format, KVFormat):
+        return (LayerPrecision(format),) * num_layers
+    assert len(format) == num_layers, (len(format), num_layers)
+    return format
+
+
+@dataclass(frozen=True, slots=True)
 class KVBlocks:
     """All physical blocks of one layer in their natural order, as torch operations take them.
 
@@ -81,6 +118,7 @@ class KVBlocks:
     values: Tensor  # same shape and dtype
     key_scales: Tensor | None  # (num_blocks, block_size, num_kv_heads) float16, INT8 only
     value_scales: Tensor | None
+    key_mean: Tensor | None = None  # (num_kv_heads, head_dim) float32, taken off all keys
 
     @classmethod
     def allocate(
@@ -162,6 +200,7 @@ class KVPages:
     elements: Tensor  # the same memory in the dtype of the elements; int32 if quantized
     halves: Tensor  # the same memory as float16, for scales
     head_scales: Tensor | None  # (2, num_kv_heads) float32, of keys and of values; FP8 only
+    key_mean: Tensor | None = None  # (num_kv_heads, head_dim) float32, taken off all keys
 
     @classmethod
     def allocate(
@@ -224,25 +263,3 @@ class KVPages:
 
 
 LayerCache = KVBlocks | KVPages
-
-
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """The blocks of all layers, as the torch decoder reads them."""
-
-    layers: tuple[LayerCache, ...]
-
-    @property
-    def num_blocks(self) -> int:
-        """Physical blocks of each layer."""
-        return self.layers[0].num_blocks
-
-    @property
-    def block_size(self) -> int:
-        """Token slots in a block."""
-        return self.layers[0].block_size
-
-    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy whole blocks in every layer, for copy-on-write."""
-        for layer in self.layers:
-            layer.copy_blocks(sources, destinations)

@@ -25,6 +25,11 @@ class SealedSpans:
     open_tables: Tensor  # (num_seqs, max_open) int32, open pages of the blocks after them
     host_lens: tuple[int, ...]
     host_open_tables: tuple[tuple[int, ...], ...]
+    # (num_tokens,) int64, open page * block size + offset, where each row's key and value go
+    slot_mapping: Tensor | None = None
+    # (n, 2) int64: open pages that the step fills, and the blocks to be made of them before anyone
+    # attends.
+    moves: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,10 @@ class RaggedBatch:
     are the last ones of its context: row j of it stands at position
     context_lens[i] - query_lens[i] + j and attends to positions 0 .. its own. The first
     `num_decodes` sequences have exactly one row each.
+
+    With a sealed cache the rows of a sequence lie in one block, which they read from its open
+    page, and all blocks before it closed; a chunk that spans several is laid out as one sequence
+    for each. So what a row reads follows from its position, not from how its prompt was cut.
     """
 
     query_start: Tensor  # (num_seqs + 1,) int32
@@ -62,6 +71,7 @@ class RaggedBatch:
         *,
         block_size: int,
         device: torch.device,
+        open_pages: Sequence[Sequence[int]] | None = None,
     ) -> RaggedBatch:
         """Lay sequences side by side.
 
@@ -71,7 +81,13 @@ class RaggedBatch:
             block_tables: blocks of each sequence; what lies beyond its context is left out.
             block_size: token slots in a block.
             device: where the tensors go.
+            open_pages: of the blocks that each sequence's rows lie in; with a sealed cache only.
         """
+        pages: list[int] = []
+        if open_pages is not None:
+            query_lens, context_lens, block_tables, pages = _cut_at_blocks(
+                query_lens, context_lens, block_tables, open_pages, block_size
+            )
         tables = tuple(
             tuple(table[: -(-length // block_size)])
             for table, length in zip(block_tables, context_lens, strict=True)
@@ -95,4 +111,62 @@ class RaggedBatch:
             host_query_lens=tuple(query_lens),
             host_context_lens=tuple(context_lens),
             host_block_tables=tables,
+            sealed=_spans(query_lens, context_lens, tables, pages, block_size, device)
+            if pages
+            else None,
         )
+
+
+def _cut_at_blocks(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    open_pages: Sequence[Sequence[int]],
+    block_size: int,
+) -> tuple[list[int], list[int], list[Sequence[int]], list[int]]:
+    """Rows, contexts, tables and open pages of the pieces of sequences that lie in one block."""
+    rows, contexts, tables, pages = [], [], [], []
+    parts = zip(query_lens, context_lens, block_tables, open_pages, strict=True)
+    for count, context, table, opened in parts:
+        start = context - count
+        for page in opened:
+            end = min(context, (start // block_size + 1) * block_size)
+            rows.append(end - start)
+            contexts.append(end)
+            tables.append(table)
+            pages.append(page)
+            start = end
+        assert start == context, "a block of the step has no open page"
+    return rows, contexts, tables, pages
+
+
+def _spans(
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    pages: list[int],
+    block_size: int,
+    device: torch.device,
+) -> SealedSpans:
+    starts = [(context - 1) // block_size * block_size for context in context_lens]
+    slots = [
+        page * block_size + position - start
+        for rows, context, start, page in zip(query_lens, context_lens, starts, pages, strict=True)
+        for position in range(context - rows, context)
+    ]
+    return SealedSpans(
+        lens=torch.tensor(starts, dtype=torch.int32, device=device),
+        open_tables=torch.tensor(pages, dtype=torch.int32, device=device).unsqueeze(1),
+        host_lens=tuple(starts),
+        host_open_tables=tuple((page,) for page in pages),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        moves=torch.tensor(
+            [
+                (page, table[-1])
+                for context, table, page in zip(context_lens, tables, pages, strict=True)
+                if context % block_size == 0
+            ],
+            dtype=torch.int64,
+            device=device,
+        ),
+    )

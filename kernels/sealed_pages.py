@@ -4,18 +4,16 @@ A closed block has one scale and offset for each channel of its keys, so it can 
 all its tokens are known. Until then they lie in an open page of 8 bits. Open pages are a pool of
 their own, because blocks all as large as an open one would waste half of the memory.
 
-What the engine has to do:
+Who uses it:
 
-- It gives each running sequence open pages: one while it decodes, while a chunk of its prompt is
-  computed one for each block that the chunk touches.
+- The block manager gives a block an open page when it becomes writable and takes it back when the
+  block is full. A block is hashed, shared or swapped only when it is closed; copy-on-write copies
+  its open page (`copy_open`).
 - A step's new keys and values go to open pages: `write_kv` and `rotate_and_write` take `open` as
-  the cache, and slots counted in open pages (open page * 32 + place in the block).
-- Attention takes the whole of this and, in the batch, `SealedSpans`: how many leading tokens lie
-  in closed blocks (a multiple of 32), found through the block table, and the open pages of the
-  blocks after them.
-- When a block is full and its tokens accepted, between two steps: `kv_seal.seal`, then the open
-  page is free. A block is hashed, shared or swapped only when it is closed; a fork of a sequence
-  copies its open page (`open.copy_blocks`).
+  the cache, and slots counted in open pages (`SealedSpans.slot_mapping`).
+- Then the blocks that the step fills are sealed, and only then attention runs. It takes the whole
+  of this: `RaggedBatch.of` has cut the rows at blocks and says for each piece how many leading
+  tokens lie in closed blocks, found through the block table, and the open page of the others.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 class SealedPages:
     """One layer's closed blocks and open pages."""
 
-    closed: KVPages  # INT4_SEALED
+    closed: KVPages  # of a format that is sealed
     open: KVPages  # INT8
 
     @classmethod
@@ -49,19 +47,20 @@ class SealedPages:
         num_kv_heads: int,
         head_dim: int,
         device: torch.device,
+        format: KVFormat = KVFormat.INT4_SEALED,
     ) -> SealedPages:
-        """Allocate zeroed pages: closed blocks, and open ones."""
+        """Allocate zeroed pages: closed blocks of a format that is sealed, and open ones."""
         closed, opened = (
             KVPages.allocate(
-                format,
+                kind,
                 num_blocks=count,
                 block_size=32,
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
                 device=device,
             )
-            for format, count in (
-                (KVFormat.INT4_SEALED, num_blocks),
+            for kind, count in (
+                (format, num_blocks),
                 (KVFormat.INT8, num_open),
             )
         )
@@ -76,6 +75,11 @@ class SealedPages:
     def block_size(self) -> int:
         """Token slots in a block."""
         return self.closed.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical blocks."""
+        return self.closed.num_blocks
 
     @property
     def num_kv_heads(self) -> int:
@@ -99,3 +103,10 @@ class SealedPages:
         closed = self.closed.gather(table, sealed, dtype)
         opened = self.open.gather(open_table, context - sealed, dtype)
         return tuple(torch.cat(parts) for parts in zip(closed, opened, strict=True))
+
+    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
+        """See `copy_open`: what is copied on write was not sealed yet."""
+
+    def copy_open(self, sources: list[int], destinations: list[int]) -> None:
+        """Copy open pages, for copy-on-write."""
+        self.open.copy_blocks(sources, destinations)

@@ -28,7 +28,7 @@ def serve(
         str | None, typer.Option(help="Activations: auto, bfloat16, float16, float32 [auto].")
     ] = None,
     kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="KV cache: auto, bf16, int8, fp16, fp32 [auto].")
+        str | None, typer.Option(help="KV cache: auto, bf16, int8, fp8, k8v4, int4, ... [auto].")
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Context in tokens [the model's own].")

@@ -55,6 +55,7 @@ def build(plan: Plan, block_size: int, device: torch.device) -> Batch:
             [item.sequence.block_table for item in plan.scheduled],
             block_size=block_size,
             device=device,
+            open_pages=plan.open_pages,
         ),
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
         sampling=tuple(sampling),

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from appliance.engine.block_metadata import BlockMetadata, unpack
+from appliance.engine.open_pages import OpenPages
 from appliance.engine.plan import BlockCopy
 from appliance.engine.prefix_cache import PrefixCache
 from appliance.events import BlockState
@@ -17,6 +18,7 @@ from appliance.events import BlockState
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
 
 
@@ -31,12 +33,16 @@ class BlockManager:
     A block is written by a sequence only while no other sequence refers to it and the prefix
     cache does not index it; otherwise `allocate` gives the sequence a copy.
 
+    Where blocks are sealed, one that is not full has an open page. Once it is full nobody writes
+    to it any more, not even to a copy: without the open page its tokens cannot be had.
+
     Args:
         num_blocks: physical blocks.
         block_size: token slots in a block.
         metadata: where to record what happens to blocks; None keeps a private record.
         prefix_caching: whether the content of full blocks is kept and found again.
         namespace: whatever else decides the bytes in a block, such as weights and KV format.
+        num_open: open pages, see `open_pages.num_open_pages`; 0 where blocks are not sealed.
 
     Attributes:
         kv_tokens: slots of active blocks that hold a token.
@@ -52,6 +58,7 @@ class BlockManager:
         metadata: BlockMetadata | None = None,
         prefix_caching: bool = True,
         namespace: str = "",
+        num_open: int = 0,
     ) -> None:
         assert num_blocks > 0
         assert block_size > 0
@@ -63,6 +70,7 @@ class BlockManager:
         self.num_evictions = 0
         self._prefix_caching = prefix_caching
         self._index = PrefixCache(block_size, namespace)
+        self._open = OpenPages(num_open)
         self._references = [0] * num_blocks
         self._filled = [0] * num_blocks  # slots that hold a token
         self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
@@ -121,9 +129,14 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let `child` share the blocks of the first `num_tokens` tokens, equal in both.
 
-        Nothing is copied until one of them writes to a block that both hold.
+        Nothing is copied until one of them writes to a block that both hold. Of a sealed block
+        nothing is shared if it is not shared as a whole: the child computes its part again.
         """
         assert num_tokens <= parent.num_computed
+        if self._open and num_tokens % self.block_size:
+            index = num_tokens // self.block_size
+            if parent.block_table[index] not in self._open:
+                num_tokens = index * self.block_size
         self._share(child, parent.block_table[: self.blocks_for(num_tokens)])
         child.block_hashes = parent.block_hashes[: num_tokens // self.block_size]
         child.num_computed = num_tokens
@@ -149,7 +162,7 @@ class BlockManager:
         if len(kept) + num_appended > self.num_free_blocks:
             return None
         # All destinations are taken before a source is let go, so that none becomes the other.
-        copies = tuple(BlockCopy(table[index], self._take(sequence)) for index in kept)
+        copies = tuple(self._copy(table[index], self._take(sequence)) for index in kept)
         table.extend(self._take(sequence) for _ in range(num_appended))
         for index, copy in zip(kept, copies, strict=True):
             table[index] = copy.destination
@@ -167,10 +180,34 @@ class BlockManager:
             filled = min(end - index * size, size)
             self.kv_tokens += filled - self._filled[block]
             self._filled[block] = filled
+            if filled == size:
+                self._open.release(block)
         if self._prefix_caching and end // size > first:
             self._index.extend_hashes(sequence, end // size)
             for index in range(first, end // size):
                 self._index.add(sequence.block_hashes[index], sequence.block_table[index])
+
+    def open_pages(
+        self, scheduled: Iterable[ScheduledSequence]
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """Of each entry those of the blocks that its rows lie in; None if nothing is sealed."""
+        if not self._open:
+            return None
+        size = self.block_size
+        return tuple(
+            tuple(
+                self._open[block]
+                for block in entry.sequence.block_table[
+                    entry.start // size : self.blocks_for(entry.end)
+                ]
+            )
+            for entry in scheduled
+        )
+
+    def _copy(self, source: int, destination: int) -> BlockCopy:
+        if not self._open:
+            return BlockCopy(source, destination)
+        return BlockCopy(source, destination, self._open[source], self._open[destination])
 
     def free(self, sequence: Sequence) -> None:
         """Take all blocks from a sequence; those with findable content stay as cache."""
@@ -215,6 +252,7 @@ class BlockManager:
             self.num_evictions += 1
         self._references[block] = 1
         self._filled[block] = 0
+        self._open.claim(block)
         self.metadata.write(block, BlockState.ACTIVE, sequence.slot, 1)
         return block
 
@@ -230,6 +268,7 @@ class BlockManager:
             self.metadata.write(block, BlockState.ACTIVE, owner, references)
         else:
             self.kv_tokens -= self._filled[block]
+            self._open.release(block)
             if block in self._index:
                 self._cached[block] = None
                 self.metadata.write(block, BlockState.CACHED)
@@ -255,6 +294,7 @@ class BlockManager:
         assert self.num_shared == sum(count > 1 for count in references.values())
         assert self.kv_tokens == sum(self._filled[block] for block in active)
 
+        self._open.check_invariants({b for b in active if self._filled[b] < self.block_size})
         self._index.check_invariants()
         assert all(block in self._index for block in cached), "a cached block cannot be found"
         assert not any(block in self._index for block in free), "a free block can be found"

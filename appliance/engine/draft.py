@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from appliance.engine.plan import BlockCopy, Plan, ScheduledSequence
 
 if TYPE_CHECKING:
+    from appliance.engine.block_manager import BlockManager
     from appliance.engine.sequence import Sequence
 
 
@@ -46,15 +47,17 @@ class Draft:
             self.budget += entry.num_tokens
             self.copies.pop(sequence, None)
 
-    def finished(self) -> Plan:
+    def finished(self, blocks: BlockManager) -> Plan:
         """The plan."""
         entries = self.entries.values()
+        scheduled = (
+            *(entry for entry in entries if entry.num_tokens == 1),
+            *(entry for entry in entries if entry.num_tokens > 1),
+        )
         return Plan(
-            scheduled=(
-                *(entry for entry in entries if entry.num_tokens == 1),
-                *(entry for entry in entries if entry.num_tokens > 1),
-            ),
+            scheduled=scheduled,
             copies=tuple(copy for copies in self.copies.values() for copy in copies),
             started=tuple(self.started),
             preempted=tuple(self.preempted),
+            open_pages=blocks.open_pages(scheduled),
         )

@@ -11,7 +11,8 @@ from appliance.kernels.backend import Backend, select_backend
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
-from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_cache import KVFormat, KVPages, LayerPrecision, precisions
+from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.sampling import batched
 from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.model.executor import heads_of
@@ -20,7 +21,7 @@ from appliance.model.native_loader import load_native, why_unsupported
 from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -40,8 +41,17 @@ class Precision:
 
     device: torch.device
     dtype: torch.dtype
-    kv_format: KVFormat
+    kv_format: KVFormat  # of most layers; the words for it
     block_size: int
+    kv_layers: tuple[LayerPrecision, ...] | None = None  # where layers differ
+
+    def kv_of(self, num_layers: int) -> Sequence[LayerPrecision]:
+        """How each layer's cache is stored."""
+        return self.kv_layers or precisions(self.kv_format, num_layers)
+
+    def is_sealed(self, num_layers: int) -> bool:
+        """Whether there are open pages."""
+        return any(layer.format.is_sealed for layer in self.kv_of(num_layers))
 
 
 class Execution(Protocol):
@@ -63,6 +73,10 @@ class Execution(Protocol):
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
         """Bytes that one token takes in the cache, all layers."""
+        ...
+
+    def open_page_bytes(self, spec: DecoderSpec) -> int:
+        """Bytes of one open page, all layers; 0 if none is sealed."""
         ...
 
     def load(
@@ -99,9 +113,19 @@ class NativeExecution:
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
         """Whole pages of the library, divided by their tokens."""
+        layers = self.precision.kv_of(len(spec.layers))
         return sum(
-            bytes_per_token(self.engine.library, self.precision.kv_format, heads, width)
-            for heads, width in heads_of(spec)
+            bytes_per_token(self.engine.library, layer.format, heads, width)
+            for layer, (heads, width) in zip(layers, heads_of(spec), strict=True)
+        )
+
+    def open_page_bytes(self, spec: DecoderSpec) -> int:
+        """A block's tokens at 8 bits, in the layers that are sealed."""
+        layers = self.precision.kv_of(len(spec.layers))
+        return self.precision.block_size * sum(
+            bytes_per_token(self.engine.library, KVFormat.INT8, heads, width)
+            for layer, (heads, width) in zip(layers, heads_of(spec), strict=True)
+            if layer.format.is_sealed
         )
 
     def load(
@@ -144,11 +168,22 @@ class TorchExecution:
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
         """Elements and scales."""
-        kv_format = self.precision.kv_format
-        if self.backend.name == "triton":
-            sizes = (KVPages.bytes_per_token(kv_format, *heads) for heads in heads_of(spec))
-            return sum(sizes)
-        return sum(kv_format.bytes_per_token(*heads) for heads in heads_of(spec))
+        layers = self.precision.kv_of(len(spec.layers))
+        return sum(
+            KVPages.bytes_per_token(layer.format, *heads)
+            if self.backend.name == "triton" or not layer.format.has_elements
+            else layer.format.bytes_per_token(*heads)
+            for layer, heads in zip(layers, heads_of(spec), strict=True)
+        )
+
+    def open_page_bytes(self, spec: DecoderSpec) -> int:
+        """A block's tokens at 8 bits, in the layers that are sealed."""
+        layers = self.precision.kv_of(len(spec.layers))
+        return self.precision.block_size * sum(
+            KVPages.bytes_per_token(KVFormat.INT8, *heads)
+            for layer, heads in zip(layers, heads_of(spec), strict=True)
+            if layer.format.is_sealed
+        )
 
     def load(
         self,
@@ -192,14 +227,13 @@ def choose_execution(
         ConfigError: the settings ask for something that this way cannot do.
     """
     notes: list[str] = []
-    paged = precision.device.type == "cuda" and config.kernels != "reference"
-    if precision.kv_format is KVFormat.FP8 and not paged:
-        raise ConfigError("fp8 KV blocks need a GPU's kernels; use --kv-cache-dtype int8")
-    if precision.kv_format is KVFormat.INT4_SEALED:
+    num_layers = len(source.spec.layers)
+    if precision.is_sealed(num_layers) and precision.device.type != "cpu":
         raise ConfigError(
-            "int4-sealed KV blocks have kernels, but the engine does not serve them yet; "
-            "use --kv-cache-dtype int8 or int4"
+            f"{precision.kv_format.value} KV blocks are not served on a GPU yet: its runner has no "
+            "open pages; use --kv-cache-dtype int8 or int4-rotated"
         )
+    _check_block_size(precision, num_layers)
     if precision.device.type == "cpu" and config.kernels == "auto":
         reason = _why_not_native(precision, source)
         if reason is None:
@@ -214,17 +248,25 @@ def choose_execution(
             raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")
         notes.append(f"torch executes the model, slower than the CPU library would: {reason}")
         logger.warning("%s", notes[0])
-    if precision.kv_format is KVFormat.INT4 and not paged:
+    on_pages = not all(layer.format.has_elements for layer in precision.kv_of(num_layers))
+    if on_pages and precision.block_size != PAGE_TOKENS:
         raise ConfigError(
-            "without a GPU's kernels, int4 KV blocks exist in the CPU library only, which "
-            f"{'is not used here' if not notes else 'cannot be used: ' + notes[0]}; "
-            "use --kv-cache-dtype int8"
+            f"{precision.kv_format.value} KV blocks hold {PAGE_TOKENS} tokens where torch executes "
+            f"the model, not {precision.block_size}; leave --block-size out"
         )
     choice = "reference" if config.kernels == "reference" else "auto"
     backend = select_backend(precision.device, choice)
     if backend.name == "triton":
         _check_kernels(source.spec, precision)
     return TorchExecution(precision, backend), tuple(notes)
+
+
+def _check_block_size(precision: Precision, num_layers: int) -> None:
+    if precision.is_sealed(num_layers) and precision.block_size != PAGE_TOKENS:
+        raise ConfigError(
+            f"{precision.kv_format.value} KV blocks share scales between {PAGE_TOKENS} tokens, so "
+            f"--block-size {precision.block_size} cannot be; leave it out"
+        )
 
 
 def _why_not_native(precision: Precision, source: ModelSource) -> str | None:

@@ -23,6 +23,7 @@ from appliance.engine.measure import graph_allowance, measure_workspace
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
 from appliance.engine.model_runner import ModelRunner
+from appliance.engine.open_pages import num_open_pages
 from appliance.engine.sampler import Sampler
 from appliance.engine.scheduler import Scheduler, SchedulerLimits
 from appliance.errors import ConfigError
@@ -90,9 +91,13 @@ def load_parts(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )
     runner: Runner
+    num_open = _num_open(config, source, precision)
     if device is None:
         cache = executor.allocate_cache(
-            precision.kv_format, num_blocks=plan.num_blocks, block_size=plan.block_size
+            precision.kv_of(len(source.spec.layers)),
+            num_blocks=plan.num_blocks,
+            block_size=plan.block_size,
+            num_open=num_open,
         )
         runner = ModelRunner(executor, cache, Sampler(eos_token_ids, choose_tokens))
     else:
@@ -113,6 +118,7 @@ def load_parts(
         ),
         prefix_caching=config.prefix_caching,
         namespace=precision.kv_format.value,
+        num_open=num_open,
     )
     info = EngineInfo(
         model=Path(config.model).stem,
@@ -217,17 +223,30 @@ def _precision(config: EngineConfig) -> Precision:
     else:
         old_gpu = device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0)
         dtype = torch.float16 if old_gpu else torch.bfloat16
-    kv_format = (
-        _FORMAT_OF_DTYPE[dtype]
-        if config.kv_cache_dtype == "auto"
-        else KVFormat(config.kv_cache_dtype)
-    )
+    kv_format = _kv_format(config.kv_cache_dtype, dtype, device)
+    # The library takes other blocks for some of these; a size for all of them is simpler.
+    on_pages = not kv_format.has_elements
     return Precision(
         device=device,
         dtype=dtype,
         kv_format=kv_format,
-        block_size=config.block_size or (32 if device.type == "cuda" else 16),
+        block_size=config.block_size or (32 if device.type == "cuda" or on_pages else 16),
     )
+
+
+def _kv_format(word: str, dtype: torch.dtype, device: torch.device) -> KVFormat:
+    """What a setting stands for; "int4" is the best form of 4 bits that a device serves."""
+    if word == "auto":
+        return _FORMAT_OF_DTYPE[dtype]
+    if word == "int4":
+        return KVFormat.INT4_SEALED if device.type == "cpu" else KVFormat.INT4
+    return KVFormat.INT4 if word == "int4-rotated" else KVFormat(word)
+
+
+def _num_open(config: EngineConfig, source: ModelSource, precision: Precision) -> int:
+    if not precision.is_sealed(len(source.spec.layers)):
+        return 0
+    return num_open_pages(config.max_num_seqs, config.max_num_batched_tokens, precision.block_size)
 
 
 def _memory_request(
@@ -246,6 +265,7 @@ def _memory_request(
         max_model_len=config.max_model_len,
         kv_cache_memory=config.kv_cache_memory,
         fill=precision.device.type == "cuda",
+        open_bytes=_num_open(config, source, precision) * execution.open_page_bytes(source.spec),
     )
 
 

@@ -49,6 +49,7 @@ class MemoryRequest:
     kv_cache_memory: int | None  # bytes asked for, or None
     fill: bool  # use all that is left for the KV cache
     workspace_bytes: int | None = None  # measured; None estimates it
+    open_bytes: int = 0  # of open pages, for blocks that are sealed
 
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:
@@ -90,12 +91,14 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
 def workspace_bytes(request: MemoryRequest) -> int:
     """Bytes that one largest step needs beside weights and cache: measured, or estimated.
 
+    Open pages, which are not for keeping, count among them.
+
     The estimate: the widest layer's activations for every row (residual, normed, q/k/v, attention
     output, gate and up, their product), and float32 logits with the three copies that sampling
     makes.
     """
     if request.workspace_bytes is not None:
-        return request.workspace_bytes
+        return request.workspace_bytes + request.open_bytes
     spec = request.spec
     widest = max(
         4 * spec.hidden_size
@@ -106,7 +109,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
     )
     rows = request.max_num_batched_tokens
     logits = request.max_num_seqs * spec.vocab_size * 4 * 4
-    return rows * widest * request.activation_bytes + logits
+    return rows * widest * request.activation_bytes + logits + request.open_bytes
 
 
 def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -> str:

@@ -73,6 +73,10 @@ class ModelRunner(Generic[AnyCache]):
             self._cache.copy_blocks(
                 [copy.source for copy in plan.copies], [copy.destination for copy in plan.copies]
             )
+            self._cache.copy_open(
+                [copy.open_source for copy in plan.copies if copy.open_source >= 0],
+                [copy.open_destination for copy in plan.copies if copy.open_source >= 0],
+            )
         batch = batches.build(plan, self._cache.block_size, self._executor.device)
         logits = self._executor.forward(
             batch.token_ids, batch.positions, batch.ragged, self._cache, batch.sample_rows

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy one whole block of every layer."""
+    """Copy one whole block of every layer, and with sealed layers its open page."""
 
     source: int
     destination: int
+    open_source: int = -1
+    open_destination: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +58,14 @@ class Plan:
             two of them, and none is both a source and a destination, so their order is free.
         started: request ids that left the queue for the first time.
         preempted: sequences that lost their blocks and wait again.
+        open_pages: with sealed layers, of each entry those of the blocks that its rows lie in.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
     copies: tuple[BlockCopy, ...] = ()
     started: tuple[str, ...] = ()
     preempted: tuple[Sequence, ...] = ()
+    open_pages: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def num_tokens(self) -> int:

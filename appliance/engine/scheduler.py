@@ -186,7 +186,7 @@ class Scheduler:
         self._steps += 1
         for sequence, entry in draft.entries.items():
             self._in_flight.setdefault(sequence, []).append(entry)
-        self._last_plan = draft.finished()
+        self._last_plan = draft.finished(self._blocks)
         return self._last_plan
 
     def commit(self, plan: Plan, token_ids: list[int]) -> list[Update]:

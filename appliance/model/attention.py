@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.kernels.kv_write.head_norms import HeadNorms
+from appliance.kernels.sealed_pages import SealedPages
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.backend import Backend, Linear
-    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.model.norm import Norm
     from appliance.model.spec import AttentionSpec
     from appliance.model.step import Step
@@ -38,14 +39,13 @@ class Attention:
     query_norm: Norm | None
     key_norm: Norm | None
 
-    def __call__(self, hidden: Tensor, step: Step, cache: LayerCache) -> Tensor:
+    def __call__(self, hidden: Tensor, step: Step, cache: AnyLayerCache) -> Tensor:
         """Attend: hidden (num_tokens, hidden_size) to the same shape."""
         spec, backend = self.spec, self.backend
         num_tokens = hidden.shape[0]
         qkv = self.qkv(hidden).view(num_tokens, -1, spec.head_dim)
         cos, sin = step.rotations[self.rope]
-        slots = step.batch.slot_mapping
-        query = backend.rotate_and_write(qkv, cos, sin, cache, slots, self._norms())
+        query = self._write(qkv, cos, sin, step, cache)
         attended = backend.paged_attention(
             query,
             cache,
@@ -55,6 +55,21 @@ class Attention:
             softcap=spec.softcap,
         )
         return self.output(attended.reshape(num_tokens, -1))
+
+    def _write(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, step: Step, cache: AnyLayerCache
+    ) -> Tensor:
+        """Put keys and values where they go, and seal what is full; returns the queries."""
+        write, norms = self.backend.rotate_and_write, self._norms()
+        if not isinstance(cache, SealedPages):
+            return write(qkv, cos, sin, cache, step.batch.slot_mapping, norms)
+        spans = step.batch.sealed
+        assert spans is not None
+        assert spans.slot_mapping is not None
+        query = write(qkv, cos, sin, cache.open, spans.slot_mapping, norms)
+        if spans.moves is not None and len(spans.moves):
+            self.backend.seal_kv(cache, spans.moves)
+        return query
 
     def _norms(self) -> HeadNorms | None:
         if self.query_norm is None or self.key_norm is None:

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVCache, KVFormat
+from appliance.kernels.decoder_cache import KVCache, allocate_layer
+from appliance.kernels.kv_cache import KVFormat, LayerPrecision, precisions
 from appliance.model.step import Step
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from appliance.kernels.backend import Backend, Linear
@@ -91,18 +94,29 @@ class Decoder:
         cap = self.spec.logit_softcap
         return logits.float() if cap is None else self.backend.soft_cap(logits, cap)
 
-    def allocate_cache(self, format: KVFormat, *, num_blocks: int, block_size: int) -> KVCache:
-        """Fresh blocks for every layer."""
+    def allocate_cache(
+        self,
+        format: KVFormat | Sequence[LayerPrecision],
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_open: int = 0,
+    ) -> KVCache:
+        """Fresh blocks for every layer, and open pages for those that are sealed."""
         return KVCache(
             tuple(
-                self.backend.allocate_cache(
-                    format,
+                allocate_layer(
+                    self.backend.allocate_cache,
+                    precision,
                     num_blocks=num_blocks,
                     block_size=block_size,
+                    num_open=num_open,
                     num_kv_heads=layer.attention.num_kv_heads,
                     head_dim=layer.attention.head_dim,
                     device=self.device,
                 )
-                for layer in self.spec.layers
+                for layer, precision in zip(
+                    self.spec.layers, precisions(format, len(self.spec.layers)), strict=True
+                )
             )
         )

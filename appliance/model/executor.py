@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import KVFormat
+    from appliance.kernels.kv_cache import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.spec import DecoderSpec
 
@@ -25,6 +25,10 @@ class Cache(Protocol):
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks, for copy-on-write."""
+        ...
+
+    def copy_open(self, sources: list[int], destinations: list[int]) -> None:
+        """Copy open pages; where no layer is sealed there are none."""
         ...
 
 
@@ -56,8 +60,15 @@ class Executor(Protocol[AnyCache]):
     @property
     def weight_format(self) -> str: ...  # noqa: D102
 
-    def allocate_cache(self, format: KVFormat, *, num_blocks: int, block_size: int) -> AnyCache:
-        """Fresh blocks for every layer."""
+    def allocate_cache(
+        self,
+        format: KVFormat | Sequence[LayerPrecision],
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_open: int = 0,
+    ) -> AnyCache:
+        """Fresh blocks for every layer, and open pages for those that are sealed."""
         ...
 
     def forward(

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.activation import Activation
     from appliance.kernels.backend import Backend, Linear
-    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.model.attention import Attention
     from appliance.model.norm import Norm
     from appliance.model.step import Step
@@ -53,7 +53,7 @@ class DecoderLayer:
     mlp_post_norm: Norm | None
 
     def __call__(
-        self, hidden: Tensor, stream: Tensor, step: Step, cache: LayerCache, rows: Tensor | None
+        self, hidden: Tensor, stream: Tensor, step: Step, cache: AnyLayerCache, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Run the layer.
 

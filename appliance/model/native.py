@@ -14,12 +14,14 @@ from appliance.kernels.cpu.structs import BatchStruct
 from appliance.model.executor import heads_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from appliance.kernels.cpu.arena import Arena
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.cpu.structs import ModelStruct
-    from appliance.kernels.kv_cache import KVFormat
+    from appliance.kernels.kv_cache import KVFormat, LayerPrecision
     from appliance.kernels.ragged import RaggedBatch
     from appliance.model.spec import DecoderSpec
 
@@ -61,7 +63,14 @@ class NativeDecoder:
         """Bytes of all weights."""
         return self.arena.nbytes
 
-    def allocate_cache(self, format: KVFormat, *, num_blocks: int, block_size: int) -> NativeCache:
+    def allocate_cache(
+        self,
+        format: KVFormat | Sequence[LayerPrecision],
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_open: int = 0,
+    ) -> NativeCache:
         """Fresh blocks for every layer."""
         return NativeCache(
             self.engine.library,
@@ -69,6 +78,7 @@ class NativeDecoder:
             heads_of(self.spec),
             num_blocks=num_blocks,
             block_size=block_size,
+            num_open=num_open,
         )
 
     def forward(
@@ -99,6 +109,7 @@ class NativeDecoder:
             block_tables=batch.block_tables.data_ptr(),
             # An empty tensor has no address, and without one all rows are meant.
             rows=None if rows is None else rows.data_ptr() or token_ids.data_ptr(),
+            open_pages=None if batch.sealed is None else batch.sealed.open_tables.data_ptr(),
         )
         check(
             self.engine.library.ap_step(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_cache import KVFormat, LayerPrecision, precisions
 from appliance.kernels.ragged import RaggedBatch
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def logits_of(
     token_ids: Sequence[int],
     *,
     chunks: Sequence[int] | None = None,
-    format: KVFormat | None = None,
+    format: KVFormat | Sequence[LayerPrecision] | None = None,
     block_table: Sequence[int] | None = None,
 ) -> Tensor:
     """Logits after each of the tokens, teacher-forced: (num_tokens, vocab_size) float32.
@@ -38,7 +38,7 @@ def logits_of(
         decoder: the model.
         token_ids: one sequence.
         chunks: lengths of the steps it is run in, which sum to its length; one step by default.
-        format: of the KV cache; by default that of the activations.
+        format: of the KV cache, or of each layer's; by default that of the activations.
         block_table: blocks of the sequence in order; 0, 1, 2, ... by default.
     """
     steps = chunks or [len(token_ids)]
@@ -50,12 +50,17 @@ def _run(
     decoder: Executor[AnyCache],
     token_ids: Sequence[int],
     steps: Sequence[int],
-    format: KVFormat | None,
+    format: KVFormat | Sequence[LayerPrecision] | None,
     block_table: Sequence[int] | None,
 ) -> Iterator[Tensor]:
     table = tuple(block_table or range(-(-len(token_ids) // BLOCK_SIZE)))
+    each = precisions(format or _UNQUANTIZED[decoder.dtype], len(decoder.spec.layers))
+    sealed = any(layer.format.is_sealed for layer in each)
     cache = decoder.allocate_cache(
-        format or _UNQUANTIZED[decoder.dtype], num_blocks=max(table) + 1, block_size=BLOCK_SIZE
+        each,
+        num_blocks=max(table) + 1,
+        block_size=BLOCK_SIZE,
+        num_open=len(table) if sealed else 0,
     )
     start = 0
     for length in steps:
@@ -63,14 +68,27 @@ def _run(
         yield decoder.forward(
             torch.tensor(token_ids[start:end], device=decoder.device),
             torch.arange(start, end, device=decoder.device),
-            one_sequence(table, start, end, decoder.device),
+            one_sequence(table, start, end, decoder.device, sealed=sealed),
             cache,
         )
         start = end
 
 
 def one_sequence(
-    block_table: tuple[int, ...], start: int, end: int, device: torch.device
+    block_table: tuple[int, ...],
+    start: int,
+    end: int,
+    device: torch.device,
+    *,
+    sealed: bool = False,
 ) -> RaggedBatch:
-    """A step of one sequence, from position `start` up to `end`."""
-    return RaggedBatch.of([end - start], [end], [block_table], block_size=BLOCK_SIZE, device=device)
+    """A step of one sequence, from position `start` up to `end`; each block has an open page."""
+    pages = range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)) if sealed else None
+    return RaggedBatch.of(
+        [end - start],
+        [end],
+        [block_table],
+        block_size=BLOCK_SIZE,
+        device=device,
+        open_pages=None if pages is None else [pages],
+    )

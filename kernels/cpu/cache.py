@@ -5,20 +5,28 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING
 
+import torch
+
 from appliance.kernels.cpu.arena import Mapping
 from appliance.kernels.cpu.structs import LANES, CacheLayerStruct, CacheStruct, Format
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_cache import KVFormat, LayerPrecision, precisions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
 PAGE_TOKENS = LANES
+SEALED_TOKENS = 2 * LANES  # whose keys share their scales
 _FORMATS = {
     KVFormat.FP32: Format.F32,
     KVFormat.FP16: Format.F16,
     KVFormat.BF16: Format.BF16,
     KVFormat.INT8: Format.INT8,
     KVFormat.INT4: Format.INT4,
+    KVFormat.INT4_SEALED: Format.SEALED,
+    KVFormat.FP8: Format.FP8,
+    KVFormat.K8V4: Format.K8V4,
 }
 
 
@@ -27,10 +35,11 @@ class NativeCache:
 
     Args:
         library: the loaded library.
-        format: how keys and values are stored.
+        format: how keys and values are stored, in all layers or in each.
         heads: of each layer, its KV heads and their width.
         num_blocks: physical blocks.
-        block_size: token slots in a block, a multiple of 16.
+        block_size: token slots in a block, a multiple of 16; 32 where a layer is sealed.
+        num_open: open pages, for layers that are sealed.
 
     Raises:
         MemoryError: the system refuses.
@@ -39,22 +48,32 @@ class NativeCache:
     def __init__(
         self,
         library: ctypes.CDLL,
-        format: KVFormat,
+        format: KVFormat | Sequence[LayerPrecision],
         heads: Sequence[tuple[int, int]],
         *,
         num_blocks: int,
         block_size: int,
+        num_open: int = 0,
     ) -> None:
         assert block_size % PAGE_TOKENS == 0, block_size
-        self.format = format
         self.num_blocks = num_blocks
         self.block_size = block_size
+        pages = block_size // PAGE_TOKENS
         layers = (CacheLayerStruct * len(heads))()
-        end = 0
-        for layer, (num_kv_heads, head_dim) in zip(layers, heads, strict=True):
-            layer.offset, layer.format = end, _FORMATS[format]
-            page = page_bytes(library, format, head_dim)
-            end += num_kv_heads * (block_size // PAGE_TOKENS) * page
+        end = open_end = 0
+        self._constants: list[Tensor] = []  # the library reads them in place
+        each = precisions(format, len(heads))
+        for layer, precision, (num_kv_heads, head_dim) in zip(layers, each, heads, strict=True):
+            layer.offset, layer.open_offset = end, open_end
+            layer.format = _FORMATS[precision.format]
+            end += num_kv_heads * pages * page_bytes(library, precision.format, head_dim)
+            if precision.format.is_sealed:
+                assert block_size == SEALED_TOKENS, block_size
+                open_end += num_kv_heads * pages * page_bytes(library, KVFormat.INT8, head_dim)
+            if precision.format is KVFormat.FP8:
+                layer.head_scales = self._constant(precision.head_scales, (2, num_kv_heads), 1.0)
+            if precision.key_mean is not None:
+                layer.key_mean = self._constant(precision.key_mean, (num_kv_heads, head_dim), 0.0)
         self._layers = layers
         self.block_bytes = end
         self._mapping = Mapping.of(num_blocks * end)
@@ -65,15 +84,36 @@ class NativeCache:
             block_size=block_size,
             layers=layers,
         )
+        self._open: Mapping | None = None
+        if open_end and num_open:
+            self._open = Mapping.of(num_open * open_end)
+            self.struct.open_base = self._open.address
+            self.struct.open_bytes = open_end
+            self.struct.num_open = num_open
+
+    def _constant(self, tensor: Tensor | None, shape: tuple[int, int], default: float) -> int:
+        """Where the library finds some floats."""
+        if tensor is None:
+            tensor = torch.full(shape, default)
+        assert tensor.shape == shape, (tensor.shape, shape)
+        self._constants.append(tensor.float().contiguous())
+        return self._constants[-1].data_ptr()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks, written or not."""
-        return self.num_blocks * self.block_bytes
+        """Bytes of all blocks and open pages, written or not."""
+        open_bytes = self.struct.num_open * self.struct.open_bytes
+        return self.num_blocks * self.block_bytes + int(open_bytes)
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy whole blocks, for copy-on-write; no block is both source and destination."""
         base, size = self._mapping.address, self.block_bytes
+        for source, destination in zip(sources, destinations, strict=True):
+            ctypes.memmove(base + destination * size, base + source * size, size)
+
+    def copy_open(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copy open pages of all layers, for copy-on-write; without any there is nothing to do."""
+        base, size = self.struct.open_base or 0, self.struct.open_bytes
         for source, destination in zip(sources, destinations, strict=True):
             ctypes.memmove(base + destination * size, base + source * size, size)
 

@@ -83,6 +83,18 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             _POINTER,
         ),
     ),
+    "ap_kv_seal": (
+        c_int32,
+        (
+            c_void_p,
+            POINTER(structs.AttentionStruct),
+            POINTER(structs.CacheStruct),
+            c_int32,
+            c_int32,
+            _POINTER,
+            _POINTER,
+        ),
+    ),
     "ap_paged_attention": (
         c_int32,
         (

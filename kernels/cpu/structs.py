@@ -36,6 +36,9 @@ class Format(IntEnum):
     BF16 = 2
     INT8 = 3
     INT4 = 4
+    SEALED = 5
+    FP8 = 6
+    K8V4 = 7
 
 
 class Offset(IntEnum):
@@ -132,7 +135,14 @@ class ModelStruct(Structure):
 class CacheLayerStruct(Structure):
     """ap_cache_layer."""
 
-    _fields_ = (("offset", c_int64), ("format", c_int32), ("reserved", c_int32))
+    _fields_ = (
+        ("offset", c_int64),
+        ("open_offset", c_int64),
+        ("head_scales", c_void_p),
+        ("key_mean", c_void_p),
+        ("format", c_int32),
+        ("reserved", c_int32),
+    )
 
 
 class CacheStruct(Structure):
@@ -144,6 +154,10 @@ class CacheStruct(Structure):
         ("num_blocks", c_int32),
         ("block_size", c_int32),
         ("layers", POINTER(CacheLayerStruct)),
+        ("open_base", c_void_p),
+        ("open_bytes", c_int64),
+        ("num_open", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -162,6 +176,7 @@ class BatchStruct(Structure):
         ("context_lens", c_void_p),
         ("block_tables", c_void_p),
         ("rows", c_void_p),
+        ("open_pages", c_void_p),
     )
 
 

@@ -124,7 +124,8 @@ VALUES = {
 PROBABILITY_AXES = (0, *(1 + _TOKENS.index(name) for name in ROW_TOKENS))
 
 
-# Bits of a code, or of an element where pages hold the elements themselves.
+# Bits of a code, or of an element where pages hold the elements themselves: of keys, and of values
+# where they have others.
 ELEMENT_BITS = {
     "fp32": 32,
     "fp16": 16,
@@ -133,10 +134,18 @@ ELEMENT_BITS = {
     "int8": 8,
     "int4": 4,
     "int4-sealed": 4,
+    "k8v4": 8,
 }
+VALUE_BITS = {"k8v4": 4}
 # Bytes of a token's scales: of key and value; or scale and offset of the key, then of the value,
-# which stand PAGE_TOKENS words apart; of the value alone. All are float16.
-RECORD_BYTES = {"int8": 4, "int4": 8, "int4-sealed": 4}
+# which stand PAGE_TOKENS words apart; of the value alone; of the value, then all scales of keys.
+# All are float16.
+RECORD_BYTES = {"int8": 4, "int4": 8, "int4-sealed": 4, "k8v4": 6}
+
+
+def value_bits(kv_format: str) -> int:
+    """Bits of a value's code or element."""
+    return VALUE_BITS.get(kv_format, ELEMENT_BITS[kv_format])
 
 
 def stored_dims(kv_format: str, head_dim: int) -> int:
@@ -153,7 +162,8 @@ def value_offset(kv_format: str, head_dim: int) -> int:
 
 def record_offset(kv_format: str, head_dim: int) -> int:
     """Where the scales begin in a page, in bytes."""
-    return 2 * value_offset(kv_format, head_dim)
+    values = PAGE_TOKENS * stored_dims(kv_format, head_dim) * value_bits(kv_format) // 8
+    return value_offset(kv_format, head_dim) + values
 
 
 def page_bytes(kv_format: str, head_dim: int) -> int:

@@ -16,6 +16,7 @@ from appliance.kernels.kv_page.layout import (
     CodeOrder,
     key_dim,
     record_offset,
+    value_bits,
     value_offset,
 )
 
@@ -48,8 +49,7 @@ def read_pages(
         shape = (-1, num_kv_heads, PAGE_TOKENS, head_dim)
         found = [part.contiguous().view(_FLOATS[kv_format]).view(shape).double() for part in parts]
     else:
-        bits = ELEMENT_BITS[kv_format]
-        orders = KEYS[bits], VALUES[bits]
+        orders = KEYS[ELEMENT_BITS[kv_format]], VALUES[value_bits(kv_format)]
         found = [unpack(part, order, head_dim) for part, order in zip(parts, orders, strict=True)]
         found = _dequantize(found, pages[..., first_record:], kv_format, head_scales)
     keys, values = (x.transpose(1, 2).reshape(-1, num_kv_heads, head_dim) for x in found)
@@ -72,6 +72,11 @@ def _dequantize(
         return [(code.double() - 128) * scales[..., i, None] for i, code in enumerate(codes)]
     if kv_format == "int4-sealed":
         return _dequantize_sealed(codes, halves)
+    if kv_format == "k8v4":
+        by_token = halves[..., : 2 * PAGE_TOKENS].unflatten(-1, (PAGE_TOKENS, 2))
+        keys = (codes[0].double() - 128) * halves[..., 2 * PAGE_TOKENS :].unsqueeze(-1)
+        values = (codes[1].double() - INT4_CENTRE) * by_token[..., 0, None]
+        return [keys, values + by_token[..., 1, None]]
     assert kv_format == "int4", kv_format
     scales = halves.unflatten(-1, (2, PAGE_TOKENS, 2))
     return [
@@ -139,7 +144,7 @@ def write_rows(
         head_scales: (2, num_kv_heads) float32; FP8 only.
         slot_mapping: (num_tokens,) int64; negative is nowhere.
     """
-    assert kv_format != "int4-sealed", "rows go to open pages"
+    assert kv_format not in ("int4-sealed", "k8v4"), "rows go to open pages"
     written = slot_mapping >= 0
     slot_mapping = slot_mapping[written]
     head_dim = key.shape[-1]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.kv_page.layout import (
     KEYS,
     PAGE_TOKENS,
@@ -19,9 +20,15 @@ from appliance.kernels.kv_page.layout import (
 from appliance.kernels.kv_page.reference import pack, quantize_int4, read_pages
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from appliance.kernels.sealed_pages import SealedPages
 
-SEALED = "int4-sealed"
+
+def seal_moves(cache: SealedPages, moves: Tensor) -> None:
+    """Seal open pages, (n, 2) int64 open page and block, as `seal` does."""
+    pages, blocks = moves.unbind(1)
+    seal(cache, pages.tolist(), blocks.tolist())
 
 
 def seal(cache: SealedPages, slots: list[int], blocks: list[int]) -> None:
@@ -32,22 +39,30 @@ def seal(cache: SealedPages, slots: list[int], blocks: list[int]) -> None:
         slots: open pages, all 32 tokens written.
         blocks: where each goes.
     """
-    head_dim = cache.head_dim
+    head_dim, form = cache.head_dim, cache.format.value
     keys, values = read_pages(cache.open.pages[slots], "int8", head_dim, None)
     shape = (len(slots), PAGE_TOKENS, cache.num_kv_heads, head_dim)
     keys, values = (x.view(shape).transpose(1, 2).float() for x in (keys, values))
-    # By channel: the rows that share a scale are the tokens of one dimension.
-    key_codes, key_scales, key_offsets = quantize_int4(keys.transpose(2, 3))
     value_codes, value_scales, value_offsets = quantize_int4(values)
     pages = torch.zeros_like(cache.closed.pages[blocks])
-    start = value_offset(SEALED, head_dim)
-    record = record_offset(SEALED, head_dim)
-    channels = channel_offset(head_dim)
-    pages[..., :start] = pack(key_codes.transpose(2, 3), KEYS[4])
+    start = value_offset(form, head_dim)
+    record = record_offset(form, head_dim)
     pages[..., start:record] = pack(value_codes, VALUES[4])
     by_token = torch.stack((value_scales, value_offsets), dim=-1).flatten(-2)
-    pages[..., record:channels] = by_token.view(torch.uint8)
-    stored = stored_dims(SEALED, head_dim)
+    keys_end = record + 2 * by_token.shape[-1]
+    pages[..., record:keys_end] = by_token.view(torch.uint8)
+    if cache.format is KVFormat.K8V4:
+        opened = cache.open.pages[slots]
+        pages[..., :start] = opened[..., :start]
+        of_tokens = opened[..., record_offset("int8", head_dim) :].unflatten(-1, (PAGE_TOKENS, 4))
+        pages[..., keys_end:] = of_tokens[..., :2].flatten(-2)
+        cache.closed.pages[blocks] = pages
+        return
+    channels = channel_offset(head_dim)
+    # By channel: the rows that share a scale are the tokens of one dimension.
+    key_codes, key_scales, key_offsets = quantize_int4(keys.transpose(2, 3))
+    pages[..., :start] = pack(key_codes.transpose(2, 3), KEYS[4])
+    stored = stored_dims(form, head_dim)
     by_row = torch.zeros((*pages.shape[:2], 2, stored), dtype=torch.float16, device=pages.device)
     for row in range(stored):
         if key_dim(row) < head_dim:

@@ -86,8 +86,8 @@ def rotate_and_write_with(
     ) -> Tensor:
         """Bring a step's queries and keys into their final form, and write keys and values.
 
-        In this order: norm of each query and key head, RoPE, and if the cache's format asks for
-        it the Hadamard transform, each rounded to the dtype of qkv.
+        In this order: norm of each query and key head, RoPE, the cache's mean off the keys, and
+        if its format asks for it the Hadamard transform, each rounded to the dtype of qkv.
 
         Args:
             qkv: (num_tokens, num_heads + 2 * num_kv_heads, head_dim): queries, keys, values.
@@ -114,6 +114,9 @@ def rotate_and_write_with(
                 dim=1,
             )
         rotated = rotary(rotated, cos, sin)
+        if cache.key_mean is not None:
+            keys = (rotated[:, num_heads:].float() - cache.key_mean).to(qkv.dtype)
+            rotated = torch.cat((rotated[:, :num_heads], keys), dim=1)
         if cache.format.is_rotated:
             rotated = hadamard(rotated).to(qkv.dtype)
         write_kv(rotated[:, num_heads:], value, cache, slot_mapping)

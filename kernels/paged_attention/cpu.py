@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from appliance.kernels.kv_cache import KVBlocks
+from appliance.kernels.paged_attention import reference
 from appliance.kernels.paged_attention.cpu_plan import (
     CpuAttentionWork,
     DecodeGroup,
@@ -21,7 +22,7 @@ from appliance.kernels.paged_attention.cpu_plan import (
 )
 
 if TYPE_CHECKING:
-    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.decoder_cache import AnyLayerCache
 
 __all__ = ["paged_attention", "plan_attention"]
 
@@ -33,7 +34,7 @@ MIN_ROWS = 4
 
 def paged_attention(
     query: Tensor,
-    cache: LayerCache,
+    cache: AnyLayerCache,
     work: object,
     *,
     scale: float,
@@ -42,8 +43,9 @@ def paged_attention(
 ) -> Tensor:
     """Attend from every row to its own sequence; see `reference.paged_attention`.
 
-    INT8 keys and values are dequantized to float32 and the arithmetic is float32, which the CPU
-    does faster than bfloat16 from integers; otherwise it is in the wider of the two dtypes.
+    Codes in pages go through the reference. INT8 keys and values are dequantized to float32 and
+    the arithmetic is float32, which the CPU does faster than bfloat16 from integers; otherwise it
+    is in the wider of the two dtypes.
 
     Args:
         query: (num_tokens, num_heads, head_dim).
@@ -57,7 +59,10 @@ def paged_attention(
         (num_tokens, num_heads, head_dim), dtype of query.
     """
     assert isinstance(work, CpuAttentionWork)
-    assert isinstance(cache, KVBlocks)
+    if not isinstance(cache, KVBlocks):  # pages have kernels on GPUs only
+        return reference.paged_attention(
+            query, cache, work.batch, scale=scale, window=window, softcap=softcap
+        )
     out = query.new_empty(query.shape)
     if cache.format.is_quantized:
         query = query.float()

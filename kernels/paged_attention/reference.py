@@ -12,7 +12,7 @@ from appliance.kernels.sealed_pages import SealedPages
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.decoder_cache import AnyLayerCache
 
 
 def plan_attention(batch: RaggedBatch, block_size: int) -> RaggedBatch:
@@ -23,7 +23,7 @@ def plan_attention(batch: RaggedBatch, block_size: int) -> RaggedBatch:
 
 def paged_attention(
     query: Tensor,
-    cache: LayerCache | SealedPages,
+    cache: AnyLayerCache,
     work: object,
     *,
     scale: float,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from appliance.engine.block_manager import BlockManager
 from appliance.engine.draft import Draft
 from appliance.engine.plan import BlockCopy, Plan
 from appliance.engine.request import Request, SamplingParams
@@ -19,7 +20,7 @@ def test_single_rows_come_first_and_only_last_rows_sample() -> None:
     draft.add(chunk, 3, ())
     draft.add(rest, 7, ())
     draft.add(decode, 1, ())
-    plan = draft.finished()
+    plan = draft.finished(BlockManager(4, 4))
     assert draft.budget == 9
     assert [(e.sequence, e.start, e.num_tokens, e.samples) for e in plan.scheduled] == [
         (decode, 8, 1, True),
@@ -36,4 +37,4 @@ def test_what_is_taken_back_leaves_nothing() -> None:
     draft.take_back(victim)
     draft.take_back(other)
     assert draft.budget == 8
-    assert draft.finished() == Plan(())
+    assert draft.finished(BlockManager(4, 4)) == Plan(())

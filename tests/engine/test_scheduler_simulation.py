@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from appliance.engine.block_manager import BlockManager
+from appliance.engine.open_pages import num_open_pages
 from appliance.engine.plan import Plan, ScheduledSequence
 from appliance.engine.policy import may_admit
 from appliance.engine.request import FinishReason, Request, SamplingParams
@@ -62,32 +63,61 @@ def right_answer(request: Request, index: int, limit: int) -> tuple[list[int], F
 
 @dataclass
 class EchoModel:
-    """Runs plans on slots of integers."""
+    """Runs plans on slots of integers.
+
+    With sealed blocks, rows are written to the open pages of a plan, and read there in their own
+    block only; a block's slots are written once, when its page is full.
+    """
 
     block_size: int
     shuffle: random.Random
     slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    pages: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def place(self, sequence: Sequence, position: int) -> tuple[int, int]:
         index, offset = divmod(position, self.block_size)
         return sequence.block_table[index], offset
 
+    def read(self, entry: ScheduledSequence, opened: tuple[int, ...] | None) -> list[int]:
+        """What an entry's rows find before them."""
+        size, own = self.block_size, entry.start // self.block_size * self.block_size
+        sealed = entry.start if opened is None else own
+        found = [self.slots[self.place(entry.sequence, p)] for p in range(sealed)]
+        return found + [self.pages[opened[0], p % size] for p in range(own, entry.start) if opened]
+
+    def write(
+        self, entry: ScheduledSequence, opened: tuple[int, ...] | None, position: int, value: int
+    ) -> None:
+        block, offset = self.place(entry.sequence, position)
+        if opened is None:
+            self.slots[block, offset] = value
+            return
+        page = opened[position // self.block_size - entry.start // self.block_size]
+        self.pages[page, offset] = value
+        if offset + 1 == self.block_size:
+            for at in range(self.block_size):
+                self.slots[block, at] = self.pages[page, at]
+
     def run(self, plan: Plan) -> list[int]:
+        opened = dict.fromkeys(plan.scheduled) if plan.open_pages is None else {}
+        opened.update(zip(plan.scheduled, plan.open_pages or (), strict=False))
         # Neither copies nor sequences may depend on the order in which they run.
         for copy in self.shuffle.sample(plan.copies, len(plan.copies)):
             for offset in range(self.block_size):
                 self.slots[copy.destination, offset] = self.slots.get((copy.source, offset), -1)
+                content_of = self.pages.get((copy.open_source, offset), -1)
+                self.pages[copy.open_destination, offset] = content_of
         tokens: dict[Sequence, int] = dict.fromkeys([e.sequence for e in plan.scheduled], -1)
         for entry in self.shuffle.sample(plan.scheduled, len(plan.scheduled)):
             sequence = entry.sequence
             if sequence.status is SequenceStatus.FINISHED and entry.follows:
                 continue  # its row's token may never have come
-            contents = [self.slots[self.place(sequence, p)] for p in range(entry.start)]
+            contents = self.read(entry, opened[entry])
             for position in range(entry.start, entry.start + entry.num_tokens):
                 previous = contents[-1] if contents else 0
                 token = sequence.token_ids[position]
                 contents.append(content(sequence.request.cache_salt, previous, token))
-                self.slots[self.place(sequence, position)] = contents[-1]
+                self.write(entry, opened[entry], position, contents[-1])
             tokens[sequence] = next_token(contents, sequence.index)
         return [tokens[entry.sequence] for entry in plan.scheduled if entry.samples]
 
@@ -100,6 +130,7 @@ class Load:
     prefix_caching: bool
     depth: int  # plans in flight at once
     look_ahead: bool
+    sealed: bool
     requests: tuple[tuple[int, Request], ...]  # step of arrival
     aborts: tuple[tuple[int, bool, int, int | None], ...]  # step, within a step?, request, index
     failures: tuple[int, ...]  # steps at which everything in flight fails
@@ -110,8 +141,18 @@ class Load:
 class Simulation:
     def __init__(self, load: Load) -> None:
         self.load = load
+        limits = load.limits
+        num_open = num_open_pages(
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            load.block_size,
+            plans=load.depth,
+        )
         self.blocks = BlockManager(
-            load.num_blocks, load.block_size, prefix_caching=load.prefix_caching
+            load.num_blocks,
+            load.block_size,
+            prefix_caching=load.prefix_caching,
+            num_open=num_open if load.sealed else 0,
         )
         self.scheduler = Scheduler(self.blocks, load.limits, (EOS,), look_ahead=load.look_ahead)
         self.model = EchoModel(load.block_size, random.Random(load.seed))
@@ -217,6 +258,7 @@ class Simulation:
             assert running[0] in scheduled, "the first in rank stands still"
         seen["steps"] += 1
         seen["copies"] += len(plan.copies)
+        seen["copies of open pages"] += sum(copy.open_source >= 0 for copy in plan.copies)
         seen["preempted"] += len(plan.preempted)
         seen["mixed steps"] += len({entry.num_tokens > 1 for entry in plan.scheduled}) == 2
         self.in_flight.append((plan, [list(seq.block_table) for seq in scheduled]))
@@ -303,6 +345,7 @@ def loads(draw: st.DrawFn) -> Load:
         prefix_caching=draw(st.sampled_from([True, True, True, False])),
         depth=draw(st.sampled_from([1, 1, 2, 3])),
         look_ahead=draw(st.booleans()),
+        sealed=draw(st.booleans()),
         requests=tuple(draw(requests(index)) for index in range(number)),
         aborts=tuple(
             draw(

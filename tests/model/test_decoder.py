@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from appliance.kernels.backend import CPU, REFERENCE, Backend
-from appliance.kernels.kv_cache import KVCache, KVFormat
+from appliance.kernels.decoder_cache import KVCache
+from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from appliance.kernels.cpu.structs import (
@@ -24,6 +25,9 @@ Array = NDArray[Any]
 PAGE = 16
 LAYER = 1  # of two, the other one stays poisoned
 FORMATS = list(Format)
+SEALED = (Format.SEALED, Format.K8V4)
+INTEGER = (Format.INT8, Format.INT4, *SEALED)
+BLOCK = 32  # of sealed layers
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,11 @@ def address(array: NDArray[np.generic]) -> int:
 
 
 class Cache:
-    """An arena of two layers, filled with 0xff at first: NaN, or the code 255."""
+    """An arena of two layers, filled with 0xff at first: NaN, or the code 255.
+
+    Block b of a sealed layer has the open page b. Whatever is written to it is sealed at once: a
+    block that is not full is then made again with the next token.
+    """
 
     def __init__(
         self,
@@ -61,7 +69,10 @@ class Cache:
         format: Format,
         num_blocks: int,
         fill: int = 0xFF,
+        key_mean: Array | None = None,
     ) -> None:
+        if format in SEALED:
+            shape = replace(shape, block_size=BLOCK)
         self.library, self.shape, self.format = library, shape, format
         self.page_bytes = library.ap_page_bytes(format, shape.head_dim)
         assert self.page_bytes > 0
@@ -71,12 +82,33 @@ class Cache:
         self.block_bytes = self.offset + self.page_bytes * pages
         self.arena = aligned(num_blocks * self.block_bytes)
         self.arena.fill(fill)
+        # Of keys and of values, a little different from head to head
+        self.head_scales = 0.02 + 0.001 * np.arange(2 * shape.num_kv_heads, dtype=np.float32)
+        self.key_mean = np.zeros((shape.num_kv_heads, shape.head_dim), np.float32)
+        if key_mean is not None:
+            self.key_mean += key_mean
         self.layers = (CacheLayerStruct * 2)(
-            CacheLayerStruct(0, Format.F32, 0), CacheLayerStruct(self.offset, format, 0)
+            CacheLayerStruct(format=Format.F32),
+            CacheLayerStruct(
+                offset=self.offset,
+                head_scales=address(self.head_scales),
+                key_mean=None if key_mean is None else address(self.key_mean),
+                format=format,
+            ),
         )
         self.struct = CacheStruct(
-            address(self.arena), self.block_bytes, num_blocks, shape.block_size, self.layers
+            base=address(self.arena),
+            block_bytes=self.block_bytes,
+            num_blocks=num_blocks,
+            block_size=shape.block_size,
+            layers=self.layers,
         )
+        self.open_bytes = library.ap_page_bytes(Format.INT8, shape.head_dim) * pages
+        self.open = aligned(num_blocks * self.open_bytes)
+        self.open.fill(fill)
+        if format in SEALED:
+            self.struct.open_base = address(self.open)
+            self.struct.open_bytes, self.struct.num_open = self.open_bytes, num_blocks
         self.attention = AttentionStruct(
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
@@ -100,6 +132,15 @@ class Cache:
             address(slot_mapping),
         )
         assert status == Status.OK
+        if self.format in SEALED:
+            self.seal(engine, sorted({slot // BLOCK for slot in slots}))
+
+    def seal(self, engine: int, blocks: Sequence[int]) -> None:
+        """Make blocks of their open pages."""
+        numbers = np.array(blocks, np.int32)
+        arguments = (engine, self.attention, self.struct, LAYER, len(numbers))
+        status = self.library.ap_kv_seal(*arguments, address(numbers), address(numbers))
+        assert status == Status.OK
 
     def pages(self, block: int) -> NDArray[np.uint8]:
         """(num_kv_heads, pages in a block, page_bytes)."""
@@ -107,13 +148,29 @@ class Cache:
         end = (block + 1) * self.block_bytes
         return self.arena[start:end].reshape(self.shape.num_kv_heads, -1, self.page_bytes)
 
-    def read(self, table: Sequence[int], context: int) -> tuple[Array, Array]:
+    def open_pages(self, block: int) -> NDArray[np.uint8]:
+        """The same of a block's open page."""
+        opened = self.open[block * self.open_bytes : (block + 1) * self.open_bytes]
+        return opened.reshape(self.shape.num_kv_heads, self.shape.block_size // PAGE, -1)
+
+    def read(
+        self, table: Sequence[int], context: int, *, opened: bool = False
+    ) -> tuple[Array, Array]:
         """Keys and values of a sequence, (num_kv_heads, context, head_dim) float64."""
         used = -(-context // self.shape.block_size)
-        pages = np.concatenate([self.pages(block) for block in table[:used]], axis=1)
-        dim = self.shape.head_dim
-        both = decode(self.format, dim, pages.reshape(-1, self.page_bytes))
-        keys, values = (x.reshape(self.shape.num_kv_heads, -1, dim)[:, :context] for x in both)
+        read = self.open_pages if opened else self.pages
+        pages = np.concatenate([read(block) for block in table[:used]], axis=1)
+        dim, format = self.shape.head_dim, Format.INT8 if opened else self.format
+        keys, values = decode(format, dim, pages.reshape(-1, pages.shape[-1]))
+        if format is Format.FP8:
+            scales = self.head_scales.astype(np.float64).reshape(2, -1, 1)
+            keys, values = (
+                (x.reshape(self.shape.num_kv_heads, -1) * scale).reshape(x.shape)
+                for x, scale in zip((keys, values), scales, strict=True)
+            )
+        keys, values = (
+            x.reshape(self.shape.num_kv_heads, -1, dim)[:, :context] for x in (keys, values)
+        )
         return keys, values
 
 
@@ -131,6 +188,9 @@ def rotate(x: Array) -> Array:
 
 
 def float_elements(format: Format, raw: NDArray[np.uint8]) -> Array:
+    if format is Format.FP8:
+        elements = torch.from_numpy(raw).view(torch.float8_e4m3fn)
+        return elements.double().numpy()
     if format is Format.BF16:
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return raw.view(np.float32 if format is Format.F32 else np.float16).astype(np.float64)
@@ -146,27 +206,42 @@ def codes_of(format: Format, dim: int, pages: NDArray[np.uint8]) -> tuple[Array,
         keys = key_bytes.reshape(n, 16, dim).astype(int) - 128
         return keys, value_bytes.reshape(n, 16, dim).view(np.int8).astype(int), scales
     pairs = -(-dim // 32)
-    end = 8 * dim + 256 * pairs
-    key_bytes = pages[:, : 8 * dim].reshape(n, dim // 8, 1, 16, 4)
-    key_codes = np.concatenate([key_bytes & 15, key_bytes >> 4], axis=2)
-    keys = key_codes.transpose(0, 3, 1, 2, 4).reshape(n, 16, dim).astype(int)
-    value_bytes = pages[:, 8 * dim : end].reshape(n, 4, pairs, 1, 16, 4)
+    if format is Format.K8V4:
+        first = 16 * dim
+        key_bytes = pages[:, :first].reshape(n, dim // 4, 16, 4).transpose(0, 2, 1, 3)
+        keys = key_bytes.reshape(n, 16, dim).astype(int) - 128
+    else:
+        first = 8 * dim
+        key_bytes = pages[:, :first].reshape(n, dim // 8, 1, 16, 4)
+        key_codes = np.concatenate([key_bytes & 15, key_bytes >> 4], axis=2)
+        keys = key_codes.transpose(0, 3, 1, 2, 4).reshape(n, 16, dim).astype(int)
+    end = first + 256 * pairs
+    value_bytes = pages[:, first:end].reshape(n, 4, pairs, 1, 16, 4)
     value_codes = np.concatenate([value_bytes & 15, value_bytes >> 4], axis=3)
     values = value_codes.reshape(n, 4, 32 * pairs, 4).transpose(0, 1, 3, 2).reshape(n, 16, -1)
-    scales = pages[:, end:].copy().view(np.float16).reshape(n, 4, 16)
+    scales = pages[:, end:].copy().view(np.float16)
+    if format is Format.INT4:
+        scales = scales.reshape(n, 4, 16)
     return keys, values[..., :dim].astype(int), scales
 
 
 def decode(format: Format, dim: int, pages: NDArray[np.uint8]) -> tuple[Array, Array]:
     """Keys and values of pages as float64, (pages, 16, head_dim) each."""
     n = len(pages)
-    if format in (Format.F32, Format.F16, Format.BF16):
+    if format in (Format.F32, Format.F16, Format.BF16, Format.FP8):
         elements = float_elements(format, pages.copy()).reshape(n, 2, 16 * dim)
         keys = elements[:, 0].reshape(n, dim, 16).transpose(0, 2, 1)
         return keys, elements[:, 1].reshape(n, 16, dim)
     key_codes, value_codes, halves = codes_of(format, dim, pages)
     scales = halves.astype(np.float64)[..., None]
     with np.errstate(invalid="ignore"):  # unused slots hold NaN
+        if format is Format.K8V4:
+            values = (value_codes + scales[:, 32:48]) * scales[:, 16:32]
+            return key_codes * scales[:, :16], values
+        if format is Format.SEALED:
+            values = (value_codes + scales[:, 16:32]) * scales[:, :16]
+            channels = scales[:, 32 : 32 + dim, 0].reshape(n // 2, 2, 1, dim).repeat(2, axis=0)
+            return (key_codes - 8) * channels[:, 0] + channels[:, 1], values
         if format is Format.INT8:
             return key_codes * scales[:, 0], value_codes * scales[:, 1]
         keys = (key_codes + scales[:, 1]) * scales[:, 0]

@@ -197,6 +197,12 @@ int32_t ap_kv_write(ap_engine *engine, const ap_attention *attention, const ap_c
                               slot_mapping);
 }
 
+int32_t ap_kv_seal(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
+                   int32_t layer, int32_t count, const int32_t *open_pages,
+                   const int32_t *blocks) {
+    return chosen()->kv_seal(engine, attention, cache, layer, count, open_pages, blocks);
+}
+
 int32_t ap_paged_attention(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
                            int32_t layer, const ap_batch *batch, const float *query, float *out) {
     return chosen()->paged_attention(engine, attention, cache, layer, batch, query, out);

@@ -18,7 +18,17 @@ typedef enum { AP_OK = 0, AP_NO_MEMORY = 1, AP_BAD_ARGUMENT = 2, AP_UNSUPPORTED_
 typedef enum { AP_SCALAR = 0, AP_AVX2 = 1, AP_AVXVNNI = 2, AP_AVX512 = 3, AP_NUM_ISAS = 4 } ap_isa;
 
 /* How the elements of a weight or a cache are stored. */
-typedef enum { AP_F32 = 0, AP_F16 = 1, AP_BF16 = 2, AP_INT8 = 3, AP_INT4 = 4 } ap_format;
+typedef enum {
+    AP_F32 = 0,
+    AP_F16 = 1,
+    AP_BF16 = 2,
+    AP_INT8 = 3,
+    AP_INT4 = 4,
+    AP_SEALED = 5, /* caches only, like those below: 4 bits, keys by dimension over a block */
+    AP_FP8 = 6,    /* E4M3 */
+    AP_K8V4 = 7,   /* keys of 8 bits, values of 4; sealed, too */
+    AP_NUM_FORMATS = 8,
+} ap_format;
 
 /* What an integer weight's code q stands for; scale and offset are per output and group. */
 typedef enum {
@@ -110,11 +120,18 @@ typedef struct {
  *
  * Block b begins at base + b * block_bytes; layer l lies in it at layers[l].offset, as
  * (num_kv_heads, block_size / 16) pages of ap_page_bytes each. A page holds the keys and values of
- * 16 tokens of one head; attention.c says how.
+ * 16 tokens of one head; page.h says how.
+ *
+ * Blocks of a sealed layer (AP_SEALED, AP_K8V4) are made when all their tokens are known. Until then the tokens lie
+ * as AP_INT8 in an open page of a second arena, laid out in the same way: open page i begins at
+ * open_base + i * open_bytes, layer l in it at layers[l].open_offset.
  */
 typedef struct {
-    int64_t offset; /* bytes, a multiple of 64 */
-    int32_t format; /* ap_format */
+    int64_t offset;           /* bytes, a multiple of 64 */
+    int64_t open_offset;      /* the same among the open pages */
+    const float *head_scales; /* AP_FP8: (2, num_kv_heads), of keys and of values */
+    const float *key_mean;    /* (num_kv_heads, head_dim), taken off all keys; NULL: nothing is */
+    int32_t format;           /* ap_format */
     int32_t reserved;
 } ap_cache_layer;
 
@@ -122,12 +139,20 @@ typedef struct {
     uint8_t *base; /* 64-byte aligned */
     int64_t block_bytes;
     int32_t num_blocks;
-    int32_t block_size; /* tokens, a multiple of 16 */
+    int32_t block_size; /* tokens, a multiple of 16; 32 with sealed layers */
     const ap_cache_layer *layers;
+    uint8_t *open_base; /* 64-byte aligned; NULL without sealed layers */
+    int64_t open_bytes;
+    int32_t num_open;
+    int32_t reserved;
 } ap_cache;
 
 /* One step's rows: sequence i owns rows query_start[i] .. query_start[i + 1], which are the last
- * ones of its context_lens[i] tokens. */
+ * ones of its context_lens[i] tokens.
+ *
+ * With sealed layers the rows of a sequence lie in one block, whose tokens they read from its
+ * open page, and those of all blocks before it in the sealed form. So a longer chunk comes as
+ * several sequences, one for each block. The blocks that the step fills are sealed in it. */
 typedef struct {
     int32_t num_tokens;
     int32_t num_seqs;
@@ -140,6 +165,7 @@ typedef struct {
     const int32_t *context_lens; /* (num_seqs,), this step's rows included */
     const int32_t *block_tables; /* (num_seqs, table_width) */
     const int64_t *rows;         /* (num_rows,); NULL: all rows, in order */
+    const int32_t *open_pages;   /* (num_seqs,), of the block of its rows; with sealed layers */
 } ap_batch;
 
 /* What each row asks of sampling, arrays of num_rows. */
@@ -195,6 +221,10 @@ int64_t ap_page_bytes(int32_t format, int32_t head_dim); /* multiple of 64; -1: 
 int32_t ap_kv_write(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
                     int32_t layer, const float *key, const float *value, int32_t num_tokens,
                     const int64_t *slot_mapping);
+/* Make sealed blocks of full open pages, which stay as they are: sealed layers. `ap_kv_write`
+ * writes to the open pages of such a layer; its slots are open page * block_size + offset. */
+int32_t ap_kv_seal(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
+                   int32_t layer, int32_t count, const int32_t *open_pages, const int32_t *blocks);
 /* query -> out, both (num_tokens, num_heads, head_dim) */
 int32_t ap_paged_attention(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
                            int32_t layer, const ap_batch *batch, const float *query, float *out);

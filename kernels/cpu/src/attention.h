@@ -14,7 +14,7 @@ typedef struct {
     int32_t first_row;
     int32_t rows;
     int32_t first_split;
-    int32_t end_split;
+    int32_t end_split; /* a sealed layer's last one is that of the open page */
     int32_t first_part; /* number of its first split among those that are computed alone, or -1 */
     _Atomic int32_t left; /* splits that are not computed yet, if they are computed alone */
 } attention_block;
@@ -53,6 +53,12 @@ static visible_tokens seen_by(const ap_attention *a, const ap_batch *batch, int3
     return (visible_tokens){a->window && last > a->window ? last - a->window : 0, last};
 }
 
+/* What a sealed layer reads of blocks: a row's own block comes in its open form. */
+static visible_tokens before_block(const ap_cache *cache, visible_tokens seen) {
+    int32_t own = (seen.last - 1) / cache->block_size * cache->block_size;
+    return (visible_tokens){seen.first < own ? seen.first : own, own};
+}
+
 /* Calls of this for all blocks must be in the same order. `all` counts them, and what they need. */
 static void place_block(const attention_block *block, int64_t quota, attention_size *all,
                         attention_block *blocks, attention_chunk *chunks) {
@@ -72,9 +78,9 @@ static void place_block(const attention_block *block, int64_t quota, attention_s
 
 /* Cut the batch into blocks; returns their work, in splits times rows. A block whose work is above
  * the quota is computed split by split. */
-static int64_t cut_attention(const ap_attention *a, const ap_batch *batch, int64_t quota,
-                             attention_size *size, attention_block *blocks,
-                             attention_chunk *chunks) {
+static int64_t cut_attention(const ap_attention *a, const ap_cache *cache, bool sealed,
+                             const ap_batch *batch, int64_t quota, attention_size *size,
+                             attention_block *blocks, attention_chunk *chunks) {
     int32_t group = a->num_heads / a->num_kv_heads;
     int64_t work = 0;
     *size = (attention_size){0};
@@ -83,8 +89,11 @@ static int64_t cut_attention(const ap_attention *a, const ap_batch *batch, int64
         for (int32_t row = 0; row < rows; row += MOST_ROWS) {
             attention_block block = {.seq = seq, .first_row = row};
             block.rows = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
-            block.first_split = first_split(seen_by(a, batch, seq, row));
-            block.end_split = end_split(seen_by(a, batch, seq, row + block.rows - 1));
+            visible_tokens first = seen_by(a, batch, seq, row);
+            visible_tokens last = seen_by(a, batch, seq, row + block.rows - 1);
+            if (sealed) first = last = before_block(cache, first);
+            block.first_split = first_split(first);
+            block.end_split = end_split(last) + sealed;
             atomic_init(&block.left, block.end_split - block.first_split);
             for (block.kv_head = 0; block.kv_head < a->num_kv_heads; block.kv_head++) {
                 place_block(&block, quota, size, blocks, chunks);
@@ -101,11 +110,13 @@ static int64_t attention_quota(int32_t threads, int64_t work) {
 }
 
 static attention_size measure_attention(const ap_engine *engine, const ap_attention *a,
+                                        const ap_cache *cache, int32_t layer,
                                         const ap_batch *batch, int64_t *quota) {
+    bool sealed = is_sealed(cache->layers[layer].format);
     attention_size size;
-    int64_t work = cut_attention(a, batch, 0, &size, NULL, NULL);
+    int64_t work = cut_attention(a, cache, sealed, batch, 0, &size, NULL, NULL);
     *quota = attention_quota(ap_pool_threads(engine->pool), work);
-    cut_attention(a, batch, *quota, &size, NULL, NULL);
+    cut_attention(a, cache, sealed, batch, *quota, &size, NULL, NULL);
     return size;
 }
 
@@ -127,10 +138,33 @@ static int64_t place_run(const ap_engine *engine, const ap_attention *a, attenti
 }
 
 /* bytes of workspace that `attend` needs for this batch */
-static int64_t attend_bytes(const ap_engine *engine, const ap_attention *a,
-                            const ap_batch *batch) {
+static int64_t attend_bytes(const ap_engine *engine, const ap_attention *a, const ap_cache *cache,
+                            int32_t layer, const ap_batch *batch) {
     int64_t quota;
-    return place_run(engine, a, measure_attention(engine, a, batch, &quota), NULL, NULL);
+    attention_size size = measure_attention(engine, a, cache, layer, batch, &quota);
+    return place_run(engine, a, size, NULL, NULL);
+}
+
+/* Divide what a sealed layer's rows see into what lies in blocks and in the open page. */
+static void open_last_block(const attention_run *run, const attention_block *block, float scale,
+                            attention_scratch *scratch) {
+    query_block *b = &scratch->block, *open = &scratch->open;
+    int32_t dim = run->attention->head_dim;
+    visible_tokens before = before_block(run->cache, b->any);
+    *open = *b;
+    open->store = open_pages_of(run->cache, run->layer, dim);
+    scratch->open_page = run->batch->open_pages[block->seq];
+    open->block_table = &scratch->open_page;
+    for (int32_t m = 0; m < b->rows; m++) {
+        visible_tokens seen = b->seen[m];
+        int32_t first = seen.first - before.last;
+        open->seen[m] = (visible_tokens){first < 0 ? 0 : first, seen.last - before.last};
+        b->seen[m] = before_block(run->cache, seen);
+        prepare_query(AP_INT8, b->query[m].query, dim, scale,
+                      scratch->open_query_parts + 2 * dim * m, &open->query[m]);
+    }
+    open->any = (visible_tokens){open->seen[0].first, open->seen[b->rows - 1].last};
+    b->any = before;
 }
 
 static void open_block(const attention_run *run, const attention_block *block,
@@ -138,12 +172,16 @@ static void open_block(const attention_run *run, const attention_block *block,
     const ap_attention *a = run->attention;
     query_block *b = &scratch->block;
     int32_t group = a->num_heads / a->num_kv_heads, dim = a->head_dim;
-    int32_t format = run->cache->layers[run->layer].format;
+    const ap_cache_layer *of = &run->cache->layers[run->layer];
+    bool sealed = is_sealed(of->format);
     float scale = a->softcap != 0.0f ? a->scale / a->softcap : a->scale * LOG2_E;
     b->attention = a;
-    b->cache = run->cache;
-    b->layer = run->layer;
+    b->store = blocks_of(run->cache, run->layer, dim);
     b->kv_head = block->kv_head;
+    if (of->format == AP_FP8) {
+        scale *= of->head_scales[block->kv_head];
+        b->value_scale = of->head_scales[a->num_kv_heads + block->kv_head];
+    }
     b->rows = block->rows;
     b->block_table = run->batch->block_tables + (int64_t)block->seq * run->batch->table_width;
     for (int32_t m = 0; m < b->rows; m++) {
@@ -152,10 +190,11 @@ static void open_block(const attention_run *run, const attention_block *block,
         int32_t head = block->kv_head * group + row % group;
         b->seen[m] = seen_by(a, run->batch, block->seq, row);
         b->out[m] = run->out + (token * a->num_heads + head) * dim;
-        prepare_query(format, run->query + token * run->query_stride + head * dim, dim, scale,
+        prepare_query(of->format, run->query + token * run->query_stride + head * dim, dim, scale,
                       scratch->query_parts + 2 * dim * m, &b->query[m]);
     }
     b->any = (visible_tokens){b->seen[0].first, b->seen[b->rows - 1].last};
+    if (sealed) open_last_block(run, block, scale, scratch);
 }
 
 static void attend_chunk(void *context, int32_t number, int32_t worker) {
@@ -165,22 +204,33 @@ static void attend_chunk(void *context, int32_t number, int32_t worker) {
     attention_scratch *scratch = &run->scratch[worker];
     open_block(run, block, scratch);
     const query_block *b = &scratch->block;
+    bool sealed = is_sealed(b->store.format), begun[MOST_ROWS] = {false};
+    int32_t end = block->end_split - sealed; /* of the splits of blocks */
     if (chunk->split < 0) {
-        for (int32_t split = block->first_split; split < block->end_split; split++) {
+        for (int32_t split = block->first_split; split < end; split++) {
             attend_split(b, split, scratch, scratch->partial);
-            merge_split(b, split, scratch->partial, scratch->merged);
+            merge_split(b, split, scratch->partial, scratch->merged, begun);
+        }
+        if (sealed) {
+            attend_split(&scratch->open, 0, scratch, scratch->partial);
+            merge_split(&scratch->open, 0, scratch->partial, scratch->merged, begun);
         }
         finish_rows(b, scratch->merged);
         return;
     }
     int64_t stride = (int64_t)MOST_ROWS * partial_stride(run->attention->head_dim);
     float *partials = run->partials + block->first_part * stride;
-    attend_split(b, chunk->split, scratch,
+    bool of_open = sealed && chunk->split == end;
+    attend_split(of_open ? &scratch->open : b, of_open ? 0 : chunk->split, scratch,
                  partials + (chunk->split - block->first_split) * stride);
     /* whoever ends last merges */
     if (atomic_fetch_sub_explicit(&block->left, 1, memory_order_acq_rel) > 1) return;
-    for (int32_t split = block->first_split; split < block->end_split; split++)
-        merge_split(b, split, partials + (split - block->first_split) * stride, scratch->merged);
+    for (int32_t split = block->first_split; split < end; split++)
+        merge_split(b, split, partials + (split - block->first_split) * stride, scratch->merged,
+                    begun);
+    if (sealed)
+        merge_split(&scratch->open, 0, partials + (end - block->first_split) * stride,
+                    scratch->merged, begun);
     finish_rows(b, scratch->merged);
 }
 
@@ -192,15 +242,20 @@ static void attend(ap_engine *engine, char *memory, const ap_attention *a, const
     attention_run run = {.attention = a, .cache = cache, .batch = batch, .query = query,
                          .out = out, .layer = layer, .query_stride = query_stride};
     int64_t quota;
-    attention_size size = measure_attention(engine, a, batch, &quota);
+    attention_size size = measure_attention(engine, a, cache, layer, batch, &quota);
     place_run(engine, a, size, memory, &run);
-    cut_attention(a, batch, quota, &size, run.blocks, run.chunks);
+    cut_attention(a, cache, is_sealed(cache->layers[layer].format), batch, quota, &size,
+                  run.blocks, run.chunks);
     ap_pool_run(engine->pool, attend_chunk, &run, size.chunks);
 }
 
 /* ---- what api.c calls ---- */
 
 static bool attention_supported(const ap_attention *a, const ap_cache *cache, int32_t layer) {
+    const ap_cache_layer *of = &cache->layers[layer];
+    if (is_sealed(of->format) && (cache->block_size != SEALED_TOKENS || !cache->open_base))
+        return false;
+    if (of->format == AP_FP8 && !of->head_scales) return false;
     return ap_page_bytes(cache->layers[layer].format, a->head_dim) > 0 &&
            cache->block_size > 0 && cache->block_size % AP_LANES == 0 && a->num_kv_heads > 0 &&
            a->num_heads % a->num_kv_heads == 0;
@@ -233,7 +288,8 @@ static ap_status kv_write(ap_engine *engine, const ap_attention *attention, cons
                           int32_t layer, const float *key, const float *value, int32_t num_tokens,
                           const int64_t *slot_mapping) {
     if (!attention_supported(attention, cache, layer)) return AP_BAD_ARGUMENT;
-    int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
+    int64_t blocks = is_sealed(cache->layers[layer].format) ? cache->num_open : cache->num_blocks;
+    int64_t slots = blocks * cache->block_size;
     for (int32_t i = 0; i < num_tokens; i++)
         if (slot_mapping[i] < 0 || slot_mapping[i] >= slots) return AP_BAD_ARGUMENT;
     kv_write_run run = {attention, cache, key, value, slot_mapping, layer, num_tokens};
@@ -242,11 +298,53 @@ static ap_status kv_write(ap_engine *engine, const ap_attention *attention, cons
     return AP_OK;
 }
 
+typedef struct {
+    const ap_attention *attention;
+    const ap_cache *cache;
+    const int32_t *open_pages;
+    const int32_t *blocks;
+    int32_t layer;
+} kv_seal_run;
+
+static void kv_seal_chunk(void *context, int32_t chunk, int32_t worker) {
+    const kv_seal_run *run = context;
+    (void)worker;
+    seal_block(run->attention, run->cache, run->layer, run->open_pages[chunk], run->blocks[chunk]);
+}
+
+static ap_status kv_seal(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
+                         int32_t layer, int32_t count, const int32_t *open_pages,
+                         const int32_t *blocks) {
+    if (!is_sealed(cache->layers[layer].format) || !attention_supported(attention, cache, layer))
+        return AP_BAD_ARGUMENT;
+    for (int32_t i = 0; i < count; i++)
+        if (open_pages[i] < 0 || open_pages[i] >= cache->num_open || blocks[i] < 0 ||
+            blocks[i] >= cache->num_blocks)
+            return AP_BAD_ARGUMENT;
+    kv_seal_run run = {attention, cache, open_pages, blocks, layer};
+    if (count) ap_pool_run(engine->pool, kv_seal_chunk, &run, count);
+    return AP_OK;
+}
+
+/* Whether the rows of each sequence lie in one block that has an open page. */
+static bool open_pages_fit(const ap_cache *cache, const ap_batch *batch) {
+    if (!batch->open_pages) return false;
+    for (int32_t i = 0; i < batch->num_seqs; i++) {
+        int32_t rows = batch->query_start[i + 1] - batch->query_start[i];
+        int32_t last = batch->context_lens[i] - 1, open = batch->open_pages[i];
+        if (open < 0 || open >= cache->num_open) return false;
+        if (last / cache->block_size != (last + 1 - rows) / cache->block_size) return false;
+    }
+    return true;
+}
+
 static ap_status paged_attention(ap_engine *engine, const ap_attention *attention,
                                  const ap_cache *cache, int32_t layer, const ap_batch *batch,
                                  const float *query, float *out) {
     if (!attention_supported(attention, cache, layer)) return AP_BAD_ARGUMENT;
-    int64_t bytes = attend_bytes(engine, attention, batch);
+    if (is_sealed(cache->layers[layer].format) && !open_pages_fit(cache, batch))
+        return AP_BAD_ARGUMENT;
+    int64_t bytes = attend_bytes(engine, attention, cache, layer, batch);
     if (ap_reserve(engine, bytes)) return AP_NO_MEMORY;
     attend(engine, ap_claim(engine, bytes), attention, cache, layer, batch, query,
            attention->num_heads * attention->head_dim, out);

@@ -105,6 +105,21 @@ INLINE void quantize_nibbles(const float *x, int32_t count, float check, uint8_t
     quantize_codes(x, count, step, stored, 0.0f, 15.0f, codes);
 }
 
+/* E4M3 codes of x * inverse, to nearest, ties to even, saturated; what is not finite is NaN. */
+static void quantize_fp8(const float *x, int32_t count, float inverse, uint8_t *codes) {
+    for (int32_t i = 0; i < count; i++) {
+        float scaled = x[i] * inverse, magnitude = fabsf(scaled);
+        uint32_t sign = scaled < 0.0f ? 128 : 0, bits, small;
+        magnitude = magnitude > 448.0f ? 448.0f : magnitude;
+        float steps = magnitude * 512.0f + VI_BIAS_FLOAT; /* below 2^-6 codes count 2^-9 */
+        memcpy(&bits, &magnitude, sizeof bits);
+        memcpy(&small, &steps, sizeof small);
+        uint32_t normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+        uint32_t code = magnitude < 0x1p-6f ? small & 15 : normal;
+        codes[i] = (uint8_t)(x[i] - x[i] == 0.0f ? sign | code : 0x7f);
+    }
+}
+
 INLINE void write_floats(int format, uint8_t *page, const ap_page *at, int32_t dim, int32_t lane,
                          const float *key, const float *value) {
     for (int32_t d = 0; d < dim; d += 16) {
@@ -128,30 +143,33 @@ INLINE void write_floats(int format, uint8_t *page, const ap_page *at, int32_t d
     }
 }
 
-static void write_int8(uint8_t *page, const ap_page *at, int32_t dim, int32_t lane,
-                       const float *key, const float *value) {
-    uint8_t codes[MAX_HEAD_DIM], *scales = page + at->scales + 2 * lane;
-    float of_key = highest_magnitude(key, dim), of_value = highest_magnitude(value, dim);
-    float check = not_finite(of_key, of_value);
-    quantize_symmetric(key, dim, of_key, check, codes, scales);
-    for (int32_t d = 0; d < dim; d++) codes[d] ^= 128;
-    for (int32_t d = 0; d < dim; d += 4) memcpy(page + 16 * d + 4 * lane, codes + d, 4);
-    quantize_symmetric(value, dim, of_value, check, codes, scales + 32);
-    uint8_t *values = page + at->values + lane / 4 * 4 * dim + lane % 4;
-    for (int32_t d = 0; d < dim; d++) values[4 * d] = codes[d];
+/* scales: of the key and the value of this head */
+static void write_fp8(uint8_t *page, const ap_page *at, int32_t dim, int32_t lane,
+                      const float *key, const float *value, const float scales[2]) {
+    uint8_t codes[MAX_HEAD_DIM];
+    quantize_fp8(key, dim, 1.0f / scales[0], codes);
+    for (int32_t d = 0; d < dim; d++) page[16 * d + lane] = codes[d];
+    quantize_fp8(value, dim, 1.0f / scales[1], page + at->values + dim * lane);
 }
 
-static void write_int4(uint8_t *page, const ap_page *at, int32_t dim, int32_t lane,
-                       const float *key, const float *value) {
-    uint8_t codes[MAX_HEAD_DIM + 16], *scales = page + at->scales + 2 * lane;
-    float rotated[MAX_HEAD_DIM];
-    float check = not_finite(highest_magnitude(key, dim), highest_magnitude(value, dim));
-    rotate(key, dim, rotated);
-    quantize_nibbles(rotated, dim, check, codes, scales, scales + 32);
+static void write_byte_key(uint8_t *page, const ap_page *at, int32_t dim, int32_t lane,
+                           const float *key, float magnitude, float check) {
+    uint8_t codes[MAX_HEAD_DIM];
+    quantize_symmetric(key, dim, magnitude, check, codes, page + at->scales + 2 * lane);
+    for (int32_t d = 0; d < dim; d++) codes[d] ^= 128;
+    for (int32_t d = 0; d < dim; d += 4) memcpy(page + 16 * d + 4 * lane, codes + d, 4);
+}
+
+INLINE void store_nibble_key(uint8_t *page, int32_t dim, int32_t lane, const uint8_t *codes) {
     for (int32_t d = 0; d < dim; d += 8)
         for (int32_t t = 0; t < 4; t++)
             page[8 * d + 4 * lane + t] = (uint8_t)(codes[d + t] | codes[d + 4 + t] << 4);
-    quantize_nibbles(value, dim, check, codes, scales + 64, scales + 96);
+}
+
+static void write_nibble_value(uint8_t *page, const ap_page *at, int32_t dim, int32_t lane,
+                               const float *value, float check) {
+    uint8_t codes[MAX_HEAD_DIM + 16], *scales = page + at->value_scales + 2 * lane;
+    quantize_nibbles(value, dim, check, codes, scales, scales + 32);
     memset(codes + dim, 0, 16); /* the partners of an odd number of 16 dimensions */
     int32_t pairs = (dim + 31) / 32;
     uint8_t *values = page + at->values + lane / 4 * 64 * pairs + lane % 4;
@@ -161,38 +179,96 @@ static void write_int4(uint8_t *page, const ap_page *at, int32_t dim, int32_t la
                 (uint8_t)(codes[32 * pair + i] | codes[32 * pair + 16 + i] << 4);
 }
 
+static void write_int8(uint8_t *page, const ap_page *at, int32_t dim, int32_t lane,
+                       const float *key, const float *value) {
+    uint8_t codes[MAX_HEAD_DIM];
+    float of_key = highest_magnitude(key, dim), of_value = highest_magnitude(value, dim);
+    float check = not_finite(of_key, of_value);
+    write_byte_key(page, at, dim, lane, key, of_key, check);
+    quantize_symmetric(value, dim, of_value, check, codes, page + at->value_scales + 2 * lane);
+    uint8_t *values = page + at->values + lane / 4 * 4 * dim + lane % 4;
+    for (int32_t d = 0; d < dim; d++) values[4 * d] = codes[d];
+}
+
+static void write_int4(uint8_t *page, const ap_page *at, int32_t dim, int32_t lane,
+                       const float *key, const float *value) {
+    uint8_t codes[MAX_HEAD_DIM], *scales = page + at->scales + 2 * lane;
+    float rotated[MAX_HEAD_DIM];
+    float check = not_finite(highest_magnitude(key, dim), highest_magnitude(value, dim));
+    rotate(key, dim, rotated);
+    quantize_nibbles(rotated, dim, check, codes, scales, scales + 32);
+    store_nibble_key(page, dim, lane, codes);
+    write_nibble_value(page, at, dim, lane, value, check);
+}
+
+/* The pages of one layer: of its blocks, or its open ones. */
+typedef struct {
+    uint8_t *base;
+    int64_t stride; /* bytes from block to block */
+    int32_t pages;  /* of 16 tokens, in a block */
+    int32_t format;
+    ap_page at;
+} page_store;
+
+INLINE page_store blocks_of(const ap_cache *cache, int32_t layer, int32_t dim) {
+    const ap_cache_layer *of = &cache->layers[layer];
+    return (page_store){cache->base + of->offset, cache->block_bytes,
+                        cache->block_size / AP_LANES, of->format, page_of(of->format, dim)};
+}
+
+INLINE page_store open_pages_of(const ap_cache *cache, int32_t layer, int32_t dim) {
+    return (page_store){cache->open_base + cache->layers[layer].open_offset, cache->open_bytes,
+                        cache->block_size / AP_LANES, AP_INT8, page_of(AP_INT8, dim)};
+}
+
+/* Where a step's tokens are written. */
+INLINE page_store written_pages_of(const ap_cache *cache, int32_t layer, int32_t dim) {
+    return is_sealed(cache->layers[layer].format) ? open_pages_of(cache, layer, dim)
+                                                  : blocks_of(cache, layer, dim);
+}
+
 /* The page of a head in a block; `index` counts pages of 16 tokens in the block. */
-INLINE uint8_t *page_in(const ap_cache *cache, int32_t layer, const ap_page *at, int64_t block,
-                        int32_t head, int32_t index) {
-    int64_t number = (int64_t)head * (cache->block_size / AP_LANES) + index;
-    return cache->base + block * cache->block_bytes + cache->layers[layer].offset +
-           number * at->bytes;
+INLINE uint8_t *page_in(const page_store *store, int64_t block, int32_t head, int32_t index) {
+    return store->base + block * store->stride +
+           ((int64_t)head * store->pages + index) * store->at.bytes;
 }
 
 /* Write one token's heads; key, value (num_kv_heads, head_dim). */
 static void kv_write_token(const ap_attention *a, const ap_cache *cache, int32_t layer,
                            const float *key, const float *value, int64_t slot) {
-    int32_t dim = a->head_dim, format = cache->layers[layer].format;
+    int32_t dim = a->head_dim;
     int32_t token = (int32_t)(slot % cache->block_size), lane = token % AP_LANES;
-    ap_page at = page_of(format, dim);
+    page_store store = written_pages_of(cache, layer, dim);
+    const ap_cache_layer *of = &cache->layers[layer];
+    const ap_page *at = &store.at;
     for (int32_t head = 0; head < a->num_kv_heads; head++, key += dim, value += dim) {
-        uint8_t *page = page_in(cache, layer, &at, slot / cache->block_size, head,
-                                token / AP_LANES);
-        switch (format) {
+        uint8_t *page = page_in(&store, slot / cache->block_size, head, token / AP_LANES);
+        float centred[MAX_HEAD_DIM];
+        const float *kept = key;
+        if (of->key_mean) {
+            for (int32_t d = 0; d < dim; d++) centred[d] = key[d] - of->key_mean[head * dim + d];
+            kept = centred;
+        }
+        switch (store.format) {
             case AP_F32:
-                write_floats(AP_F32, page, &at, dim, lane, key, value);
+                write_floats(AP_F32, page, at, dim, lane, kept, value);
                 break;
             case AP_F16:
-                write_floats(AP_F16, page, &at, dim, lane, key, value);
+                write_floats(AP_F16, page, at, dim, lane, kept, value);
                 break;
             case AP_BF16:
-                write_floats(AP_BF16, page, &at, dim, lane, key, value);
+                write_floats(AP_BF16, page, at, dim, lane, kept, value);
                 break;
             case AP_INT8:
-                write_int8(page, &at, dim, lane, key, value);
+                write_int8(page, at, dim, lane, kept, value);
+                break;
+            case AP_FP8:
+                write_fp8(page, at, dim, lane, kept, value,
+                          (float[]){of->head_scales[head],
+                                    of->head_scales[a->num_kv_heads + head]});
                 break;
             default:
-                write_int4(page, &at, dim, lane, key, value);
+                write_int4(page, at, dim, lane, kept, value);
         }
     }
 }

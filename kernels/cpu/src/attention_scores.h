@@ -7,7 +7,7 @@
 #ifndef AP_ATTENTION_SCORES_H
 #define AP_ATTENTION_SCORES_H
 
-#include "attention_page.h"
+#include "attention_seal.h"
 
 enum {
     SPLIT_TOKENS = 256, /* a sequence is cut at its multiples, measured with bench_cpu_attention */
@@ -26,22 +26,12 @@ typedef struct {
     const int8_t *low;
     int32_t sum; /* of the integers 128 * high + low */
     float scale;
+    float offset; /* added to all scores of a block, sealed keys */
 } query_row;
 
-INLINE bool is_integer(int format) { return format == AP_INT8 || format == AP_INT4; }
-
-/* Make the integer parts of x, rotated as the keys are; parts has room for 2 * dim. */
-static void prepare_query(int format, const float *x, int32_t dim, float scale, int8_t *parts,
+/* Make the integer parts of x, whose highest magnitude is given; parts has room for 2 * dim. */
+INLINE void integer_query(const float *x, float highest, int32_t dim, float scale, int8_t *parts,
                           query_row *row) {
-    float rotated[MAX_HEAD_DIM];
-    row->query = x;
-    row->scale = scale;
-    if (!is_integer(format)) return;
-    if (format == AP_INT4) {
-        rotate(x, dim, rotated);
-        x = rotated;
-    }
-    float highest = highest_magnitude(x, dim);
     row->scale = highest / QUERY_HIGHEST * scale;
     row->high = parts;
     row->low = parts + dim;
@@ -62,9 +52,48 @@ static void prepare_query(int format, const float *x, int32_t dim, float scale, 
     row->sum = vi_sum(sum);
 }
 
+/* Make what the scores of a row need, with the query rotated as the keys are; keys that are sealed
+ * by dimension need something else for each block: see `seal_query`. */
+static void prepare_query(int format, const float *x, int32_t dim, float scale, int8_t *parts,
+                          query_row *row) {
+    float rotated[MAX_HEAD_DIM];
+    row->query = x;
+    row->scale = scale;
+    if (!is_integer(format) || format == AP_SEALED) return;
+    if (format == AP_INT4) {
+        rotate(x, dim, rotated);
+        x = rotated;
+    }
+    integer_query(x, highest_magnitude(x, dim), dim, scale, parts, row);
+}
+
+/* The query of a row for one block: the scales of the keys go into it, the offsets into one number.
+ * pages: the block's two; parts has room for 2 * dim. */
+INLINE void seal_query(const query_row *row, const uint8_t *const *page, int32_t at, int32_t dim,
+                       int8_t *parts, query_row *out) {
+    const uint16_t *scales = (const uint16_t *)(const void *)(page[0] + at);
+    const uint16_t *offsets = (const uint16_t *)(const void *)(page[1] + at);
+    float scaled[MAX_HEAD_DIM];
+    vfloat sum = vf_zero();
+    vint highest = vi_zero();
+    for (int32_t d = 0; d < dim; d += 16) {
+        vfloat query = vf_load(row->query + d), x = vf_mul(query, vf_load_half(scales + d));
+        sum = vf_fma(query, vf_load_half(offsets + d), sum);
+        highest = vi_max(highest, vi_magnitude_bits(x));
+        vf_store(scaled + d, x);
+    }
+    int32_t bits = vi_highest(highest);
+    float magnitude;
+    memcpy(&magnitude, &bits, sizeof magnitude);
+    magnitude = magnitude < INFINITY ? magnitude : NAN;
+    integer_query(scaled, magnitude, dim, row->scale, parts, out);
+    out->offset = vf_sum(sum) * row->scale;
+}
+
 INLINE vfloat load_floats(int format, const uint8_t *p, int64_t index) {
     if (format == AP_F32) return vf_load((const float *)(const void *)p + index);
     if (format == AP_F16) return vf_load_half((const uint16_t *)(const void *)p + index);
+    if (format == AP_FP8) return vf_load_fp8(p + index);
     return vf_load_bfloat((const uint16_t *)(const void *)p + index);
 }
 
@@ -103,11 +132,12 @@ INLINE void integer_scores(int format, const int rows, const int pages, const qu
     vint high[16], low[16];
     UNROLL for (int i = 0; i < rows * pages; i++) {
         high[i] = vi_zero();
-        /* codes of 8 bits are stored with 128 added */
-        low[i] = format == AP_INT8 ? vi_set(-128 * row[i % rows].sum) : vi_zero();
+        /* codes of 8 bits are stored with 128 added, sealed ones with KEY_CENTRE */
+        int centre = has_byte_keys(format) ? 128 : format == AP_SEALED ? KEY_CENTRE : 0;
+        low[i] = vi_set(-centre * row[i % rows].sum);
     }
     int32_t values = page_of(format, dim).values;
-    if (format == AP_INT8)
+    if (has_byte_keys(format))
         for (int32_t d = 0; d < dim; d += 4) {
             prefetch_ahead(pages, page, 16 * d, values);
             UNROLL for (int i = 0; i < rows * pages; i++) {
@@ -134,7 +164,10 @@ INLINE void integer_scores(int format, const int rows, const int pages, const qu
         vfloat sum = vf_from_int(vi_add(vi_shift_left(high[i], 7), low[i]));
         if (format == AP_INT4)
             sum = vf_fma(page_scales(at + 32), vf_set((float)of->sum), sum);
-        sum = vf_mul(sum, vf_mul(page_scales(at), vf_set(of->scale)));
+        if (format == AP_SEALED)
+            sum = vf_fma(sum, vf_set(of->scale), vf_set(of->offset));
+        else
+            sum = vf_mul(sum, vf_mul(page_scales(at), vf_set(of->scale)));
         vf_store(scores + (i / rows * MOST_ROWS + i % rows) * 16, sum);
     }
 }
@@ -150,12 +183,17 @@ typedef void (*scores_kernel)(const query_row *, const uint8_t *const *, int32_t
 #define KERNELS(kind, format)                                                                  \
     KERNEL(kind, format, 1, 4) KERNEL(kind, format, 2, 4) KERNEL(kind, format, 3, 4)           \
     KERNEL(kind, format, 4, 2)
+/* the two pages of a block */
+#define SEALED_KERNELS                                                                         \
+    KERNEL(integer, SEALED, 1, 2) KERNEL(integer, SEALED, 2, 2) KERNEL(integer, SEALED, 3, 2)  \
+    KERNEL(integer, SEALED, 4, 2)
 #define TABLE(format) \
     {scores_##format##_1, scores_##format##_2, scores_##format##_3, scores_##format##_4}
 enum { MOST_ROWS_OF_SCORES = 4 };
 static const int32_t pages_of_scores[] = {4, 4, 4, 2};
 #else
 #define KERNELS(kind, format) KERNEL(kind, format, 1, 2) KERNEL(kind, format, 2, 1)
+#define SEALED_KERNELS KERNELS(integer, SEALED)
 #define TABLE(format) {scores_##format##_1, scores_##format##_2}
 enum { MOST_ROWS_OF_SCORES = 2 };
 static const int32_t pages_of_scores[] = {2, 1};
@@ -165,12 +203,17 @@ KERNELS(float, F16)
 KERNELS(float, BF16)
 KERNELS(integer, INT8)
 KERNELS(integer, INT4)
+KERNELS(float, FP8)
+KERNELS(integer, K8V4)
+SEALED_KERNELS
 
-static const scores_kernel scores_kernels[5][MOST_ROWS_OF_SCORES] = {
-    [AP_F32] = TABLE(F32),   [AP_F16] = TABLE(F16),   [AP_BF16] = TABLE(BF16),
-    [AP_INT8] = TABLE(INT8), [AP_INT4] = TABLE(INT4),
+static const scores_kernel scores_kernels[AP_NUM_FORMATS][MOST_ROWS_OF_SCORES] = {
+    [AP_F32] = TABLE(F32),   [AP_F16] = TABLE(F16),       [AP_BF16] = TABLE(BF16),
+    [AP_INT8] = TABLE(INT8), [AP_INT4] = TABLE(INT4),     [AP_SEALED] = TABLE(SEALED),
+    [AP_FP8] = TABLE(FP8),   [AP_K8V4] = TABLE(K8V4),
 };
 #undef TABLE
+#undef SEALED_KERNELS
 #undef KERNELS
 #undef KERNEL
 
@@ -179,6 +222,22 @@ INLINE int32_t next_rows(int32_t left) {
     if (left <= MOST_ROWS_OF_SCORES) return left;
     if (MOST_ROWS_OF_SCORES == 2) return 2;
     return left % 4 == 1 || left % 4 == 2 ? 3 : 4;
+}
+
+/* All rows against the two pages of a sealed block; parts has room for 2 * dim of each row. */
+INLINE void sealed_scores(int32_t rows, const query_row *row, const uint8_t *const *page,
+                          int32_t dim, int8_t *parts, float *scores) {
+    query_row of_block[MOST_ROWS];
+    int32_t channels = page_of(AP_SEALED, dim).channels;
+    for (int32_t m = 0; m < rows; m++)
+        seal_query(row + m, page, channels, dim, parts + 2 * dim * m, of_block + m);
+    for (int32_t m = 0, together; m < rows; m += together) {
+        together = next_rows(rows - m);
+        int32_t pages = pages_of_scores[together - 1] < 2 ? 1 : 2;
+        for (int32_t p = 0; p < 2; p += pages)
+            scores_kernels[AP_SEALED][together - 1](of_block + m, page + p, dim,
+                                                    scores + (p * MOST_ROWS + m) * 16);
+    }
 }
 
 /* All rows against TILE_PAGES pages; the sums of a step fit the registers. */

@@ -13,11 +13,12 @@ enum { HIGHEST_AT = 0, SUM_AT = 16, VALUES_AT = 32 };
 
 INLINE int32_t partial_stride(int32_t head_dim) { return VALUES_AT + head_dim; }
 
-/* Rows of one KV head that go through its pages together. */
+/* Rows of one KV head that go through its pages together: those of blocks or, of a sealed layer,
+ * first those and then the open ones of the last block. */
 typedef struct {
     const ap_attention *attention;
-    const ap_cache *cache;
-    int32_t layer;
+    page_store store;
+    float value_scale; /* multiplies all values, AP_FP8 */
     int32_t kv_head;
     int32_t rows;
     const int32_t *block_table;
@@ -37,12 +38,17 @@ typedef struct {
     float step[MOST_ROWS];
     const uint8_t *page[SPLIT_PAGES + 2 * TILE_PAGES];
     int8_t query_parts[MOST_ROWS * 2 * MAX_HEAD_DIM];
+    int8_t open_query_parts[MOST_ROWS * 2 * MAX_HEAD_DIM];
     uint8_t weight_parts[MOST_ROWS * 2 * TILE_TOKENS];
     query_block block;
+    query_block open; /* sealed layers */
+    int32_t open_page;
 } attention_scratch;
 
 INLINE int32_t first_split(visible_tokens seen) { return seen.first / SPLIT_TOKENS; }
+/* the same as first_split where nothing is seen */
 INLINE int32_t end_split(visible_tokens seen) {
+    if (seen.first >= seen.last) return first_split(seen);
     return (seen.last + SPLIT_TOKENS - 1) / SPLIT_TOKENS;
 }
 
@@ -50,9 +56,9 @@ INLINE int32_t end_split(visible_tokens seen) {
 INLINE void load_value_scales(int format, const uint8_t *const *page, int32_t at, float *scales) {
     if (!is_integer(format)) return;
     for (int32_t p = 0; p < TILE_PAGES; p++) {
-        const uint8_t *from = page[p] + at + (format == AP_INT4 ? 64 : 32);
-        vf_store(scales + 16 * p, page_scales(from));
-        if (format == AP_INT4) vf_store(scales + TILE_TOKENS + 16 * p, page_scales(from + 32));
+        vf_store(scales + 16 * p, page_scales(page[p] + at));
+        if (!has_byte_values(format))
+            vf_store(scales + TILE_TOKENS + 16 * p, page_scales(page[p] + at + 32));
     }
 }
 
@@ -67,9 +73,9 @@ typedef struct {
 /* Finds them, up to a tile after the last, which will be prefetched. There is always a page: a tile
  * of the beginning or the end is filled up with the nearest one, whose scores are then not read. */
 static split_pages find_pages(const query_block *b, int32_t split, const uint8_t **page) {
-    ap_page at = page_of(b->cache->layers[b->layer].format, b->attention->head_dim);
-    int32_t pages_in_block = b->cache->block_size / AP_LANES, origin = split * SPLIT_PAGES;
+    int32_t pages_in_block = b->store.pages, origin = split * SPLIT_PAGES;
     int32_t first = b->any.first / AP_LANES - origin;
+    if (b->store.format == AP_SEALED) first -= first & 1; /* its pages go in pairs */
     int32_t end = (b->any.last + AP_LANES - 1) / AP_LANES - origin;
     split_pages found = {.split = split, .first = first < 0 ? 0 : first};
     found.last = end > SPLIT_PAGES ? SPLIT_PAGES : end;
@@ -82,7 +88,7 @@ static split_pages find_pages(const query_block *b, int32_t split, const uint8_t
             index = index + 1 == pages_in_block ? 0 : index + 1;
             block += index == 0;
         }
-        page[p] = page_in(b->cache, b->layer, &at, b->block_table[block], b->kv_head, index);
+        page[p] = page_in(&b->store, b->block_table[block], b->kv_head, index);
     }
     return found;
 }
@@ -91,9 +97,14 @@ static split_pages find_pages(const query_block *b, int32_t split, const uint8_t
 INLINE void split_scores(int format, const query_block *b, split_pages pages,
                          attention_scratch *scratch) {
     int32_t token = (pages.split * SPLIT_PAGES + pages.first) * AP_LANES;
-    for (int32_t p = pages.first_tile; p < pages.last; p += TILE_PAGES)
-        tile_scores(format, b->rows, b->query, scratch->page + p, b->attention->head_dim,
-                    scratch->scores + p * MOST_ROWS * 16);
+    if (format == AP_SEALED)
+        for (int32_t p = pages.first; p < pages.last; p += 2)
+            sealed_scores(b->rows, b->query, scratch->page + p, b->attention->head_dim,
+                          scratch->query_parts, scratch->scores + p * MOST_ROWS * 16);
+    else
+        for (int32_t p = pages.first_tile; p < pages.last; p += TILE_PAGES)
+            tile_scores(format, b->rows, b->query, scratch->page + p, b->attention->head_dim,
+                        scratch->scores + p * MOST_ROWS * 16);
     for (int32_t m = 0; m < b->rows; m++)
         scratch->softmax[m] = (row_softmax){
             .highest = highest_score(scratch->scores + (pages.first * MOST_ROWS + m) * 16,
@@ -121,7 +132,7 @@ INLINE void split_tile(int format, const query_block *b, split_pages pages, int3
         .out = partial + VALUES_AT,
         .stride = partial_stride(dim),
     };
-    load_value_scales(format, tile.page, page_of(format, dim).scales, scratch->scales);
+    load_value_scales(format, tile.page, page_of(format, dim).value_scales, scratch->scales);
     for (int32_t m = 0; m < b->rows; m++) {
         row_softmax *row = &scratch->softmax[m];
         float *scores = scratch->scores + (p * MOST_ROWS + m) * 16;
@@ -150,7 +161,10 @@ INLINE void split_with(int format, const query_block *b, int32_t split,
         const row_softmax *row = &scratch->softmax[m];
         vf_store(partial + HIGHEST_AT, row->highest);
         vf_store(partial + SUM_AT, vf_set(vf_sum(row->sum)));
-        if (format != AP_INT4) continue;
+        if (format == AP_FP8)
+            for (int32_t d = VALUES_AT; d < VALUES_AT + dim; d += 16)
+                vf_store(partial + d, vf_mul(vf_load(partial + d), vf_set(b->value_scale)));
+        if (!is_integer(format) || has_byte_values(format)) continue;
         vfloat offset = vf_set(vf_sum(row->offset));
         for (int32_t d = VALUES_AT; d < VALUES_AT + dim; d += 16)
             vf_store(partial + d, vf_add(vf_load(partial + d), offset));
@@ -167,27 +181,36 @@ SPLIT_OF(split_f16, AP_F16)
 SPLIT_OF(split_bf16, AP_BF16)
 SPLIT_OF(split_int8, AP_INT8)
 SPLIT_OF(split_int4, AP_INT4)
+SPLIT_OF(split_sealed, AP_SEALED)
+SPLIT_OF(split_fp8, AP_FP8)
+SPLIT_OF(split_k8v4, AP_K8V4)
 #undef SPLIT_OF
 
 /* partial (rows, partial_stride) of one split */
 static void attend_split(const query_block *b, int32_t split, attention_scratch *scratch,
                          float *partial) {
-    switch (b->cache->layers[b->layer].format) {
+    switch (b->store.format) {
         case AP_F32: split_f32(b, split, scratch, partial); break;
         case AP_F16: split_f16(b, split, scratch, partial); break;
         case AP_BF16: split_bf16(b, split, scratch, partial); break;
         case AP_INT8: split_int8(b, split, scratch, partial); break;
+        case AP_SEALED: split_sealed(b, split, scratch, partial); break;
+        case AP_FP8: split_fp8(b, split, scratch, partial); break;
+        case AP_K8V4: split_k8v4(b, split, scratch, partial); break;
         default: split_int4(b, split, scratch, partial);
     }
 }
 
-/* Put the next split's partial results to those before it, which are in `merged` and `out`. */
-static void merge_split(const query_block *b, int32_t split, const float *partial, float *merged) {
+/* Put the next split's partial results to those before it, which are in `merged` and `out`.
+ * `begun`: whether a row has any. */
+static void merge_split(const query_block *b, int32_t split, const float *partial, float *merged,
+                        bool *begun) {
     int32_t dim = b->attention->head_dim;
     for (int32_t m = 0; m < b->rows; m++, partial += partial_stride(dim), merged += VALUES_AT) {
         if (split < first_split(b->seen[m]) || split >= end_split(b->seen[m])) continue;
         float *out = b->out[m];
-        if (split == first_split(b->seen[m])) {
+        if (!begun[m]) {
+            begun[m] = true;
             memcpy(merged, partial, VALUES_AT * sizeof(float));
             memcpy(out, partial + VALUES_AT, (size_t)dim * sizeof(float));
             continue;

@@ -83,7 +83,7 @@ INLINE float tile_weights(int format, bool sees_tile, row_softmax *row, float *s
     vint whole[TILE_PAGES];
     UNROLL for (int p = 0; p < TILE_PAGES; p++) whole[p] = vi_round(vf_mul(weight[p], inverse));
     vi_store_sevens(parts, parts + TILE_TOKENS, whole[0], whole[1], whole[2], whole[3]);
-    if (format == AP_INT4) {
+    if (!has_byte_values(format)) {
         vfloat sum = vf_zero();
         UNROLL for (int p = 0; p < TILE_PAGES; p++) {
             vfloat offset = vf_load(scales + TILE_TOKENS + 16 * p);
@@ -104,7 +104,7 @@ INLINE void integer_values(int format, const int rows, const int count, int32_t 
                            int32_t stride) {
     vint high[12], low[12];
     int32_t values = page_of(format, dim).values;
-    int32_t group_bytes = format == AP_INT8 ? 4 * dim : (dim + 31) / 32 * 64;
+    int32_t group_bytes = has_byte_values(format) ? 4 * dim : (dim + 31) / 32 * 64;
     UNROLL for (int i = 0; i < rows * count; i++) high[i] = low[i] = vi_zero();
     for (int32_t p = first_page; p < last_page; p++)
         for (int g = 0; g < 4; g++) { /* groups of 4 tokens */
@@ -114,7 +114,7 @@ INLINE void integer_values(int format, const int rows, const int count, int32_t 
                 int c = first + i % count;
                 const uint8_t *weight = weights + 2 * TILE_TOKENS * (i / count);
                 vbyte value;
-                if (format == AP_INT8)
+                if (has_byte_values(format))
                     value = vb_load(at + 64 * c);
                 else if (i % count % 2)
                     value = vb_high(vb_load(at + 32 * (c - 1)));
@@ -227,10 +227,14 @@ KERNELS(F16)
 KERNELS(BF16)
 KERNELS(INT8)
 KERNELS(INT4)
+KERNELS(SEALED)
+KERNELS(FP8)
+KERNELS(K8V4)
 
-static const values_kernel values_kernels[5][MOST_ROWS_OF_VALUES][3] = {
-    [AP_F32] = TABLE(F32),   [AP_F16] = TABLE(F16),   [AP_BF16] = TABLE(BF16),
-    [AP_INT8] = TABLE(INT8), [AP_INT4] = TABLE(INT4),
+static const values_kernel values_kernels[AP_NUM_FORMATS][MOST_ROWS_OF_VALUES][3] = {
+    [AP_F32] = TABLE(F32),   [AP_F16] = TABLE(F16),       [AP_BF16] = TABLE(BF16),
+    [AP_INT8] = TABLE(INT8), [AP_INT4] = TABLE(INT4),     [AP_SEALED] = TABLE(SEALED),
+    [AP_FP8] = TABLE(FP8),   [AP_K8V4] = TABLE(K8V4),
 };
 #undef TABLE
 #undef KERNELS

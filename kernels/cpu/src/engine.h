@@ -37,6 +37,8 @@ typedef struct {
     void (*linear_rows)(const ap_linear *, const int64_t *, int32_t, float *);
     ap_status (*kv_write)(ap_engine *, const ap_attention *, const ap_cache *, int32_t,
                           const float *, const float *, int32_t, const int64_t *);
+    ap_status (*kv_seal)(ap_engine *, const ap_attention *, const ap_cache *, int32_t, int32_t,
+                         const int32_t *, const int32_t *);
     ap_status (*paged_attention)(ap_engine *, const ap_attention *, const ap_cache *, int32_t,
                                  const ap_batch *, const float *, float *);
     void (*rms_norm)(const float *, const ap_norm *, int32_t, int32_t, float *);

@@ -17,6 +17,7 @@ const ap_kernels AP_JOIN(ap_kernels_, AP_ISA) = {
     .linear_forward = linear_forward,
     .linear_rows = linear_rows,
     .kv_write = kv_write,
+    .kv_seal = kv_seal,
     .paged_attention = paged_attention,
     .rms_norm = rms_norm,
     .rotary = rotary,

@@ -32,6 +32,11 @@ typedef struct {
     int64_t rope_stride; /* between two ropes */
     char *codes;         /* quantized inputs */
     char *attention;     /* workspace of attend */
+    /* with sealed layers only */
+    int64_t *open_slots;  /* (rows,), open page * block_size + offset */
+    int32_t *full_pages;  /* (num_full,), open pages that this step fills */
+    int32_t *full_blocks; /* (num_full,), what will be made of them */
+    int32_t num_full;
     /* what the present section works on */
     const ap_layer *layer;
     int32_t index; /* of the layer */
@@ -52,12 +57,13 @@ static void qkv_linears(const ap_attention *a, const ap_linear **linears) {
 
 typedef struct {
     int64_t qkv, heads, intermediate, rotary, codes, attention;
-    bool post_norms;
+    bool post_norms, sealed;
 } step_widths;
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-static step_widths widest(const ap_engine *engine, const ap_model *model, const ap_batch *batch) {
+static step_widths widest(const ap_engine *engine, const ap_model *model, const ap_cache *cache,
+                          const ap_batch *batch) {
     step_widths w = {0};
     int32_t rows = batch->num_tokens;
     for (int32_t i = 0; i < model->num_ropes; i++)
@@ -71,6 +77,7 @@ static step_widths widest(const ap_engine *engine, const ap_model *model, const 
         w.qkv = larger(w.qkv, qkv_width(a));
         w.heads = larger(w.heads, (int64_t)a->num_heads * a->head_dim);
         w.intermediate = larger(w.intermediate, layer->gate.out_features);
+        w.sealed |= is_sealed(cache->layers[i].format);
         w.post_norms |= layer->attention_post_norm.weight || layer->mlp_post_norm.weight;
         qkv_linears(a, linears);
         w.codes = larger(w.codes, input_bytes(linears, a->num_qkv, rows));
@@ -80,14 +87,27 @@ static step_widths widest(const ap_engine *engine, const ap_model *model, const 
         w.codes = larger(w.codes, input_bytes(linears, 1, rows));
         linears[0] = &layer->down;
         w.codes = larger(w.codes, input_bytes(linears, 1, rows));
-        w.attention = larger(w.attention, attend_bytes(engine, a, batch));
+        w.attention = larger(w.attention, attend_bytes(engine, a, cache, i, batch));
     }
     return w;
 }
 
+static void find_open_slots(step_state *s) {
+    const ap_batch *batch = s->batch;
+    int32_t size = s->cache->block_size;
+    for (int32_t i = 0; i < batch->num_seqs; i++)
+        for (int32_t row = batch->query_start[i]; row < batch->query_start[i + 1]; row++) {
+            int32_t offset = (int32_t)(batch->slot_mapping[row] % size);
+            s->open_slots[row] = (int64_t)batch->open_pages[i] * size + offset;
+            if (offset + 1 < size) continue;
+            s->full_pages[s->num_full] = batch->open_pages[i];
+            s->full_blocks[s->num_full++] = (int32_t)(batch->slot_mapping[row] / size);
+        }
+}
+
 static ap_status claim_buffers(step_state *s) {
     const ap_model *model = s->model;
-    step_widths w = widest(s->engine, model, s->batch);
+    step_widths w = widest(s->engine, model, s->cache, s->batch);
     int64_t rows = s->rows, hidden = rows * model->hidden_size;
     bool selects = s->batch->rows != NULL;
     struct { float **buffer; int64_t count; } floats[] = {
@@ -104,7 +124,10 @@ static ap_status claim_buffers(step_state *s) {
         {&s->sines, model->num_ropes * rows * w.rotary},
     };
     const size_t count = sizeof floats / sizeof *floats;
-    int64_t bytes = ap_claim_bytes(w.codes) + ap_claim_bytes(w.attention);
+    int64_t open_slots = w.sealed ? rows * (int64_t)sizeof(int64_t) : 0;
+    int64_t full = w.sealed ? s->batch->num_seqs * (int64_t)sizeof(int32_t) : 0;
+    int64_t bytes = ap_claim_bytes(w.codes) + ap_claim_bytes(w.attention) +
+                    ap_claim_bytes(open_slots) + 2 * ap_claim_bytes(full);
     for (size_t i = 0; i < count; i++)
         bytes += ap_claim_bytes(floats[i].count * (int64_t)sizeof(float));
     if (ap_reserve(s->engine, bytes)) return AP_NO_MEMORY;
@@ -112,6 +135,10 @@ static ap_status claim_buffers(step_state *s) {
         *floats[i].buffer = ap_claim(s->engine, floats[i].count * (int64_t)sizeof(float));
     s->codes = ap_claim(s->engine, w.codes);
     s->attention = ap_claim(s->engine, w.attention);
+    s->open_slots = ap_claim(s->engine, open_slots);
+    s->full_pages = ap_claim(s->engine, full);
+    s->full_blocks = ap_claim(s->engine, full);
+    if (w.sealed) find_open_slots(s);
     s->rope_stride = rows * w.rotary;
     return AP_OK;
 }
@@ -130,6 +157,11 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
             int32_t block = batch->block_tables[(int64_t)i * batch->table_width + j];
             if (block < 0 || block >= cache->num_blocks) return AP_BAD_ARGUMENT;
         }
+    }
+    for (int32_t i = 0; i < model->num_layers; i++) {
+        if (!attention_supported(&model->layers[i].attention, cache, i)) return AP_BAD_ARGUMENT;
+        if (is_sealed(cache->layers[i].format) && !open_pages_fit(cache, batch))
+            return AP_BAD_ARGUMENT;
     }
     for (int32_t i = 0; batch->rows && i < batch->num_rows; i++)
         if (batch->rows[i] < 0 || batch->rows[i] >= batch->num_tokens) return AP_BAD_ARGUMENT;
@@ -179,8 +211,9 @@ static void rotate_and_write_row(void *context, int32_t row) {
         if (norm->weight) rms_norm_row(head, norm, a->head_dim, head);
         rotate_head(head, s->cosines + place, s->sines + place, rope->rotary_dim);
     }
+    bool sealed = is_sealed(s->cache->layers[s->index].format);
     kv_write_token(a, s->cache, s->index, key, key + (int64_t)a->num_kv_heads * a->head_dim,
-                   s->batch->slot_mapping[row]);
+                   (sealed ? s->open_slots : s->batch->slot_mapping)[row]);
 }
 
 static void prepare_input_row(void *context, int32_t row) {
@@ -313,6 +346,8 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
         bool is_last = s.index == model->num_layers - 1;
         run_qkv(&s, post_norm);
         for_rows(engine, rotate_and_write_row, &s, s.rows);
+        if (s.num_full && is_sealed(cache->layers[s.index].format))
+            kv_seal(engine, a, cache, s.index, s.num_full, s.full_pages, s.full_blocks);
         if (is_last && batch->rows && !batch->num_rows) return AP_OK;
         attend(engine, s.attention, a, cache, s.index, batch, s.qkv, qkv_width(a), s.attended);
         if (is_last && batch->rows) select_rows(&s);

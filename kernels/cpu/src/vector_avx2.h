@@ -124,6 +124,21 @@ INLINE vfloat vf_load_unsigned(const uint8_t *p) {
     return (vfloat){_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
                     _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
 }
+/* E4M3: its bits are those of a float16, except that the exponent counts from elsewhere */
+INLINE vfloat vf_load_fp8(const uint8_t *p) {
+    __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
+    __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(127));
+    __m256i nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(127));
+    __m256i sign = _mm256_slli_epi16(_mm256_sub_epi16(wide, magnitude), 8);
+    magnitude = _mm256_or_si256(_mm256_slli_epi16(magnitude, 7),
+                                _mm256_and_si256(nan, _mm256_set1_epi16(0x7e00)));
+    wide = _mm256_or_si256(sign, magnitude);
+    __m256 bias = _mm256_set1_ps(256.0f);
+    return (vfloat){
+        _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(wide)), bias),
+        _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1)), bias),
+    };
+}
 INLINE void vf_store_half(uint16_t *p, vfloat a) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a.low, _MM_FROUND_TO_NEAREST_INT));
     _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(a.high, _MM_FROUND_TO_NEAREST_INT));

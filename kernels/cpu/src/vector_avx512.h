@@ -69,6 +69,16 @@ INLINE vfloat vf_load_signed(const int8_t *p) {
 INLINE vfloat vf_load_unsigned(const uint8_t *p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
+/* E4M3: its bits are those of a float16, except that the exponent counts from elsewhere */
+INLINE vfloat vf_load_fp8(const uint8_t *p) {
+    __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
+    __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(127));
+    __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(127));
+    __m256i sign = _mm256_slli_epi16(_mm256_sub_epi16(wide, magnitude), 8);
+    magnitude = _mm256_mask_mov_epi16(_mm256_slli_epi16(magnitude, 7), nan,
+                                      _mm256_set1_epi16(0x7e00));
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, magnitude)), _mm512_set1_ps(256.0f));
+}
 INLINE void vf_store_half(uint16_t *p, vfloat a) {
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }

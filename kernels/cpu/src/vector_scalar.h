@@ -117,6 +117,16 @@ INLINE vfloat vf_load_unsigned(const uint8_t *p) {
     LANES r.lane[i] = p[i];
     return r;
 }
+/* E4M3: its bits are those of a float16, except that the exponent counts from elsewhere */
+INLINE vfloat vf_load_fp8(const uint8_t *p) {
+    vfloat r;
+    LANES {
+        uint32_t magnitude = p[i] & 127u, sign = p[i] & 128u;
+        uint32_t bits = magnitude == 127 ? 0x7e00 : magnitude << 7;
+        r.lane[i] = half_to_float((uint16_t)(sign << 8 | bits)) * 256.0f;
+    }
+    return r;
+}
 INLINE void vf_store_half(uint16_t *p, vfloat a) { LANES p[i] = float_to_half(a.lane[i]); }
 /* to nearest, ties to even; NaN stays NaN only in its upper bits */
 INLINE void vf_store_bfloat(uint16_t *p, vfloat a) {

@@ -7,10 +7,21 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from cpu_pages import FORMATS, LAYER, Cache, Shape, address, codes_of, decode, rotate
+from cpu_pages import (
+    FORMATS,
+    LAYER,
+    SEALED,
+    Cache,
+    Shape,
+    address,
+    codes_of,
+    decode,
+    rotate,
+)
 from numpy.typing import NDArray
 
 from appliance.kernels.cpu.structs import Format, Status
+from appliance.kernels.kv_page.reference import quantize_fp8, quantize_int4
 from appliance.kernels.kv_write.reference import quantize_int8
 
 
@@ -93,8 +104,77 @@ def test_int4_is_within_half_a_step(library: ctypes.CDLL, engine: int, dim: int)
         assert (spread.max(axis=-1) == 15).all()
 
 
+def test_fp8_codes_are_those_of_the_torch_kernel(library: ctypes.CDLL, engine: int) -> None:
+    cache = Cache(library, Shape(1, 1, 80), Format.FP8, 3)
+    rows = edge_rows(80)[:48]
+    rows[7] = np.geomspace(1e-6, 1e6, 80)
+    rows[8] = np.arange(80) * 2.0**-10 * cache.head_scales[0]  # steps and ties of subnormals
+    cache.write(engine, rows, rows, list(range(48)))
+    pages = np.concatenate([cache.pages(block)[0] for block in range(3)])
+    keys = pages[:, : 16 * 80].reshape(3, 80, 16).transpose(0, 2, 1).reshape(48, 80)
+    values = pages[:, 16 * 80 :].reshape(48, 80)
+    x = torch.from_numpy(np.ascontiguousarray(rows[:, 0]))
+    for codes, scale in zip((keys, values), cache.head_scales, strict=True):
+        # It multiplies by the inverse, as one does with a constant.
+        inverse = torch.tensor(np.float32(1) / scale)
+        expected = quantize_fp8(x * inverse, torch.tensor(1.0)).numpy()
+        zero = (expected & 127) == 0
+        np.testing.assert_array_equal(codes[~zero], expected[~zero])
+        assert ((codes[zero] & 127) == 0).all()
+
+
+def test_fp8_elements_that_are_not_finite_are_nan(library: ctypes.CDLL, engine: int) -> None:
+    cache = Cache(library, Shape(1, 1, 16), Format.FP8, 1)
+    row = np.zeros((1, 1, 16), np.float32)
+    row[0, 0, :3] = np.inf, -np.inf, np.nan
+    cache.write(engine, row, row, [0])
+    for x in cache.read([0], 1):
+        np.testing.assert_array_equal(np.isnan(x[0, 0]), np.arange(16) < 3)
+
+
+@pytest.mark.parametrize("dim", [16, 80, 256])
+def test_sealed_keys_are_those_of_the_torch_kernel(
+    library: ctypes.CDLL, engine: int, dim: int
+) -> None:
+    cache = Cache(library, Shape(2, 2, dim), Format.SEALED, 2)
+    random = np.random.default_rng(4)
+    key, value = random.standard_normal((2, 64, 2, dim), np.float32)
+    key[:, :, 3] *= 50
+    key[:, 0, 5] = 7.0  # a channel that does not change
+    cache.write(engine, key, value, list(range(64)))
+    opened, _ = cache.read([0, 1], 64, opened=True)
+    sealed, values = cache.read([0, 1], 64)
+    channels = torch.from_numpy(opened).float().unflatten(1, (2, 32)).transpose(2, 3)
+    codes, scales, offsets = quantize_int4(channels)
+    expected = (codes.double() - 8) * scales.double()[..., None] + offsets.double()[..., None]
+    np.testing.assert_array_equal(sealed, expected.transpose(2, 3).flatten(1, 2).numpy())
+    step = (value.max(axis=-1) - value.min(axis=-1)).T[..., None] / 15
+    assert (np.abs(values - value.transpose(1, 0, 2)) <= 0.6 * step + 0.05).all()
+
+
+def test_k8v4_keeps_the_keys_of_the_open_page(library: ctypes.CDLL, engine: int) -> None:
+    cache = Cache(library, Shape(2, 2, 48), Format.K8V4, 2)
+    key, value = np.random.default_rng(4).standard_normal((2, 64, 2, 48), np.float32)
+    cache.write(engine, key, value, list(range(64)))
+    opened, sealed = cache.read([0, 1], 64, opened=True), cache.read([0, 1], 64)
+    np.testing.assert_array_equal(sealed[0], opened[0])
+    assert 0 < np.abs(sealed[1] - opened[1]).max() < 0.3
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_a_mean_is_taken_off_the_keys(library: ctypes.CDLL, engine: int, format: Format) -> None:
+    key, value = np.random.default_rng(4).standard_normal((2, 32, 2, 48), np.float32)
+    mean = np.arange(96, dtype=np.float32).reshape(2, 48)
+    centred = Cache(library, Shape(2, 2, 48), format, 2, key_mean=mean)
+    plain = Cache(library, Shape(2, 2, 48), format, 2)
+    centred.write(engine, key + mean, value, list(range(32)))
+    plain.write(engine, (key + mean) - mean, value, list(range(32)))
+    np.testing.assert_array_equal(centred.arena, plain.arena)
+    np.testing.assert_array_equal(centred.open, plain.open)
+
+
 def test_a_write_leaves_all_other_slots_alone(library: ctypes.CDLL, engine: int) -> None:
-    for format in FORMATS:
+    for format in set(FORMATS) - {*SEALED, Format.FP8}:
         cache = Cache(library, Shape(2, 2, 80, block_size=32), format, 3)
         before = cache.arena.copy()
         key = np.ones((1, 2, 80), np.float32)
@@ -112,14 +192,17 @@ def test_a_write_leaves_all_other_slots_alone(library: ctypes.CDLL, engine: int)
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_page_bytes(library: ctypes.CDLL, format: Format) -> None:
-    element = {Format.F32: 4, Format.F16: 2, Format.BF16: 2, Format.INT8: 1, Format.INT4: 0.5}
-    scales = {Format.INT8: 64, Format.INT4: 128}
-    for dim in (32, 64, 96, 128, 256):
-        expected = 2 * 16 * dim * element[format] + scales.get(format, 0)
+    sizes = {Format.F32: 4, Format.F16: 2, Format.BF16: 2, Format.K8V4: 0.75}
+    integer = {Format.INT8: 1, Format.INT4: 0.5, Format.SEALED: 0.5, Format.FP8: 1}
+    scales = {Format.INT8: 64, Format.INT4: 128, Format.SEALED: 64, Format.K8V4: 128}
+    for dim in (32, 64, 128, 256):
+        expected = 2 * 16 * dim * (sizes | integer)[format] + scales.get(format, 0)
+        if format is Format.SEALED:
+            expected += 2 * dim
         assert library.ap_page_bytes(format, dim) == expected
     for dim in (0, -16, 8, 24, 272):
         assert library.ap_page_bytes(format, dim) == -1
-    assert library.ap_page_bytes(5, 64) == -1
+    assert library.ap_page_bytes(len(Format), 64) == -1
     assert library.ap_page_bytes(-1, 64) == -1
 
 

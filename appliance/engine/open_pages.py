@@ -1,0 +1,71 @@
+"""Which blocks have an open page: the place of a block's tokens until it is full and sealed.
+
+Open pages are a small pool beside the blocks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+def num_open_pages(
+    max_num_seqs: int, max_num_batched_tokens: int, block_size: int, *, plans: int = 1
+) -> int:
+    """Open pages that never run out.
+
+    A running sequence holds one for each block that it has and that is not full. If n of its
+    tokens are in plans, those are at most (n + block_size - 2) // block_size + 1 blocks, and the
+    tokens of all sequences are at most the budget of each plan.
+
+    Args:
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: rows of one plan.
+        block_size: token slots in a block.
+        plans: that may be in flight at once.
+    """
+    return plans * max_num_batched_tokens // block_size + 2 * max_num_seqs
+
+
+class OpenPages:
+    """A map from blocks to pages of a pool.
+
+    Args:
+        num_pages: in the pool; 0 where blocks are never sealed, and then no block has one.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self._free = list(reversed(range(num_pages)))
+        self._pages: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return self._num_pages > 0
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._pages
+
+    def __getitem__(self, block: int) -> int:
+        return self._pages[block]
+
+    def claim(self, block: int) -> None:
+        """Give a block a page, if there is a pool."""
+        if self._num_pages:
+            assert block not in self._pages, f"block {block} has an open page"
+            assert self._free, "more blocks are written than `num_open_pages` counted"
+            self._pages[block] = self._free.pop()
+
+    def release(self, block: int) -> None:
+        """Take a block's page, if it has one."""
+        page = self._pages.pop(block, None)
+        if page is not None:
+            self._free.append(page)
+
+    def check_invariants(self, writable: Collection[int]) -> None:
+        """Assert that exactly the blocks that are not full have one, and none is lost."""
+        if self._num_pages:
+            assert set(self._pages) == set(writable), "open pages of other blocks"
+        pages = [*self._free, *self._pages.values()]
+        assert sorted(pages) == list(range(self._num_pages)), "an open page is lost or shared"

@@ -1,0 +1,115 @@
+"""The KV cache of all layers, as the torch decoder reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from appliance.kernels.kv_cache import KVBlocks, KVFormat, KVPages, LayerCache
+from appliance.kernels.sealed_pages import SealedPages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from appliance.kernels.kv_cache import LayerPrecision
+
+AnyLayerCache = LayerCache | SealedPages
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The blocks of all layers."""
+
+    layers: tuple[AnyLayerCache, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical blocks of each layer."""
+        return self.layers[0].num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Token slots in a block."""
+        return self.layers[0].block_size
+
+    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
+        """Copy whole blocks in every layer, for copy-on-write."""
+        for layer in self.layers:
+            layer.copy_blocks(sources, destinations)
+
+    def copy_open(self, sources: list[int], destinations: list[int]) -> None:
+        """Copy open pages in the layers that are sealed."""
+        for layer in self.layers:
+            if isinstance(layer, SealedPages):
+                layer.copy_open(sources, destinations)
+
+
+def allocate_blocks(
+    format: KVFormat,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+) -> LayerCache:
+    """Blocks in their natural order where a format has one, else as pages: for torch functions."""
+    kind = KVBlocks if format.has_elements else KVPages
+    return kind.allocate(
+        format,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        device=device,
+    )
+
+
+def allocate_layer(
+    allocate: Callable[..., LayerCache],
+    precision: LayerPrecision,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_open: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+) -> AnyLayerCache:
+    """One layer's blocks, and open pages if it is sealed.
+
+    Args:
+        allocate: a backend's `allocate_cache`.
+        precision: how the layer is stored.
+        num_blocks: physical blocks.
+        block_size: token slots in a block.
+        num_open: open pages, if the layer is sealed.
+        num_kv_heads: of the layer.
+        head_dim: elements of a head.
+        device: where the memory is.
+    """
+    mean = None if precision.key_mean is None else precision.key_mean.float().to(device)
+    if precision.format.is_sealed:
+        sealed = SealedPages.allocate(
+            format=precision.format,
+            num_blocks=num_blocks,
+            num_open=num_open,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            device=device,
+        )
+        return replace(sealed, open=replace(sealed.open, key_mean=mean))
+    cache = allocate(
+        precision.format,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        device=device,
+    )
+    scales = precision.head_scales
+    if isinstance(cache, KVPages) and scales is not None:
+        return replace(cache, key_mean=mean, head_scales=scales.float().to(device))
+    return replace(cache, key_mean=mean)
