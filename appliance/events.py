@@ -23,7 +23,8 @@ from enum import IntEnum
 
 import msgspec
 
-from appliance.stats import EngineStats, SequenceView
+from appliance.stats import EngineStats, SequenceView, StepView
+from appliance.stats import LogLine as LogLine
 
 PROTOCOL = 2  # grows with what the feed can tell; readers ignore what they do not know
 NO_OWNER = 0xFFFF
@@ -213,21 +214,13 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     end_to_end: Quantiles = Quantiles()  # of requests that came to their end
     queue_wait: Quantiles = Quantiles()
     machine: Machine | None = None
+    steps: tuple[StepView, ...] = ()  # run since the previous stats event, the latest of them
 
 
 class Sequences(msgspec.Struct, frozen=True, kw_only=True):
     """Every sequence that runs or waits."""
 
     sequences: tuple[SequenceView, ...]
-
-
-class LogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A warning or an error of the server."""
-
-    time: float  # Unix seconds
-    level: str  # WARNING, ERROR or CRITICAL
-    source: str  # name of the logger
-    message: str
 
 
 class Log(msgspec.Struct, frozen=True, kw_only=True):
