@@ -59,7 +59,7 @@ def unpack_cell(cell: int) -> tuple[BlockState, int, int, int]:
 class QualityFact(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the quality card: what quantizing cost."""
 
-    name: str  # such as "mean KL divergence"
+    name: str  # such as kld_mean, see `appliance.server.quality`
     value: float
     note: str = ""  # against what it was measured
 
@@ -182,6 +182,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     temperature_celsius: float | None = None
     sm_clock_mhz: int | None = None
     throttled: tuple[str, ...] = ()  # why its clocks are held down, in words
+    energy_joules: float | None = None  # since the driver was loaded
     joules_per_token: float | None = None  # over the last minute
 
 
@@ -190,6 +191,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     cpu_cores: int = 0
     cpu_used: float = 0.0  # cores that the server's processes kept busy, 0 to `cpu_cores`
+    engine_cpu_seconds: float = 0.0  # since its process began; likewise the next
+    api_cpu_seconds: float = 0.0
     engine_rss_bytes: int = 0
     api_rss_bytes: int = 0
     memory_total_bytes: int = 0
