@@ -16,6 +16,7 @@ from appliance.server.errors import error_response
 from appliance.server.health import health_router
 from appliance.server.machine_metrics import MachineCollector
 from appliance.server.openai import openai_router
+from appliance.server.page import page_router
 from appliance.server.stream import ClientGoneError
 from appliance.version import __version__
 
@@ -34,7 +35,8 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (openai_router(state), health_router(state), admin_router(state)):
+    routers = (openai_router(state), health_router(state), admin_router(state), page_router())
+    for router in routers:
         app.include_router(router)
     openapi.install(app, key_required=state.config.api_key is not None)
     state.metrics.add(EngineCollector(state))
