@@ -93,6 +93,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_name: str | None = None
     max_queue: int = 64  # requests that may wait
     max_body_bytes: int = 2 * 1024 * 1024
+    show_prompts: bool = False  # to dashboards that watch with the key
 
     def __post_init__(self) -> None:
         _check_range("port", self.port, 0, 65535)

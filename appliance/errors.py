@@ -12,6 +12,7 @@ ApplianceError
 │   ├── ContextLengthError
 │   ├── UnknownModelError
 │   ├── AuthError
+│   ├── RequestAbortedError
 │   └── QueueFullError
 └── EngineError            the engine process failed or is not there           exit 6
     ├── EngineDiedError
@@ -108,6 +109,16 @@ class AuthError(RequestError):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, code="invalid_api_key")
+
+
+class RequestAbortedError(RequestError):
+    """Whoever runs the server ended the request; a status at which no client tries again."""
+
+    status = 410
+    type = "request_aborted"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="request_aborted")
 
 
 class QueueFullError(RequestError):

@@ -4,18 +4,57 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
+
+from appliance.stats import LogLine
 
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
-def configure(level: int = logging.INFO) -> None:
-    """Send the project's log lines to stderr, one record a line."""
+MAX_RECENT = 200
+
+
+class RecentWarnings(logging.Handler):
+    """Keeps the latest warnings and errors for whoever watches the server."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.total = 0  # ever, so that a reader knows how many are new
+        self.lines: deque[LogLine] = deque(maxlen=MAX_RECENT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one record."""
+        self.add(
+            LogLine(
+                time=record.created,
+                level=record.levelname,
+                source=record.name,
+                message=record.getMessage(),
+            )
+        )
+
+    def add(self, line: LogLine) -> None:
+        """Keep a line, as of another process."""
+        self.lines.append(line)
+        self.total += 1
+
+    def take(self) -> tuple[LogLine, ...]:
+        """All lines; they are not kept any longer."""
+        lines = tuple(self.lines)
+        self.lines.clear()
+        return lines
+
+
+def configure(level: int = logging.INFO) -> RecentWarnings:
+    """Send the project's log lines to stderr, one record a line; returns what keeps warnings."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLineFormatter(FORMAT))
     root = logging.getLogger("appliance")
-    root.handlers[:] = [handler]
+    recent = RecentWarnings()
+    root.handlers[:] = [handler, recent]
     root.setLevel(level)
     root.propagate = False
+    return recent
 
 
 class _OneLineFormatter(logging.Formatter):

@@ -36,6 +36,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_decode_tokens: int = 0  # rows of the last step that extend an answer
     step_seconds: float = 0.0  # the last step, wall clock
     model_seconds: float = 0.0  # of which inside the model and sampler
+    swapped_out_total: int = 0  # blocks moved to host memory
+    swapped_in_total: int = 0
+    draft_tokens_total: int = 0  # guessed by speculative decoding; 0 while it is off
+    accepted_tokens_total: int = 0  # of these, right
 
     @property
     def kv_usage(self) -> float:
@@ -47,6 +51,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         """Share of allocated slots that hold tokens, 0 to 1; 1 when nothing is allocated."""
         slots = self.blocks_active * self.block_size
         return self.kv_tokens / slots if slots else 1.0
+
+
+class StepView(msgspec.Struct, frozen=True, array_like=True):
+    """One step that was run; in JSON [number, prefill, decode, sequences, seconds]."""
+
+    number: int  # of the engine process, from 1
+    prefill_tokens: int  # rows of sequences that had more than one
+    decode_tokens: int  # sequences with one row: they extend an answer or end a prompt
+    sequences: int  # in all
+    seconds: float
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A warning or an error of the server."""
+
+    time: float  # Unix seconds
+    level: str  # WARNING, ERROR or CRITICAL
+    source: str  # name of the logger
+    message: str
 
 
 class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,3 +85,8 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     blocks: int
     age_seconds: float
+    computed_tokens: int = 0  # in the cache; fewer than the prompt has while it is in prefill
+    preemptions: int = 0
+    tokens_per_second: float = 0.0  # generated, over the last second or two
+    model: str = ""
+    prompt: str = ""  # its beginning, only if the server was started to show prompts

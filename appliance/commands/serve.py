@@ -49,6 +49,9 @@ def serve(
     prefix_caching: Annotated[
         bool | None, typer.Option(help="Reuse the KV cache of shared prompt beginnings [on].")
     ] = None,
+    show_prompts: Annotated[
+        bool | None, typer.Option(help="Let dashboards show what is asked [off].")
+    ] = None,
     kernels: Annotated[
         str | None,
         typer.Option(help="auto, torch (no C library) or reference (slow, to compare) [auto]."),
@@ -72,7 +75,7 @@ def serve(
 
     if model and model_option and model != model_option:
         raise ConfigError(f"two models were given, {model!r} and {model_option!r}; name one")
-    log.configure(logging.DEBUG if verbose else logging.INFO)
+    warnings = log.configure(logging.DEBUG if verbose else logging.INFO)
     settings = load_settings(
         {
             "model": model or model_option or None,
@@ -92,6 +95,7 @@ def serve(
             "cuda_graphs": cuda_graphs,
             "threads": threads,
             "prefix_caching": prefix_caching,
+            "show_prompts": show_prompts,
             "kernels": kernels,
             "cpu_isa": cpu_isa,
         },
@@ -109,6 +113,7 @@ def serve(
             resolved,
             on_progress=progress,
             on_ready=say_ready,
+            warnings=warnings,
         )
 
 

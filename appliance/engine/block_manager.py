@@ -26,7 +26,8 @@ class BlockManager:
     """All blocks of one KV cache.
 
     A block is free (no content), cached (content that no sequence refers to, least recently used
-    first to go) or active (in at least one block table). A full block enters the prefix cache
+    first to go) or active (in at least one block table), which is said to be written while one
+    sequence alone holds it and it has room. A full block enters the prefix cache
     once it is computed. Where equal content is indexed already, both blocks stay, since block
     tables only grow; the second one stays out of the index and is plainly freed.
 
@@ -177,11 +178,13 @@ class BlockManager:
         sequence.num_computed = end
         for index in range(first, self.blocks_for(end)):
             block = sequence.block_table[index]
-            filled = min(end - index * size, size)
-            self.kv_tokens += filled - self._filled[block]
+            filled, before = min(end - index * size, size), self._filled[block]
+            self.kv_tokens += filled - before
             self._filled[block] = filled
             if filled == size:
                 self._open.release(block)
+            if (filled == size) != (before == size):
+                self._record_active(block, self.metadata.owner(block))
         if self._prefix_caching and end // size > first:
             self._index.extend_hashes(sequence, end // size)
             for index in range(first, end // size):
@@ -239,7 +242,7 @@ class BlockManager:
                 self.kv_tokens += self._filled[block]
             elif references == 2:
                 self.num_shared += 1
-            self.metadata.write(block, BlockState.ACTIVE, sequence.slot, references)
+            self._record_active(block, sequence.slot)
         sequence.block_table.extend(blocks)
 
     def _take(self, sequence: Sequence) -> int:
@@ -253,8 +256,16 @@ class BlockManager:
         self._references[block] = 1
         self._filled[block] = 0
         self._open.claim(block)
-        self.metadata.write(block, BlockState.ACTIVE, sequence.slot, 1)
+        self._record_active(block, sequence.slot)
         return block
+
+    def _record_active(self, block: int, owner: int) -> None:
+        """Write down who holds a block, once per change of hands and once when it is full."""
+        self.metadata.write(block, self._active_state(block), owner, self._references[block])
+
+    def _active_state(self, block: int) -> BlockState:
+        is_open = self._references[block] == 1 and self._filled[block] < self.block_size
+        return BlockState.WRITING if is_open else BlockState.ACTIVE
 
     def _let_go(self, block: int, sequence: Sequence) -> None:
         """Drop one reference to a block."""
@@ -265,7 +276,7 @@ class BlockManager:
             self.num_shared -= references == 1
             # Which of the others is the owner now is not worth remembering.
             owner = 0 if owner == sequence.slot else owner
-            self.metadata.write(block, BlockState.ACTIVE, owner, references)
+            self._record_active(block, owner)
         else:
             self.kv_tokens -= self._filled[block]
             self._open.release(block)
@@ -312,7 +323,7 @@ class BlockManager:
                 slots[block].add(holder.slot)
         for block in range(self.num_blocks):
             state = (
-                BlockState.ACTIVE
+                self._active_state(block)
                 if block in active
                 else BlockState.CACHED
                 if block in cached

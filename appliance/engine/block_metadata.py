@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 BYTES_PER_BLOCK = 8
 MAX_OWNER = 2**16 - 2  # the dashboard's feed uses 2**16 - 1 for nobody
+STAMPS_PER_SECOND = 10
 
-# | owner 16 | state 4 | references 8 | precision 4 | step 32 |, most significant first
+# | owner 16 | state 4 | references 8 | precision 4 | stamp 32 |, most significant first
 _PRECISION_SHIFT = 32
 _REFERENCES_SHIFT = 36
 _STATE_SHIFT = 44
 _OWNER_SHIFT = 48
 _MAX_REFERENCES = 2**8 - 1
-_STEP_MASK = 2**32 - 1
+_STAMP_MASK = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class BlockFields:
     owner: NDArray[np.uint16]  # (num_blocks,) slot of the sequence that took it last, 0 if gone
     state: NDArray[np.uint8]  # (num_blocks,) a BlockState
     references: NDArray[np.uint8]  # (num_blocks,) block tables it stands in; 255 means that or more
-    precision: NDArray[np.uint8]  # (num_blocks,) code of the KV format
-    step: NDArray[np.uint32]  # (num_blocks,) when it last changed hands
+    precision: NDArray[np.uint8]  # (num_blocks,) index into `EngineInfo.precisions`
+    stamp: NDArray[np.uint32]  # (num_blocks,) when it last changed hands, see `stamp_of`
 
 
 def unpack(words: NDArray[np.uint64]) -> BlockFields:
@@ -45,8 +46,13 @@ def unpack(words: NDArray[np.uint64]) -> BlockFields:
         state=(words >> np.uint64(_STATE_SHIFT) & np.uint64(0xF)).astype(np.uint8),
         references=(words >> np.uint64(_REFERENCES_SHIFT) & np.uint64(0xFF)).astype(np.uint8),
         precision=(words >> np.uint64(_PRECISION_SHIFT) & np.uint64(0xF)).astype(np.uint8),
-        step=(words & np.uint64(_STEP_MASK)).astype(np.uint32),
+        stamp=(words & np.uint64(_STAMP_MASK)).astype(np.uint32),
     )
+
+
+def stamp_of(now: float) -> int:
+    """A time of the monotonic clock, which all processes share, in tenths of a second mod 2**32."""
+    return int(now * STAMPS_PER_SECOND) & _STAMP_MASK
 
 
 class BlockMetadata:
@@ -55,7 +61,7 @@ class BlockMetadata:
     Args:
         buffer: at least 8 * num_blocks writable bytes, cleared here; None allocates private ones.
         num_blocks: physical blocks.
-        precision: code of the KV format that all blocks have, 0 to 15.
+        precision: index of the KV format that all blocks have, 0 to 15.
 
     Attributes:
         words: the same memory as a read-only array, (num_blocks,) uint64.
@@ -77,9 +83,9 @@ class BlockMetadata:
         self._stamp = self._precision
         self.words: NDArray[np.uint64] = np.frombuffer(whole.toreadonly(), dtype=np.uint64)
 
-    def begin_step(self, step: int) -> None:
-        """Stamp later writes with this step number (modulo 2**32)."""
-        self._stamp = self._precision | step & _STEP_MASK
+    def begin_step(self, now: float) -> None:
+        """Stamp later writes with this time, in seconds of the monotonic clock."""
+        self._stamp = self._precision | stamp_of(now)
 
     def write(self, block: int, state: BlockState, owner: int = 0, references: int = 0) -> None:
         """Replace the word of one block; `owner` is at most `MAX_OWNER`, references saturate."""

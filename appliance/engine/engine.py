@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.engine.loading import load_parts
-from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport
+from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Table
 from appliance.engine.request import FinishReason
 from appliance.engine.sequence import SequenceStatus
 from appliance.errors import RequestError
-from appliance.stats import EngineStats, SequenceView
+from appliance.stats import EngineStats, SequenceView, StepView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from appliance.engine.sampler import Sampled
     from appliance.engine.scheduler import Scheduler
     from appliance.engine.sequence import Sequence
+
+MAX_STEPS_KEPT = 1024
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class LLMEngine:
         self._runner = runner
         self._in_flight: deque[Plan] = deque()
         self._step_seconds = 0.0
+        self._num_steps = 0
+        self._steps: deque[StepView] = deque(maxlen=MAX_STEPS_KEPT)
         self._nan_logits = 0
         self._random = random.SystemRandom()
 
@@ -131,8 +135,11 @@ class LLMEngine:
         except BaseException:
             self._discard_plans()
             raise
-        deltas = self._commit(self._in_flight.popleft(), sampled)
+        plan = self._in_flight.popleft()
+        deltas = self._commit(plan, sampled)
         self._step_seconds = time.perf_counter() - begin
+        self._num_steps += 1
+        self._steps.append(_view(self._num_steps, plan, self._step_seconds))
         return StepReport(deltas=deltas, started=started)
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
@@ -178,9 +185,31 @@ class LLMEngine:
                 output_tokens=sequence.num_output_tokens,
                 blocks=len(sequence.block_table),
                 age_seconds=now - sequence.arrival,
+                computed_tokens=sequence.num_computed,
+                preemptions=sequence.num_preemptions,
             )
             for sequence in self._scheduler.sequences()
         )
+
+    def take_steps(self) -> tuple[StepView, ...]:
+        """The steps since the last call, or the latest of them."""
+        steps = tuple(self._steps)
+        self._steps.clear()
+        return steps
+
+    def block_table(self, request_id: str, index: int) -> Table:
+        """The blocks of one sequence."""
+        for sequence in self._scheduler.sequences():
+            if (sequence.request.request_id, sequence.index) == (request_id, index):
+                num_full = sequence.num_computed // self.info.block_size
+                return Table(
+                    request_id=request_id,
+                    index=index,
+                    num_tokens=sequence.num_computed,
+                    blocks=tuple(sequence.block_table),
+                    hashes=b"".join(sequence.block_hashes[:num_full]),
+                )
+        return Table(request_id=request_id, index=index)
 
     def _without_memory(self, plan: Plan | None, error: MemoryError) -> StepReport:
         """End the sequences that made a step too large: those in prefill, if there are any."""
@@ -216,3 +245,10 @@ class LLMEngine:
             num_cached_tokens=sequence.num_cached,
             queue_seconds=waited if first else None,
         )
+
+
+def _view(number: int, plan: Plan, seconds: float) -> StepView:
+    """Some microseconds in every step, so it looks at no more than it has to."""
+    single = plan.num_single_rows
+    rows = sum(entry.num_tokens for entry in plan.scheduled[single:])
+    return StepView(number, rows, single, len(plan.scheduled), seconds)

@@ -114,7 +114,6 @@ def load_parts(
         metadata=BlockMetadata(
             metadata,
             num_blocks=plan.num_blocks,
-            precision=list(KVFormat).index(precision.kv_format),
         ),
         prefix_caching=config.prefix_caching,
         namespace=precision.kv_format.value,

@@ -10,7 +10,7 @@ import msgspec
 
 from appliance.config import EngineConfig
 from appliance.engine.request import FinishReason, Request
-from appliance.stats import EngineStats
+from appliance.stats import EngineStats, LogLine, StepView
 from appliance.stats import SequenceView as SequenceView
 
 
@@ -32,6 +32,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     index: int | None = None  # one choice only; None means all of them
+
+
+class FetchTable(msgspec.Struct, frozen=True, tag=True):
+    """Answer with the `Table` of a sequence."""
+
+    request_id: str
+    index: int
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +73,16 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     queue_seconds: float | None = None  # on the first delta: waiting time in the engine
 
 
+class Table(msgspec.Struct, frozen=True, kw_only=True):
+    """Which blocks a sequence holds, in logical order; none if it is not live."""
+
+    request_id: str
+    index: int
+    num_tokens: int = 0  # in the cache
+    blocks: tuple[int, ...] = ()
+    hashes: bytes = b""  # of the full blocks, 16 bytes each
+
+
 class Progress(msgspec.Struct, frozen=True, tag=True):
     """How far loading has come."""
 
@@ -95,6 +112,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int  # memory of the device when it was planned
     load_seconds: float
     fingerprint: str  # of weights, formats and engine version
+    precisions: tuple[str, ...] = ()  # what the index in a block's word means; kv_format if empty
     notes: tuple[str, ...] = ()  # fallbacks taken, in words
 
 
@@ -112,13 +130,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What a step did. Stats and sequences come at most a few times a second."""
+    """What a step did. Stats, sequences and steps come at most a few times a second."""
 
     deltas: tuple[SequenceDelta, ...] = ()
     started: tuple[str, ...] = ()  # request ids that left the queue in this step
     stats: EngineStats | None = None
     sequences: tuple[SequenceView, ...] | None = None
+    steps: tuple[StepView, ...] = ()  # all since the last report that had some
+    logs: tuple[LogLine, ...] = ()  # warnings and errors of the engine process
+    tables: tuple[Table, ...] = ()
 
 
-ToEngine = Load | Submit | Abort | Shutdown
+ToEngine = Load | Submit | Abort | FetchTable | Shutdown
 FromEngine = Progress | Ready | Failed | StepReport

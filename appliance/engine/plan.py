@@ -5,7 +5,9 @@ Plain frozen data. Imports no torch and knows neither tensors nor devices.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -81,6 +83,14 @@ class Plan:
             and entry.start >= entry.sequence.num_prompt_tokens
             for entry in self.scheduled
         )
+
+    @property
+    def num_single_rows(self) -> int:
+        """Sequences with one row: all that extend an answer, and now and then a prompt's end.
+
+        Takes the same time for any number of them, so it can be asked in every step.
+        """
+        return bisect_left(self.scheduled, 2, key=attrgetter("num_tokens"))
 
     @property
     def num_samples(self) -> int:

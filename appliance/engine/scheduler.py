@@ -173,7 +173,7 @@ class Scheduler:
         Returns:
             None if there is nothing to run; without a plan in flight, that means no work at all.
         """
-        self._blocks.metadata.begin_step(self._steps + 1)
+        self._blocks.metadata.begin_step(now)
         draft = Draft(self._limits.max_num_batched_tokens)
         ready = [(s, self._num_left(s)) for s in self._running if self._may_run(s)]
         self._starved = None

@@ -1,33 +1,54 @@
-"""GET /admin/v1/events: the feed of the dashboard, see `appliance.events`.
+"""What dashboards ask for: the feed of `appliance.events`, one block table, the end of a request.
 
-Costs the engine nothing, and this process something only while somebody watches.
+The feed costs the engine nothing, and this process something only while somebody watches.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Response
+import msgspec
+from fastapi import APIRouter, Request, Response
 
 from appliance.engine.messages import EngineInfo
-from appliance.errors import QueueFullError
-from appliance.events import Info, Sequences, Stats, encode_event
+from appliance.errors import QueueFullError, RequestError
+from appliance.events import PROTOCOL, BlockTable, Info, Log, Stats, encode_event
+from appliance.server.errors import json_response
 from appliance.server.openapi import describes
+from appliance.server.sequence_feed import SequenceFeed
 from appliance.server.stream import EventStream
 from appliance.version import __version__
 
 if TYPE_CHECKING:
     from appliance.events import Event
+    from appliance.log import RecentWarnings
     from appliance.server.block_feed import BlockFeed
     from appliance.server.state import ServerState
-    from appliance.stats import EngineStats, SequenceView
+    from appliance.stats import EngineStats, StepView
 
 MAX_WATCHERS = 16
 TICK_SECONDS = 0.2
 STATS_SECONDS = 1.0
+MAX_STEPS_SHOWN = 256  # of those since the previous stats
+
+
+class Aborted(msgspec.Struct, frozen=True):
+    """Answer to an abort."""
+
+    aborted: bool
+
+
+class GoneError(RequestError):
+    """The request or sequence is not live, or never was."""
+
+    status = 404
+
+
+logger = logging.getLogger(__name__)
 
 
 def admin_router(state: ServerState) -> APIRouter:
@@ -44,6 +65,40 @@ def admin_router(state: ServerState) -> APIRouter:
         watchers.add(watcher)
         return EventStream(watcher.frames(), on_close=lambda: watchers.discard(watcher))
 
+    @router.get(
+        "/admin/v1/sequences/{request_id}/{index}/blocks",
+        **describes(None, BlockTable, path=("request_id", "index")),
+    )
+    async def blocks(request: Request) -> Response:
+        """Which physical blocks a sequence holds, in logical order."""
+        request_id, index = request.path_params["request_id"], request.path_params["index"]
+        choice = int(index) if index.isdecimal() and len(index) < 8 else -1
+        table = await state.engine.fetch_table(request_id, choice)
+        metadata = state.engine.metadata
+        if not table.blocks or metadata is None:
+            raise GoneError("no such sequence holds blocks now")
+        from appliance.server.block_feed import table_entries
+
+        return json_response(
+            BlockTable(
+                request_id=request_id,
+                index=choice,
+                num_tokens=table.num_tokens,
+                blocks=table_entries(table, metadata),
+            )
+        )
+
+    @router.post(
+        "/admin/v1/requests/{request_id}/abort", **describes(None, Aborted, path=("request_id",))
+    )
+    async def abort(request: Request) -> Response:
+        """End a request in whatever phase it is; its client is told so."""
+        request_id = request.path_params["request_id"]
+        if not state.engine.cancel(request_id):
+            raise GoneError("no such request is open")
+        logger.info("%s: ended by a dashboard", request_id)
+        return json_response(Aborted(aborted=True))
+
     return router
 
 
@@ -54,13 +109,17 @@ class Watcher:
         self._state = state
         self._blocks = blocks
         self._info: Info | None = None
-        self._sequences: tuple[SequenceView, ...] | None = None
+        self._sequences = SequenceFeed(state)
+        self._log = LogFeed(state.warnings)
         self._next_stats = 0.0
         self._rates = Rates()
+        self._last_step: int | None = None
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Frames for as long as the server runs; a slow reader gets fewer, not late ones."""
         while not self._state.closing:
+            if time.monotonic() >= self._next_stats:
+                await self._state.machine.read()
             events = self.poll()
             if events:
                 yield b"".join(map(encode_event, events))
@@ -78,9 +137,7 @@ class Watcher:
         if metadata is not None and engine.info is not None and info.state == "ready":
             change = self._blocks.poll(metadata, engine.info)
             events += [] if change is None else [change]
-        if engine.sequences is not self._sequences:
-            self._sequences = engine.sequences
-            events.append(Sequences(sequences=engine.sequences))
+        events += [event for event in (self._sequences.poll(), self._log.poll()) if event]
         now = time.monotonic()
         if now >= self._next_stats:
             self._next_stats = now + STATS_SECONDS
@@ -103,7 +160,34 @@ class Watcher:
             generation_tokens_per_second=generation_rate,
             time_to_first_token=metrics.time_to_first_token.quantiles(),
             inter_token_latency=metrics.inter_token_latency.quantiles(),
+            end_to_end=metrics.end_to_end.quantiles(),
+            queue_wait=metrics.queue_wait.quantiles(),
+            machine=self._state.machine.latest,
+            steps=self._new_steps(),
         )
+
+    def _new_steps(self) -> tuple[StepView, ...]:
+        """Steps since the last call; those of an engine before this one are not told."""
+        recent = self._state.metrics.recent_steps
+        latest = recent[-1].number if recent else 0
+        last, self._last_step = self._last_step, latest
+        if last is None or latest < last:
+            return ()
+        return tuple(step for step in recent if step.number > last)[-MAX_STEPS_SHOWN:]
+
+
+class LogFeed:
+    """Which lines of the log one watcher knows."""
+
+    def __init__(self, warnings: RecentWarnings) -> None:
+        self._warnings = warnings
+        self._told = 0
+
+    def poll(self) -> Log | None:
+        """Lines that are new to it, as far as they are still kept."""
+        new, self._told = self._warnings.total - self._told, self._warnings.total
+        lines = tuple(self._warnings.lines)
+        return Log(lines=lines[max(0, len(lines) - new) :]) if new else None
 
 
 class Rates:
@@ -142,12 +226,15 @@ def server_info(state: ServerState) -> Info:
     if engine.info is not None:
         shared = set(Info.__struct_fields__) & set(EngineInfo.__struct_fields__)
         facts = {name: getattr(engine.info, name) for name in shared}
-        facts["precisions"] = (engine.info.kv_format,)
+        facts["precisions"] = engine.info.precisions or (engine.info.kv_format,)
     facts |= {
+        "protocol": PROTOCOL,
         "version": __version__,
         "model": state.model_id,
         "state": engine.state.value,
         "reason": engine.reason,
         "restarts": engine.restarts,
+        "quality": state.quality,
+        "prompts_shown": state.config.show_prompts,
     }
     return Info(**facts)

@@ -11,9 +11,12 @@ from appliance.errors import ApplianceError
 from appliance.server import openapi
 from appliance.server.admin import admin_router
 from appliance.server.door import Door
+from appliance.server.engine_metrics import EngineCollector
 from appliance.server.errors import error_response
 from appliance.server.health import health_router
+from appliance.server.machine_metrics import MachineCollector
 from appliance.server.openai import openai_router
+from appliance.server.page import page_router
 from appliance.server.stream import ClientGoneError
 from appliance.version import __version__
 
@@ -32,10 +35,12 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    for router in (openai_router(state), health_router(state), admin_router(state)):
+    routers = (openai_router(state), health_router(state), admin_router(state), page_router())
+    for router in routers:
         app.include_router(router)
     openapi.install(app, key_required=state.config.api_key is not None)
-    state.metrics.watch(state.engine)
+    state.metrics.add(EngineCollector(state))
+    state.metrics.add(MachineCollector(state))
     app.add_middleware(Door, config=state.config, metrics=state.metrics)
     for kind in (ApplianceError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)

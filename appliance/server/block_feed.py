@@ -5,18 +5,20 @@ A watcher that reads slowly is told less often, never from a queue.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from appliance.engine.block_metadata import unpack
-from appliance.events import NO_OWNER, Delta, Run, Snapshot
+from appliance.engine.block_metadata import STAMPS_PER_SECOND, stamp_of, unpack
+from appliance.events import MAX_SHOWN_AGE, NO_OWNER, Delta, Run, Snapshot, TableEntry
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from appliance.engine.messages import EngineInfo
+    from appliance.engine.messages import EngineInfo, Table
 
+HASH_BYTES = 16
 MAX_RUNS = 2000  # beyond this a snapshot is smaller
 
 
@@ -26,7 +28,7 @@ class BlockFeed:
     def __init__(self) -> None:
         self._epoch = 0
         self._source: object = None
-        self._known: NDArray[np.uint32] | None = None
+        self._known: NDArray[np.uint64] | None = None
 
     def poll(self, metadata: memoryview, info: EngineInfo) -> Snapshot | Delta | None:
         """What to tell the watcher now; None if nothing changed.
@@ -35,38 +37,70 @@ class BlockFeed:
             metadata: (num_blocks,) live words of the engine; another object means another engine.
             info: of that engine.
         """
-        cells = cells_of(np.frombuffer(metadata, dtype=np.uint64))
-        known, self._known = self._known, cells
+        words = np.frombuffer(metadata, dtype=np.uint64).copy()
+        known, self._known = self._known, words
         if known is None or metadata.obj is not self._source:
             self._source = metadata.obj
-            return self._snapshot(cells, info)
-        runs = changed_runs(known, cells)
+            return self._snapshot(words, info)
+        runs = changed_runs(known, words)
         if len(runs) > MAX_RUNS:
-            return self._snapshot(cells, info)
+            return self._snapshot(words, info)
         return Delta(epoch=self._epoch, runs=runs) if runs else None
 
-    def _snapshot(self, cells: NDArray[np.uint32], info: EngineInfo) -> Snapshot:
+    def _snapshot(self, words: NDArray[np.uint64], info: EngineInfo) -> Snapshot:
         self._epoch += 1
-        return Snapshot.of(self._epoch, info.block_size, cells.astype("<u4").tobytes())
+        cells = cells_of(words).astype("<u4").tobytes()
+        ages = ages_of(words, time.monotonic()).astype("<u2").tobytes()
+        return Snapshot.of(self._epoch, info.block_size, cells, ages)
 
 
 def cells_of(words: NDArray[np.uint64]) -> NDArray[np.uint32]:
-    """Words of the engine (num_blocks,) as cells of the feed (num_blocks,), see `pack_cell`.
-
-    All blocks have the one format of the engine's cache, so the precision index is 0.
-    """
+    """Words of the engine (num_blocks,) as cells of the feed (num_blocks,), see `pack_cell`."""
     fields = unpack(words)
-    owner = np.where(fields.owner == 0, NO_OWNER, fields.owner).astype(np.uint32)
-    references = fields.references.astype(np.uint32)
-    return (owner << np.uint32(16)) | (references << np.uint32(8)) | fields.state
+    cells: NDArray[np.uint32] = fields.owner.astype(np.uint32)
+    cells[cells == 0] = NO_OWNER
+    cells <<= 16
+    cells |= fields.references.astype(np.uint32) << np.uint32(8)
+    cells |= fields.precision.astype(np.uint32) << np.uint32(4)
+    cells |= fields.state
+    return cells
 
 
-def changed_runs(before: NDArray[np.uint32], after: NDArray[np.uint32]) -> tuple[Run, ...]:
-    """The blocks that differ, as runs of neighbours with equal new cells."""
+def ages_of(words: NDArray[np.uint64], now: float) -> NDArray[np.uint16]:
+    """Seconds since each block changed hands (num_blocks,), at most `MAX_SHOWN_AGE`.
+
+    A block that nobody has had yet has the largest age.
+
+    Args:
+        words: of the engine, (num_blocks,).
+        now: seconds of the monotonic clock.
+    """
+    # 32-bit arithmetic wraps around as the stamps do. A step that has just begun may be ahead.
+    past = (np.uint32(stamp_of(now)) - unpack(words).stamp).astype(np.int32).clip(min=0)
+    seconds = np.minimum(past // STAMPS_PER_SECOND, MAX_SHOWN_AGE)
+    return np.where(words == 0, MAX_SHOWN_AGE, seconds).astype(np.uint16)
+
+
+def table_entries(table: Table, metadata: memoryview) -> tuple[TableEntry, ...]:
+    """A block table with what the engine's words say of each block."""
+    blocks = np.array(table.blocks, dtype=np.int64)
+    fields = unpack(np.frombuffer(metadata, dtype=np.uint64)[blocks])
+    size = len(table.hashes) // HASH_BYTES
+    hashes = [table.hashes[HASH_BYTES * n : HASH_BYTES * (n + 1)].hex() for n in range(size)]
+    hashes += [""] * (len(blocks) - size)
+    columns = (blocks.tolist(), hashes, fields.references.tolist(), fields.precision.tolist())
+    return tuple(TableEntry(*entry) for entry in zip(*columns, strict=True))
+
+
+def changed_runs(before: NDArray[np.uint64], after: NDArray[np.uint64]) -> tuple[Run, ...]:
+    """The blocks whose words differ, as runs of neighbours with equal new cells.
+
+    A block that has come back into the same state is among them: its age is 0 again.
+    """
     changed = np.flatnonzero(before != after)
     if changed.size == 0:
         return ()
-    values = after[changed]
+    values = cells_of(after[changed])
     begins = np.concatenate(([True], (np.diff(changed) != 1) | (np.diff(values) != 0)))
     first = np.flatnonzero(begins)
     lengths = np.diff(np.append(first, changed.size))

@@ -17,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 
 from appliance.errors import AuthError, RequestError
 from appliance.server.errors import ForbiddenError, error_response
+from appliance.server.page import FILES
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from appliance.config import ServerConfig
     from appliance.server.metrics import Metrics
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", *FILES})
 
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}

@@ -49,7 +49,8 @@ def health_router(state: ServerState) -> APIRouter:
 
     @router.get("/metrics", **describes(None, None, media_type="text/plain"))
     async def metrics() -> Response:
-        """Metrics in Prometheus' text format."""
+        """Metrics in Prometheus' text format; asks the engine for nothing."""
+        await state.machine.read()
         return Response(state.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     return router

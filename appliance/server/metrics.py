@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from appliance.engine.process.supervisor import EngineState
 from appliance.events import Quantiles
 from appliance.server.histogram import Histogram
 
 if TYPE_CHECKING:
-    from appliance.engine.process.client import EngineClient
+    from prometheus_client.registry import Collector
+
+    from appliance.engine.messages import StepReport
+    from appliance.stats import StepView
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80)
 _TOKEN_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 _REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 _RECENT_SECONDS = 60.0
 _RECENT_SAMPLES = 8192
+_TOKEN_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_STEP_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.125, 0.25, 0.5, 1, 2, 5)
+_STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+RECENT_STEPS = 1024
 
 
 class RecentTimes:
@@ -56,6 +59,9 @@ class Metrics:
         self.model_name = model_name
         self.time_to_first_token = RecentTimes()
         self.inter_token_latency = RecentTimes()
+        self.end_to_end = RecentTimes()
+        self.queue_wait = RecentTimes()
+        self.recent_steps: deque[StepView] = deque(maxlen=RECENT_STEPS)
         self.finished = 0
         self.failed = 0
 
@@ -80,10 +86,30 @@ class Metrics:
         self.queue_seconds = histogram(
             "vllm:request_queue_time_seconds", "In the engine's queue.", _FIRST_TOKEN_BUCKETS
         )
+        self.prefill_seconds = histogram(
+            "vllm:request_prefill_time_seconds",
+            "From the start of a request's work to its first token.",
+            _FIRST_TOKEN_BUCKETS,
+        )
+        self.decode_seconds = histogram(
+            "vllm:request_decode_time_seconds",
+            "From the first token of a request to its last.",
+            _REQUEST_BUCKETS,
+        )
         self.prompt_tokens = histogram(
-            "vllm:request_prompt_tokens",
-            "Tokens of a prompt.",
-            (1, 10, 50, 100, 250, 500, 1000, 2000, 4000, 8000, 16000, 32000, 64000),
+            "vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKEN_COUNTS
+        )
+        self.answer_tokens = histogram(
+            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKEN_COUNTS
+        )
+        self.step_rows = histogram(
+            "vllm:iteration_tokens_total", "Tokens that one step of the engine ran.", _STEP_ROWS
+        )
+        self.step_sequences = histogram(
+            "appliance_step_sequences", "Sequences that had rows in one step.", _STEP_ROWS
+        )
+        self.step_seconds = histogram(
+            "appliance_step_duration_seconds", "One step of the engine.", _STEP_BUCKETS
         )
         self._success = Counter(
             "vllm:request_success",
@@ -98,9 +124,17 @@ class Metrics:
             registry=self.registry,
         )
 
-    def watch(self, engine: EngineClient) -> None:
-        """Report the engine's own numbers too."""
-        self.registry.register(_EngineCollector(engine, self.model_name))
+    def add(self, collector: Collector) -> None:
+        """Report numbers that somebody else keeps, too."""
+        self.registry.register(collector)
+
+    def take_steps(self, report: StepReport) -> None:
+        """Count the steps that the engine reports."""
+        self.recent_steps.extend(report.steps)
+        for step in report.steps:
+            self.step_rows.observe(step.prefill_tokens + step.decode_tokens)
+            self.step_sequences.observe(step.sequences)
+            self.step_seconds.observe(step.seconds)
 
     def count_choice(self, reason: str) -> None:
         """A choice ended as the engine reported."""
@@ -121,6 +155,9 @@ class RequestTimer:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._arrival = time.monotonic()
+        self._begin = self._arrival  # of the engine's work, once that is known
+        self._first = 0.0
+        self._count = 0
         self._last: dict[int, float] = {}  # choice to the time of its latest token
 
     def tokens(self, choice: int, count: int, queue_seconds: float | None) -> None:
@@ -129,7 +166,12 @@ class RequestTimer:
         metrics = self._metrics
         if queue_seconds is not None:
             metrics.queue_seconds.observe(queue_seconds)
+            metrics.queue_wait.add(now, queue_seconds)
+        self._count += count
         if not self._last:
+            self._begin += queue_seconds or 0.0
+            self._first = now
+            metrics.prefill_seconds.observe(max(0.0, now - self._begin))
             metrics.first_token_seconds.observe(now - self._arrival)
             metrics.time_to_first_token.add(now, now - self._arrival)
         elif choice in self._last and count:
@@ -140,57 +182,14 @@ class RequestTimer:
 
     def end(self, *, complete: bool) -> None:
         """The request is over."""
-        self._metrics.finished += 1
+        metrics, now = self._metrics, time.monotonic()
+        metrics.finished += 1
+        if self._last:
+            metrics.answer_tokens.observe(self._count)
         if complete:
-            self._metrics.request_seconds.observe(time.monotonic() - self._arrival)
+            metrics.request_seconds.observe(now - self._arrival)
+            metrics.end_to_end.add(now, now - self._arrival)
+            if self._last:
+                metrics.decode_seconds.observe(max(self._last.values()) - self._first)
         else:
-            self._metrics.failed += 1
-
-
-class _EngineCollector(Collector):
-    """Reads the engine's latest stats whenever somebody asks."""
-
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
-        self._engine = engine
-        self._model_name = model_name
-
-    def collect(self) -> Iterable[Metric]:
-        stats, engine = self._engine.stats, self._engine
-        ready = engine.state is EngineState.READY
-        yield self._gauge("vllm:num_requests_running", "Requests in work.", engine.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", engine.num_waiting)
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_usage
-        )
-        for name, text, value in (
-            ("vllm:prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens_total),
-            ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens_total),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries_total),
-            ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits_total),
-            ("vllm:num_preemptions", "Sequences preempted.", stats.preemptions_total),
-            ("appliance_engine_steps", "Steps of the engine.", stats.steps_total),
-            ("appliance_sequences_aborted", "Sequences aborted.", stats.aborted_total),
-            ("appliance_nan_logits", "Sequences ended by broken logits.", stats.nan_logits_total),
-            ("appliance_engine_restarts", "Engine processes after the first.", engine.restarts),
-        ):
-            yield self._counter(name, text, value)
-        for name, text, gauge in (
-            ("appliance_engine_up", "1 while the engine is ready.", float(ready)),
-            ("appliance_kv_utilization", "Share of held slots with tokens.", stats.kv_utilization),
-            ("appliance_kv_blocks", "KV blocks in all.", stats.blocks_total),
-            ("appliance_kv_blocks_active", "KV blocks held by sequences.", stats.blocks_active),
-            ("appliance_kv_blocks_cached", "KV blocks kept for reuse.", stats.blocks_cached),
-            ("appliance_kv_blocks_shared", "KV blocks held more than once.", stats.blocks_shared),
-            ("appliance_step_seconds", "Duration of the last step.", stats.step_seconds),
-        ):
-            yield self._gauge(name, text, gauge)
-
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+            metrics.failed += 1

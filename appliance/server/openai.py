@@ -105,7 +105,7 @@ def openai_router(state: ServerState) -> APIRouter:
     async def models() -> Response:
         return json_response(ModelList(data=[card()]))
 
-    @router.get("/v1/models/{model_id:path}", **describes(None, ModelCard, path="model_id"))
+    @router.get("/v1/models/{model_id:path}", **describes(None, ModelCard, path=("model_id",)))
     async def model(request: Request) -> Response:
         state.check_model(request.path_params["model_id"])
         return json_response(card())

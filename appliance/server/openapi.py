@@ -36,7 +36,7 @@ def describes(
     gives: type[msgspec.Struct] | None,
     *,
     streams: bool = False,
-    path: str | None = None,
+    path: tuple[str, ...] = (),
     media_type: str = "application/json",
 ) -> dict[str, Any]:
     """Keyword arguments of a route that document it.
@@ -45,7 +45,7 @@ def describes(
         takes: the body.
         gives: the answer; None means text of `media_type`.
         streams: whether the answer may also be server-sent events.
-        path: name of the path parameter.
+        path: names of the path parameters.
         media_type: of an answer that is no struct.
     """
     content: dict[str, Any] = {media_type: {"schema": {"type": "string"}}}
@@ -64,9 +64,10 @@ def describes(
     if takes is not None:
         body = {"application/json": {"schema": _reference(takes)}}
         extra["requestBody"] = {"required": True, "content": body}
-    if path is not None:
+    if path:
         extra["parameters"] = [
-            {"name": path, "in": "path", "required": True, "schema": {"type": "string"}}
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in path
         ]
     return {"responses": responses, "openapi_extra": extra, "response_model": None}
 

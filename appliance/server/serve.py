@@ -16,9 +16,11 @@ import uvloop
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.client import EngineClient
 from appliance.errors import EngineUnavailableError
+from appliance.log import RecentWarnings
 from appliance.server.listener import HttpProtocol, bind, url_of
 from appliance.server.memory import settle
 from appliance.server.metrics import Metrics
+from appliance.server.quality import quality_facts
 from appliance.server.state import ServerState
 from appliance.tokenizer import Tokenizer
 from appliance.tokenizer.template_probe import probe
@@ -62,6 +64,7 @@ def run_server(
     on_progress: ProgressCallback,
     on_ready: ReadyCallback,
     engine_command: Sequence[str] = ENGINE_COMMAND,
+    warnings: RecentWarnings | None = None,
 ) -> None:
     """Serve until a signal ends it.
 
@@ -73,6 +76,7 @@ def run_server(
         on_progress: called with stage, done, total while the model loads.
         on_ready: called with the URL, the model's id and what was loaded.
         engine_command: starts the engine process.
+        warnings: what the log keeps for dashboards.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -82,21 +86,27 @@ def run_server(
     with sock:
         engine_config = msgspec.structs.replace(settings.engine, model=str(model.path))
         engine = EngineClient(engine_config, command=engine_command)
-        uvloop.run(_Server(settings, model, engine, sock).run(on_progress, on_ready))
+        server = _Server(settings, model, engine, sock, warnings or RecentWarnings())
+        uvloop.run(server.run(on_progress, on_ready))
 
 
 class _Server:
     """One run of the API process."""
 
     def __init__(
-        self, settings: Settings, model: FoundModel, engine: EngineClient, sock: socket.socket
+        self,
+        settings: Settings,
+        model: FoundModel,
+        engine: EngineClient,
+        sock: socket.socket,
+        warnings: RecentWarnings,
     ) -> None:
         self._model = model
         self._engine = engine
         self._socket = sock
         self._url = url_of(settings.server, sock)
         name = settings.server.served_model_name or model.name
-        self._state = ServerState(settings.server, engine, name, Metrics(name))
+        self._state = ServerState(settings.server, engine, name, Metrics(name), warnings=warnings)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -151,6 +161,7 @@ class _Server:
 
     async def _load(self, on_progress: ProgressCallback) -> EngineInfo:
         tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._model.path)
+        self._state.quality = await asyncio.to_thread(quality_facts, self._model.path)
         info, _ = await asyncio.gather(
             self._engine.start(tokenizer.eos_token_ids, on_progress),
             asyncio.to_thread(_try_template, tokenizer),

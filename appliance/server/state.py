@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError, QueueFullError, UnknownModelError
+from appliance.log import RecentWarnings
+from appliance.server.machine import MachineProbe
 
 if TYPE_CHECKING:
     from appliance.config import ServerConfig
-    from appliance.engine.messages import EngineInfo
+    from appliance.engine.messages import EngineInfo, StepReport
     from appliance.engine.process.client import EngineClient
+    from appliance.events import QualityFact
     from appliance.server.metrics import Metrics
     from appliance.tokenizer import Tokenizer
 
@@ -29,6 +32,8 @@ class ServerState:
         tokenizer: None until it is read.
         draining: no new requests; those in flight go on.
         closing: streams without an end are to end.
+        quality: what the quality card of the model says.
+        warnings: of this process and the engine's, for whoever watches.
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
 
@@ -40,9 +45,20 @@ class ServerState:
     draining: bool = False
     closing: bool = False
     started: float = field(default_factory=time.time)  # Unix seconds
+    quality: tuple[QualityFact, ...] = ()
+    warnings: RecentWarnings = field(default_factory=RecentWarnings)
+    machine: MachineProbe = field(init=False)
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
     )
+
+    def __post_init__(self) -> None:
+        self.machine = MachineProbe(self.engine)
+        self.engine.observers += [self._take_warnings, self.metrics.take_steps]
+
+    def _take_warnings(self, report: StepReport) -> None:
+        for line in report.logs:
+            self.warnings.add(line)
 
     @property
     def unavailable(self) -> str | None:

@@ -7,6 +7,7 @@ Prompts that contain one of the trigger tokens make it misbehave.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -21,13 +22,14 @@ from appliance.engine.messages import (
     EngineInfo,
     SequenceDelta,
     StepReport,
+    Table,
     TokenLogprobs,
 )
 from appliance.engine.process.entry import run_engine_process
 from appliance.engine.request import FinishReason, Request
 from appliance.errors import MemoryPlanError, RequestError
 from appliance.events import BlockState
-from appliance.stats import EngineStats, SequenceView
+from appliance.stats import EngineStats, SequenceView, StepView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,6 +82,7 @@ class EchoEngine:
         self.seen: set[tuple[int, ...]] = set()
         self.steps = self.prompt_tokens = self.generated = self.aborted = 0
         self.slots = list(reversed(range(1, 1000)))
+        self.views: list[StepView] = []
         self.info = EngineInfo(
             model="echo", architecture="echo", device="cpu", backend="none", weight_format="none",
             kv_format="none", context_length=self.context, vocab_size=VOCAB_SIZE,
@@ -140,6 +143,9 @@ class EchoEngine:
         deltas = tuple(
             delta for sequence in list(self.running) if (delta := self.advance(sequence))
         )
+        self.views.append(StepView(self.steps, 0, len(deltas), len(deltas), self.step_seconds))
+        if self.steps == 1:
+            logging.getLogger("appliance.echo").warning("the first step of an echo")
         return StepReport(deltas=deltas, started=tuple(started))
 
     def advance(self, sequence: EchoSequence) -> SequenceDelta | None:
@@ -193,6 +199,23 @@ class EchoEngine:
             num_cached_tokens=sequence.cached,
             queue_seconds=0.001 if sequence.output == 1 else None,
         )
+
+    def take_steps(self) -> tuple[StepView, ...]:
+        views, self.views = tuple(self.views), []
+        return views
+
+    def block_table(self, request_id: str, index: int) -> Table:
+        for sequence in self.running:
+            if (sequence.request.request_id, sequence.index) == (request_id, index):
+                full = sequence.computed // self.block_size
+                return Table(
+                    request_id=request_id,
+                    index=index,
+                    num_tokens=sequence.computed,
+                    blocks=tuple(sequence.blocks),
+                    hashes=b"".join(bytes([block]) * 16 for block in sequence.blocks[:full]),
+                )
+        return Table(request_id=request_id, index=index)
 
     def stats(self) -> EngineStats:
         return EngineStats(

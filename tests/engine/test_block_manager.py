@@ -255,3 +255,21 @@ def test_appending_a_token_writes_no_metadata() -> None:
     seq.token_ids.append(2)
     run(blocks, seq)
     assert (blocks.metadata.words == before).all()
+
+
+def test_a_block_is_being_written_until_it_is_full_or_shared() -> None:
+    blocks = BlockManager(4, 2)
+    parent, child = sequence([1, 2, 3], slot=1), sequence([1, 2, 3, 4], slot=2)
+
+    def states() -> list[int]:
+        return [int(state) for state in unpack(blocks.metadata.words).state[:2]]
+
+    run(blocks, parent)
+    assert states() == [BlockState.ACTIVE, BlockState.WRITING]
+    blocks.fork(parent, child, 3)
+    assert states() == [BlockState.ACTIVE, BlockState.ACTIVE]
+    blocks.free(parent)
+    assert states() == [BlockState.ACTIVE, BlockState.WRITING]
+    run(blocks, child)
+    assert states() == [BlockState.ACTIVE, BlockState.ACTIVE]
+    blocks.check_invariants([child])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from appliance.engine.block_metadata import (
     BYTES_PER_BLOCK,
     MAX_OWNER,
+    STAMPS_PER_SECOND,
     BlockMetadata,
     unpack,
 )
@@ -18,20 +19,20 @@ from appliance.events import BlockState
     state=st.sampled_from(BlockState),
     references=st.integers(0, 1000),
     precision=st.integers(0, 15),
-    step=st.integers(0, 2**40),
+    now=st.floats(0, 2**34),
 )
 def test_what_is_written_is_what_a_reader_unpacks(
-    owner: int, state: BlockState, references: int, precision: int, step: int
+    owner: int, state: BlockState, references: int, precision: int, now: float
 ) -> None:
     metadata = BlockMetadata(num_blocks=3, precision=precision)
-    metadata.begin_step(step)
+    metadata.begin_step(now)
     metadata.write(1, state, owner, references)
     fields = unpack(metadata.words)
     assert fields.owner.tolist() == [0, owner, 0]
     assert fields.state.tolist() == [BlockState.FREE, state, BlockState.FREE]
     assert fields.references.tolist() == [0, min(references, 255), 0]
     assert fields.precision.tolist() == [0, precision, 0]
-    assert fields.step.tolist() == [0, step % 2**32, 0]
+    assert fields.stamp.tolist() == [0, int(now * STAMPS_PER_SECOND) % 2**32, 0]
     assert metadata.owner(1) == owner
 
 

@@ -5,28 +5,35 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
+import pytest
 
 from appliance.engine.process.supervisor import EngineState
 from appliance.events import (
     BlockState,
+    BlockTable,
     Delta,
     Event,
     Info,
+    Log,
     Sequences,
     Snapshot,
     Stats,
     decode_event,
     unpack_cell,
 )
-from appliance.server.admin import MAX_WATCHERS, Rates
-from appliance.stats import EngineStats
+from appliance.log import MAX_RECENT, RecentWarnings
+from appliance.server.admin import MAX_WATCHERS, LogFeed, Rates
+from appliance.server.sequence_feed import TokenRate
+from appliance.stats import EngineStats, LogLine
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
 
     from tests.server.conftest import Running, Serve
 
+HANG = 267  # of the echo engine: the step never ends
 EVENTS = "/admin/v1/events"
 
 
@@ -71,6 +78,10 @@ async def test_the_feed_tells_the_truth_about_blocks_and_sequences(serve: Serve)
         blocks = Map()
         first = [await anext(feed) for _ in range(4)]
         assert [type(event) for event in first] == [Info, Snapshot, Sequences, Stats]
+        machine = first[3].machine if isinstance(first[3], Stats) else None
+        assert machine is not None
+        assert machine.engine_rss_bytes > 2**20
+        assert machine.memory_total_bytes > machine.engine_rss_bytes
         info = first[0]
         assert isinstance(info, Info)
         assert (info.model, info.state, info.num_blocks, info.restarts) == ("echo", "ready", 256, 0)
@@ -102,6 +113,14 @@ async def test_the_feed_tells_the_truth_about_blocks_and_sequences(serve: Serve)
         assert isinstance(stats, Stats)
         assert (stats.requests_running, stats.requests_waiting) == (2, 1)
         assert stats.engine.running == 2
+        assert stats.queue_wait.count == 2
+        numbers = [step.number for step in stats.steps]
+        assert numbers == list(range(numbers[0], numbers[-1] + 1)), "each step is told once"
+        assert max(step.sequences for step in stats.steps) == 2
+        sequences = last[Sequences]
+        assert isinstance(sequences, Sequences)
+        assert {view.model for view in sequences.sequences} == {"echo"}
+        assert not any(view.prompt for view in sequences.sequences), "prompts are not shown"
         assert stats.time_to_first_token.count == 2
         assert stats.inter_token_latency.p50 > 0.005
         assert blocks.active() >= 14
@@ -155,6 +174,125 @@ async def test_watching_does_not_wake_an_idle_engine(serve: Serve) -> None:
         assert running.state.engine.stats.steps_total == 0
         assert running.state.engine.state is EngineState.READY
         await feed.aclose()
+
+
+async def test_a_block_table_says_where_a_sequence_lies(serve: Serve) -> None:
+    async with serve("step_seconds=0.01") as running:
+        work = asyncio.create_task(running.complete("a" * 40, max_tokens=300))
+        engine = running.state.engine
+        await running.until(lambda: any(view.slot for view in engine.sequences))
+        (view,) = engine.sequences
+        path = f"/admin/v1/sequences/{view.request_id}/0/blocks"
+        response = await running.http.get(path)
+        table = msgspec.json.decode(response.content, type=BlockTable)
+        assert (table.request_id, table.index) == (view.request_id, 0)
+        assert len(table.blocks) >= table.num_tokens / 16
+        assert [len(entry.hash) for entry in table.blocks[:2]] == [32, 32]
+        assert {entry.references for entry in table.blocks} == {1}
+        answers = await asyncio.gather(*(running.http.get(path) for _ in range(3)))
+        assert {answer.status_code for answer in answers} == {200}, "several may ask at once"
+        for gone in (f"{view.request_id}/1", f"{view.request_id}/x", "no-such-request/0"):
+            response = await running.http.get(f"/admin/v1/sequences/{gone}/blocks")
+            assert response.status_code == 404
+            assert "sequence" in response.json()["error"]["message"]
+        work.cancel()
+
+
+async def test_a_block_table_that_never_comes_ends_with_the_engine(serve: Serve) -> None:
+    async with serve() as running:
+        engine = running.state.engine
+        work = asyncio.create_task(running.complete([HANG]))
+        await running.until(lambda: engine.num_running + engine.num_waiting == 1)
+        ((request, _),) = engine.open_requests()
+        path = f"/admin/v1/sequences/{request.request_id}/0/blocks"
+        asked = asyncio.create_task(running.http.get(path))
+        await asyncio.sleep(0.2)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        assert (await asked).status_code == 404
+        work.cancel()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_can_be_ended_from_outside(serve: Serve, stream: bool) -> None:
+    async with serve("step_seconds=0.01") as running:
+        engine = running.state.engine
+        work = asyncio.create_task(running.complete("a" * 40, max_tokens=400, stream=stream))
+        await running.until(lambda: bool(engine.num_running))
+        ((request, _),) = engine.open_requests()
+        path = f"/admin/v1/requests/{request.request_id}/abort"
+        response = await running.http.post(path)
+        assert (response.status_code, response.json()) == (200, {"aborted": True})
+        answer = await work
+        assert answer.status_code == (200 if stream else 410)
+        assert '"code":"request_aborted"' in answer.text
+        await running.until(running.idle)
+        assert (await running.http.post(path)).status_code == 404
+
+
+async def test_prompts_are_shown_where_the_server_was_started_to_show_them(serve: Serve) -> None:
+    async with serve("step_seconds=0.01", server={"show_prompts": True}) as running:
+        feed = watch(running)
+        work = asyncio.create_task(running.complete("hello there", max_tokens=300))
+        async with asyncio.timeout(10):
+            async for event in feed:
+                if isinstance(event, Info):
+                    assert event.prompts_shown
+                if isinstance(event, Sequences) and event.sequences:
+                    assert event.sequences[0].prompt == "hello there"
+                    break
+        work.cancel()
+        await feed.aclose()
+
+
+async def test_warnings_of_the_engine_reach_every_watcher_once(serve: Serve) -> None:
+    async with serve() as running:
+        await running.complete("hi", max_tokens=3)
+        for _ in range(2):
+            feed = watch(running)
+            lines: list[LogLine] = []
+            async with asyncio.timeout(10):
+                async for event in feed:
+                    if isinstance(event, Log):
+                        lines += event.lines
+                    if isinstance(event, Stats) and lines:
+                        break
+            assert [line.message for line in lines] == ["the first step of an echo"]
+            assert (lines[0].level, lines[0].source) == ("WARNING", "appliance.echo")
+            await feed.aclose()
+
+
+def test_a_watcher_is_told_new_lines_only_and_as_many_as_are_kept() -> None:
+    warnings = RecentWarnings()
+    feed = LogFeed(warnings)
+
+    def told() -> list[str]:
+        log = feed.poll()
+        return [] if log is None else [line.message for line in log.lines]
+
+    def add(*messages: str) -> None:
+        for message in messages:
+            warnings.add(LogLine(time=0.0, level="ERROR", source="s", message=message))
+
+    assert told() == []
+    add("a", "b")
+    assert told() == ["a", "b"]
+    assert told() == []
+    add("c")
+    assert told() == ["c"]
+    add(*map(str, range(MAX_RECENT + 5)))
+    assert told() == [str(number) for number in range(5, MAX_RECENT + 5)]
+
+
+def test_the_rate_of_a_sequence_follows_its_tokens() -> None:
+    rate = TokenRate()
+    assert rate.update(0.0, 5) == 0.0
+    assert rate.update(0.5, 10) == 10.0
+    assert rate.update(0.5, 10) == 10.0, "the same report twice"
+    assert 10.0 < rate.update(1.0, 20) < 20.0
+    for second in range(2, 30):
+        latest = rate.update(float(second), 20 * second)
+    assert latest == pytest.approx(20.0, rel=1e-6)
 
 
 def test_rates() -> None:

@@ -5,9 +5,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.engine.block_metadata import BlockMetadata
-from appliance.engine.messages import EngineInfo
-from appliance.events import NO_OWNER, BlockState, Delta, Snapshot, pack_cell, unpack_cell
-from appliance.server.block_feed import MAX_RUNS, BlockFeed, cells_of, changed_runs
+from appliance.engine.messages import EngineInfo, Table
+from appliance.events import (
+    MAX_SHOWN_AGE,
+    NO_OWNER,
+    BlockState,
+    Delta,
+    Snapshot,
+    pack_cell,
+    unpack_cell,
+)
+from appliance.server.block_feed import (
+    MAX_RUNS,
+    BlockFeed,
+    ages_of,
+    cells_of,
+    changed_runs,
+    table_entries,
+)
 
 NUM_BLOCKS = 6000
 INFO = EngineInfo(
@@ -33,16 +48,40 @@ def test_cells_hold_what_the_engine_wrote() -> None:
     assert cells[1] == pack_cell(BlockState.ACTIVE, 0, 300, 65_000)
 
 
+def test_ages_are_seconds_since_a_block_changed_hands() -> None:
+    metadata = BlockMetadata(num_blocks=4)
+    for block, when in enumerate((100.0, 160.05, 161.2)):
+        metadata.begin_step(when)
+        metadata.write(block, BlockState.ACTIVE, owner=1)
+    assert ages_of(metadata.words, 161.15).tolist() == [61, 1, 0, MAX_SHOWN_AGE]
+    assert ages_of(metadata.words, 161.2 + 100_000).tolist()[2] == MAX_SHOWN_AGE
+    wrap = 2**32 / 10
+    metadata.begin_step(wrap - 3)
+    metadata.write(0, BlockState.CACHED)
+    assert ages_of(metadata.words, wrap + 4).tolist()[0] == 7
+
+
+def test_an_entry_of_a_block_table_says_what_the_engine_wrote() -> None:
+    metadata = BlockMetadata(num_blocks=8, precision=2)
+    metadata.write(6, BlockState.ACTIVE, owner=1, references=3)
+    metadata.write(1, BlockState.WRITING, owner=1, references=1)
+    table = Table(request_id="r", index=0, num_tokens=20, blocks=(6, 1), hashes=b"\xab" * 16)
+    first, last = table_entries(table, metadata.words.data)
+    assert (first.block, first.hash, first.references, first.precision) == (6, "ab" * 16, 3, 2)
+    assert (last.block, last.hash, last.references) == (1, "", 1)
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=60))
 def test_runs_turn_one_map_into_the_other(pairs: list[tuple[int, int]]) -> None:
-    before, after = (np.array(column, dtype=np.uint32) for column in zip(*pairs, strict=True))
+    before, after = (np.array(column, dtype=np.uint64) for column in zip(*pairs, strict=True))
+    before, after = before << np.uint64(44), after << np.uint64(44)  # states
     runs = changed_runs(before, after)
-    patched = before.copy()
+    patched = cells_of(before)
     touched = 0
     for run in runs:
         patched[run.start : run.start + run.length] = run.cell
         touched += run.length
-    assert (patched == after).all()
+    assert (patched == cells_of(after)).all()
     assert touched == (before != after).sum()
     ends = [(run.start, run.start + run.length) for run in runs]
     assert ends == sorted(ends)
@@ -64,6 +103,12 @@ def test_a_watcher_gets_a_snapshot_then_changes_then_a_snapshot_of_another_engin
     assert isinstance(delta, Delta)
     assert delta.epoch == first.epoch
     assert [(run.start, run.length) for run in delta.runs] == [(7, 3)]
+
+    metadata.begin_step(77.0)
+    metadata.write(8, BlockState.ACTIVE, owner=3, references=1)
+    taken_again = feed.poll(words, INFO)
+    assert isinstance(taken_again, Delta)
+    assert [(run.start, run.length) for run in taken_again.runs] == [(8, 1)], "its age is 0 again"
 
     for block in range(0, 2 * MAX_RUNS + 2, 2):
         metadata.write(block, BlockState.CACHED)

@@ -9,14 +9,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from appliance.engine.messages import Abort, Load, SequenceDelta, StepReport, Submit
+from appliance.engine.messages import (
+    Abort,
+    FetchTable,
+    Load,
+    SequenceDelta,
+    StepReport,
+    Submit,
+    Table,
+)
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits, Supervisor
 from appliance.engine.request import FinishReason
-from appliance.errors import EngineDiedError, EngineError, EngineUnavailableError, RequestError
+from appliance.errors import (
+    EngineDiedError,
+    EngineError,
+    EngineUnavailableError,
+    RequestAbortedError,
+    RequestError,
+)
 from appliance.stats import EngineStats, SequenceView
 
 if TYPE_CHECKING:
@@ -133,8 +147,10 @@ class EngineClient:
         self.stats = EngineStats()  # the latest
         self.stats_time = 0.0  # monotonic, when they came
         self.sequences: tuple[SequenceView, ...] = ()
+        self.observers: list[Callable[[StepReport], None]] = []  # get every report with stats
         self._config = config
         self._generations: dict[str, Generation] = {}
+        self._tables: dict[tuple[str, int], asyncio.Future[Table]] = {}
         self._supervisor = Supervisor(
             command,
             limits,
@@ -210,6 +226,7 @@ class EngineClient:
     async def close(self, *, now: bool = False) -> None:
         """End the engine after its step, or now; what is in flight fails."""
         self.fail_all(EngineUnavailableError("the server is shutting down"))
+        self._forget_sequences()
         await self._supervisor.close(now=now)
 
     def generate(self, request: Request) -> Generation:
@@ -229,6 +246,32 @@ class EngineClient:
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop a request, or one choice of it, in whatever phase it is."""
         self._supervisor.send(Abort(request_id, index))
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at the wish of whoever runs the server; False if it is not open."""
+        generation = self._generations.get(request_id)
+        if generation is None:
+            return False
+        self._end(generation, RequestAbortedError("whoever runs this server ended the request"))
+        self.abort(request_id)
+        return True
+
+    def open_requests(self) -> list[tuple[Request, bool]]:
+        """Every request that is open here, and whether the engine has started it."""
+        return [(one.request, one.started) for one in self._generations.values()]
+
+    async def fetch_table(self, request_id: str, index: int) -> Table:
+        """The blocks of one sequence, as the engine has them between two steps."""
+        nothing = Table(request_id=request_id, index=index)
+        if self.state is not EngineState.READY or request_id not in self._generations:
+            return nothing
+        asked = self._tables.get((request_id, index))
+        if asked is None:
+            asked = asyncio.get_running_loop().create_future()
+            self._tables[request_id, index] = asked
+            self._supervisor.send(FetchTable(request_id, index))
+        # One who goes away does not take the answer from another who asked the same.
+        return await asyncio.shield(asked)
 
     def fail_all(self, error: Exception) -> None:
         """End every request with an error; their consumers close them."""
@@ -261,9 +304,24 @@ class EngineClient:
             self.stats_time = time.monotonic()
         if report.sequences is not None:
             self.sequences = report.sequences
+        for table in report.tables:
+            self._answer(table)
+        if report.stats is not None:
+            for observe in self.observers:
+                observe(report)
+
+    def _answer(self, table: Table) -> None:
+        asked = self._tables.pop((table.request_id, table.index), None)
+        if asked is not None and not asked.done():
+            asked.set_result(table)
+
+    def _forget_sequences(self) -> None:
+        self.sequences = ()
+        for request_id, index in list(self._tables):
+            self._answer(Table(request_id=request_id, index=index))
 
     def _on_death(self, error: EngineDiedError) -> None:
-        self.sequences = ()
+        self._forget_sequences()
         for generation in list(self._generations.values()):
             if generation.started or generation.submissions >= MAX_SUBMISSIONS:
                 self._end(generation, error)
@@ -274,5 +332,5 @@ class EngineClient:
             self._supervisor.send(Submit(generation.request))
 
     def _on_failure(self, error: EngineUnavailableError) -> None:
-        self.sequences = ()
+        self._forget_sequences()
         self.fail_all(error)

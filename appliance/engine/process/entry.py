@@ -27,11 +27,13 @@ def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadE
     parser.add_argument("--log-level", type=int, required=True)
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
-    log.configure(options.log_level)
+    warnings = log.configure(options.log_level)
     faulthandler.enable()
     faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
     with socket.socket(fileno=options.socket) as sock:
-        return run_worker(sock, map_metadata(options.metadata, writable=True), find_loader)
+        return run_worker(
+            sock, map_metadata(options.metadata, writable=True), find_loader, warnings
+        )
 
 
 def die_with_parent(parent: int) -> None:

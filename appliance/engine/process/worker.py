@@ -21,6 +21,7 @@ from appliance.engine.messages import (
     Abort,
     EngineInfo,
     Failed,
+    FetchTable,
     FromEngine,
     Load,
     Progress,
@@ -29,6 +30,7 @@ from appliance.engine.messages import (
     Shutdown,
     StepReport,
     Submit,
+    Table,
     ToEngine,
 )
 from appliance.engine.process.framing import FrameDecoder, encode_frame
@@ -37,7 +39,8 @@ from appliance.errors import ApplianceError, RequestError
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
-    from appliance.stats import EngineStats, SequenceView
+    from appliance.log import RecentWarnings
+    from appliance.stats import EngineStats, SequenceView, StepView
 
 SNAPSHOT_SECONDS = 0.25  # between stats and sequences while there is work
 _READ_BYTES = 1 << 20
@@ -73,6 +76,14 @@ class Engine(Protocol):
 
     def sequences(self) -> tuple[SequenceView, ...]:
         """Every sequence that waits or runs."""
+        ...
+
+    def take_steps(self) -> tuple[StepView, ...]:
+        """The steps since the last call."""
+        ...
+
+    def block_table(self, request_id: str, index: int) -> Table:
+        """The blocks of one sequence."""
         ...
 
 
@@ -125,7 +136,10 @@ class Connection:
 
 
 def run_worker(
-    sock: socket.socket, metadata: memoryview, find_loader: Callable[[], LoadEngine]
+    sock: socket.socket,
+    metadata: memoryview,
+    find_loader: Callable[[], LoadEngine],
+    warnings: RecentWarnings,
 ) -> int:
     """Load and serve until the other side goes away; returns the exit code.
 
@@ -134,6 +148,7 @@ def run_worker(
         metadata: one word per block, shared with the other side.
         find_loader: imports what loads the engine. That takes a while, and goes on while the other
             side still prepares what to load.
+        warnings: what this process has to say to people.
     """
     connection = Connection(sock)
     try:
@@ -159,15 +174,16 @@ def run_worker(
     # Until here a signal simply ends the process; from here on it ends after the current step.
     signal.signal(signal.SIGTERM, lambda number, frame: connection.close_reading())
     connection.send(Ready(engine.info))
-    Worker(engine, connection).run()
+    Worker(engine, connection, warnings).run()
     return 0
 
 
 class Worker:
     """The loop."""
 
-    def __init__(self, engine: Engine, connection: Connection) -> None:
+    def __init__(self, engine: Engine, connection: Connection, warnings: RecentWarnings) -> None:
         self._engine = engine
+        self._warnings = warnings
         self._connection = connection
         self._next_snapshot = 0.0
         self._ended = False
@@ -192,6 +208,9 @@ class Worker:
                 self._submit(request)
             case Abort(request_id, index):
                 self._engine.abort(request_id, index)
+            case FetchTable(request_id, index):
+                table = self._engine.block_table(request_id, index)
+                self._connection.send(StepReport(tables=(table,)))
             case Shutdown():
                 self._ended = True
             case Load():
@@ -225,5 +244,9 @@ class Worker:
     def _with_snapshot(self, report: StepReport) -> StepReport:
         self._next_snapshot = time.monotonic() + SNAPSHOT_SECONDS
         return msgspec.structs.replace(
-            report, stats=self._engine.stats(), sequences=self._engine.sequences()
+            report,
+            stats=self._engine.stats(),
+            sequences=self._engine.sequences(),
+            steps=self._engine.take_steps(),
+            logs=self._warnings.take(),
         )

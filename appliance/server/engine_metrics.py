@@ -1,0 +1,144 @@
+"""The engine's own numbers for Prometheus, from its latest report: reading them wakes nobody."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from prometheus_client.registry import Collector
+
+from appliance.engine.process.supervisor import EngineState
+from appliance.server.families import counter, gauge
+from appliance.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
+    from appliance.server.state import ServerState
+
+
+class EngineCollector(Collector):
+    """Reads what the engine reported last, whenever somebody asks."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._labels = {"model_name": state.model_id}
+
+    def collect(self) -> Iterable[Metric]:
+        """For the registry."""
+        yield from self._counters()
+        yield from self._gauges()
+        yield from self._requests()
+        yield from self._facts()
+
+    def _counters(self) -> Iterator[Metric]:
+        stats, engine = self._state.engine.stats, self._state.engine
+        for name, text, value in (
+            ("vllm:prompt_tokens", "Prompt tokens accepted.", stats.prompt_tokens_total),
+            ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens_total),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries_total),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits_total),
+            ("vllm:num_preemptions", "Sequences preempted.", stats.preemptions_total),
+            ("appliance_engine_steps", "Steps of the engine.", stats.steps_total),
+            ("appliance_sequences_aborted", "Sequences aborted.", stats.aborted_total),
+            ("appliance_nan_logits", "Sequences ended by broken logits.", stats.nan_logits_total),
+            ("appliance_engine_restarts", "Engine processes after the first.", engine.restarts),
+            (
+                "appliance_requests_failed",
+                "Requests that ended with an error or without a reader.",
+                self._state.metrics.failed,
+            ),
+            (
+                "appliance_log_warnings",
+                "Warnings and errors in the log.",
+                self._state.warnings.total,
+            ),
+        ):
+            yield counter(name, text, [(self._labels, value)])
+
+    def _gauges(self) -> Iterator[Metric]:
+        stats, engine = self._state.engine.stats, self._state.engine
+        ready = engine.state is EngineState.READY
+        for name, text, value in (
+            ("vllm:num_requests_running", "Requests in work.", engine.num_running),
+            ("vllm:num_requests_waiting", "Requests in the queue.", engine.num_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_usage),
+            ("appliance_engine_up", "1 while the engine is ready.", float(ready)),
+            ("appliance_kv_utilization", "Share of held slots with tokens.", stats.kv_utilization),
+            ("appliance_kv_block_slots", "Token slots of a KV block.", stats.block_size),
+            ("appliance_sequences_running", "Sequences that hold blocks.", stats.running),
+            ("appliance_sequences_waiting", "Sequences that hold none.", stats.waiting),
+            ("appliance_queue_limit", "Requests that may wait.", self._state.config.max_queue),
+        ):
+            yield gauge(name, text, [(self._labels, value)])
+        states = {
+            "free": stats.blocks_free,
+            "cached": stats.blocks_cached,
+            "active": stats.blocks_active - stats.blocks_shared,
+            "shared": stats.blocks_shared,
+        }
+        yield gauge(
+            "appliance_kv_blocks",
+            "KV blocks by state; shared ones stand in more than one block table.",
+            [({**self._labels, "state": state}, count) for state, count in states.items()],
+        )
+
+    def _requests(self) -> Iterator[Metric]:
+        counts = Counter(
+            (request.owner or "none", "running" if started else "waiting")
+            for request, started in self._state.engine.open_requests()
+        )
+        yield gauge(
+            "appliance_requests",
+            "Open requests by the name of their key.",
+            [
+                ({**self._labels, "key": key, "state": state}, count)
+                for (key, state), count in sorted(counts.items())
+            ],
+        )
+
+    def _facts(self) -> Iterator[Metric]:
+        build = {"version": __version__, "python": platform.python_version()}
+        yield gauge("appliance_build_info", "What is running.", [(build, 1)])
+        yield gauge(
+            "appliance_quality",
+            "The quality card of the model: what quantizing its weights cost.",
+            [({**self._labels, "fact": one.name}, one.value) for one in self._state.quality],
+        )
+        info = self._state.engine.info
+        if info is None:
+            return
+        cache = {
+            "block_size": str(info.block_size),
+            "cache_dtype": info.kv_format,
+            "num_gpu_blocks": str(info.num_blocks),
+        }
+        yield gauge("vllm:cache_config_info", "The KV cache.", [({**self._labels, **cache}, 1)])
+        model = {
+            "architecture": info.architecture,
+            "backend": info.backend,
+            "device": info.device,
+            "kv_format": info.kv_format,
+            "weight_format": info.weight_format,
+        }
+        yield gauge("appliance_model_info", "The model.", [({**self._labels, **model}, 1)])
+        plan = {
+            "weights": info.weight_bytes,
+            "kv_cache": info.kv_bytes,
+            "workspace": info.workspace_bytes,
+            "budget": info.memory_bytes,
+        }
+        yield gauge(
+            "appliance_memory_planned_bytes",
+            "How memory was divided before the model was loaded.",
+            [({**self._labels, "part": part}, size) for part, size in plan.items()],
+        )
+        yield gauge(
+            "appliance_context_tokens",
+            "Tokens of one sequence, prompt and answer together.",
+            [(self._labels, info.context_length)],
+        )
+        yield gauge("appliance_load_seconds", "The last load.", [(self._labels, info.load_seconds)])

@@ -1,0 +1,124 @@
+"""What NVIDIA's management library says of the GPUs; nothing at all where there is no driver.
+
+Every call of the library may block for milliseconds, so this runs in a thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from appliance.events import Gpu
+
+ENERGY_SECONDS = 60.0  # over which joules per token are counted
+
+# Bits of nvml.h, "clocks event reasons". Idle clocks and settings of the owner's own are no news.
+REASONS = (
+    (0x04, "power cap"),
+    (0x08, "hardware slowdown"),
+    (0x20, "thermal limit"),
+    (0x40, "hardware thermal slowdown"),
+    (0x80, "power brake"),
+)
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+class GpuProbe:
+    """Reads all GPUs of the machine."""
+
+    def __init__(self, library: Any = None) -> None:
+        self._library = library  # pynvml; found when it is needed first
+        self._handles: list[Any] | None = None
+        self._meters: list[EnergyMeter] = []
+
+    def read(self, generated_tokens: int) -> tuple[Gpu, ...]:
+        """Every GPU at this moment.
+
+        Args:
+            generated_tokens: by the engine, ever.
+        """
+        if self._handles is None:
+            self._handles = self._open()
+            self._meters = [EnergyMeter() for _ in self._handles]
+        now = time.monotonic()
+        return tuple(
+            self._read_one(handle, meter, now, generated_tokens)
+            for handle, meter in zip(self._handles, self._meters, strict=True)
+        )
+
+    def _open(self) -> list[Any]:
+        try:
+            if self._library is None:
+                import pynvml
+
+                self._library = pynvml
+            self._library.nvmlInit()
+            count = self._library.nvmlDeviceGetCount()
+            return [self._library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        except Exception as error:
+            # On a machine without a GPU that is as it should be.
+            logger.debug("no facts of GPUs: %s", error)
+            return []
+
+    def _read_one(self, handle: Any, meter: EnergyMeter, now: float, tokens: int) -> Gpu:
+        nvml = self._library
+        memory = _ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        use = _ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        power = _ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        limit = _ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        millijoules = _ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        reasons = _ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
+        energy = None if millijoules is None else millijoules / 1000
+        return Gpu(
+            name=_text(_ask(lambda: nvml.nvmlDeviceGetName(handle))),
+            utilization=None if use is None else use.gpu / 100,
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            power_watts=None if power is None else power / 1000,
+            power_limit_watts=None if limit is None else limit / 1000,
+            temperature_celsius=_ask(lambda: nvml.nvmlDeviceGetTemperature(handle, 0)),
+            sm_clock_mhz=_ask(lambda: nvml.nvmlDeviceGetClockInfo(handle, 1)),
+            throttled=tuple(text for bit, text in REASONS if reasons & bit),
+            energy_joules=energy,
+            joules_per_token=None if energy is None else meter.update(now, energy, tokens),
+        )
+
+
+class EnergyMeter:
+    """Energy per generated token over the last minute, idle times included."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float, int]] = deque()
+
+    def update(self, now: float, joules: float, tokens: int) -> float | None:
+        """Joules per token since the oldest sample of the last minute; None without a token."""
+        samples = self._samples
+        if samples and tokens < samples[-1][2]:
+            samples.clear()  # counters start again with another engine
+        samples.append((now, joules, tokens))
+        while now - samples[0][0] > ENERGY_SECONDS:
+            samples.popleft()
+        _, first_joules, first_tokens = samples[0]
+        generated = tokens - first_tokens
+        return (joules - first_joules) / generated if generated else None
+
+
+def _ask(call: Callable[[], ResultT]) -> ResultT | None:
+    """What a call of the library says; None where this GPU or its driver does not know."""
+    try:
+        return call()
+    except Exception as error:  # NVMLError has one class per code, and old drivers lack functions
+        logger.debug("a GPU does not say: %s", error)
+        return None
+
+
+def _text(name: str | bytes | None) -> str:
+    if name is None:
+        return "GPU"
+    return name.decode("utf-8", "replace") if isinstance(name, bytes) else name

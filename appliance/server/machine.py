@@ -1,0 +1,74 @@
+"""What the server costs its machine, read at most about once a second and only when asked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING
+
+from appliance.events import Machine
+from appliance.server.gpu import GpuProbe
+
+if TYPE_CHECKING:
+    import psutil
+
+    from appliance.engine.process.client import EngineClient
+
+FRESH_SECONDS = 0.9
+
+
+class MachineProbe:
+    """Reads processes and GPUs for all who watch.
+
+    Args:
+        engine: whose process is counted beside this one.
+        gpus: what reads the GPUs.
+    """
+
+    def __init__(self, engine: EngineClient, gpus: GpuProbe | None = None) -> None:
+        self.latest: Machine | None = None
+        self._engine = engine
+        self._gpus = gpus or GpuProbe()
+        self._lock = asyncio.Lock()
+        self._when = 0.0
+        self._busy: dict[int, float] = {}  # process to its CPU seconds
+        self._processes: dict[int, psutil.Process] = {}
+
+    async def read(self) -> Machine:
+        """How it is now, or was a moment ago."""
+        async with self._lock:
+            now = time.monotonic()
+            if self.latest is None or now - self._when > FRESH_SECONDS:
+                tokens = self._engine.stats.generation_tokens_total
+                self.latest = await asyncio.to_thread(self._read, now, self._engine.pid, tokens)
+        return self.latest
+
+    def _read(self, now: float, engine_pid: int | None, tokens: int) -> Machine:
+        import psutil  # not before somebody watches
+
+        seconds, self._when = now - self._when, now
+        before, self._busy = self._busy, {}
+        resident = {}
+        for pid in {os.getpid(), engine_pid} - {None}:
+            assert pid is not None
+            try:
+                process = self._processes.setdefault(pid, psutil.Process(pid))
+                times = process.cpu_times()
+                self._busy[pid] = times.user + times.system
+                resident[pid] = process.memory_info().rss
+            except psutil.NoSuchProcess:
+                self._processes.pop(pid, None)
+        used = sum(spent - before[pid] for pid, spent in self._busy.items() if pid in before)
+        memory = psutil.virtual_memory()
+        return Machine(
+            cpu_cores=len(os.sched_getaffinity(0)),
+            cpu_used=used / seconds if before else 0.0,
+            api_cpu_seconds=self._busy.get(os.getpid(), 0.0),
+            engine_cpu_seconds=self._busy.get(engine_pid or 0, 0.0),
+            api_rss_bytes=resident.get(os.getpid(), 0),
+            engine_rss_bytes=resident.get(engine_pid or 0, 0),
+            memory_total_bytes=memory.total,
+            memory_available_bytes=memory.available,
+            gpus=self._gpus.read(tokens),
+        )

@@ -1,0 +1,58 @@
+"""GET /: the status page with a chat, as files that are what the browser gets.
+
+Open to all, since it holds nothing: what it shows it asks for with the key that a person types.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+from fastapi import APIRouter, Request, Response
+
+from appliance.server.openapi import describes
+
+FOLDER = Path(__file__).parent / "static"
+# Path to file and media type.
+FILES: Final = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/blocks.js": ("blocks.js", "text/javascript; charset=utf-8"),
+    "/frames.js": ("frames.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+HEADERS: Final = {
+    # No markup can bring in a script, a style or a picture from anywhere but these files.
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",  # ask again, and mostly hear that nothing is new
+}
+
+
+def page_router() -> APIRouter:
+    """The routes."""
+    router = APIRouter()
+    for path, (name, media_type) in FILES.items():
+        _add(router, path, (FOLDER / name).read_bytes(), media_type)
+    return router
+
+
+def _add(router: APIRouter, path: str, content: bytes, media_type: str) -> None:
+    tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    headers = {**HEADERS, "etag": tag}
+
+    @router.get(path, **describes(None, None, media_type=media_type.partition(";")[0]))
+    async def send(request: Request) -> Response:
+        """A file of the status page."""
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)

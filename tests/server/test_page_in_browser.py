@@ -1,0 +1,154 @@
+"""The status page as a person meets it, in headless Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from browser import PHONE, chromium, opened
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
+
+    from tests.server.conftest import Serve
+
+MAP_COLOURS = """() => {
+    const canvas = document.getElementById("map");
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    return new Set(Array.from({ length: data.length / 4 }, (_, i) =>
+        data.slice(4 * i, 4 * i + 4).join())).size;
+}"""
+
+
+async def say(page: Page, text: str) -> None:
+    await page.get_by_label("Message").fill(text)
+    await page.get_by_role("button", name="Send").click()
+
+
+async def figures(page: Page) -> str:
+    """What is said of an answer at its end."""
+    found = page.locator("#figures", has_text="context ")
+    await found.wait_for()
+    return await found.inner_text()
+
+
+async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
+    async with (
+        chromium() as browser,
+        serve("step_seconds=0.01") as running,
+        opened(browser, running.url) as (page, complaints),
+    ):
+        await page.locator("#state.ready").wait_for()
+        await page.get_by_text("256 blocks of 16").wait_for()
+        assert await page.locator("#key-form").is_hidden()
+        assert await page.evaluate(MAP_COLOURS) == 2  # free blocks and the gaps between them
+        assert await page.title() == "echo · Appliance"
+
+        await say(page, "<b>hi</b>")
+        answer = page.locator(".message.assistant")
+        text = await figures(page)
+        assert "tokens/s" in text
+        assert "first after" in text
+        assert "<b>hi</b>" in await answer.inner_text(), "shown as text, not as markup"
+        assert await page.locator(".message b").count() == 0
+
+        await say(page, "a" * 100)
+        stop = page.get_by_role("button", name="Stop")
+        async with asyncio.timeout(10):
+            while await page.evaluate(MAP_COLOURS) == 2:  # noqa: ASYNC110 - it looks at a browser
+                await asyncio.sleep(0.05)
+        await stop.click()
+        await page.get_by_text("stopped", exact=True).wait_for()
+        await running.until(running.idle)
+        assert await page.locator(".message").count() == 4
+        assert await stop.is_disabled()
+
+        await page.get_by_role("link", name="Metrics").click()
+        await page.get_by_text("vllm:num_requests_running").first.wait_for()
+        await page.get_by_role("button", name="Close").click()
+        assert await page.locator("#viewer").is_hidden()
+        await page.get_by_role("button", name="New chat").click()
+        assert await page.locator(".message").count() == 0
+        assert complaints == []
+
+
+async def test_the_key_is_asked_for_and_stays_in_the_tab(serve: Serve) -> None:
+    async with (
+        chromium() as browser,
+        serve(server={"api_key": "secret-key"}) as running,
+        opened(browser, running.url) as (page, complaints),
+    ):
+        field = page.get_by_label("API key")
+        await field.wait_for()
+        await field.fill("wrong")
+        await page.get_by_role("button", name="Use this key").click()
+        await page.get_by_text("The server refused this key.").wait_for()
+        await field.fill("secret-key")
+        await page.get_by_role("button", name="Use this key").click()
+        await page.locator("#state.ready").wait_for()
+        assert await page.locator("#key-form").is_hidden()
+        await say(page, "hi")
+        await figures(page)
+        stored = await page.evaluate("[{...sessionStorage}, {...localStorage}, document.cookie]")
+        assert stored == [{"appliance-key": "secret-key"}, {}, ""]
+        await page.reload()
+        await page.locator("#state.ready").wait_for()
+        await page.get_by_role("button", name="Forget the key").click()
+        await field.wait_for()
+        assert {text for text in complaints if "401" not in text} == set()
+
+
+async def test_a_page_that_nobody_looks_at_asks_for_nothing(serve: Serve) -> None:
+    async with (
+        chromium() as browser,
+        serve() as running,
+        opened(browser, running.url) as (page, _),
+    ):
+        await page.locator("#state.ready").wait_for()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        hide = (
+            "hidden => { Object.defineProperty(document, 'hidden', "
+            "{ value: hidden, configurable: true });"
+            "document.dispatchEvent(new Event('visibilitychange')); }"
+        )
+        ended = asyncio.create_task(page.wait_for_event("requestfailed"))
+        await page.evaluate(hide, True)
+        assert (await ended).url.endswith("/admin/v1/events"), "the feed is left"
+        await asyncio.sleep(1.5)
+        assert asked == []
+        await page.evaluate(hide, False)
+        await running.until(lambda: bool(asked))
+        assert asked[0].endswith("/admin/v1/events")
+
+
+async def test_the_page_comes_back_when_the_server_does(serve: Serve) -> None:
+    async with (
+        chromium() as browser,
+        serve() as running,
+        opened(browser, running.url) as (page, _),
+    ):
+        await page.locator("#state.ready").wait_for()
+        await page.context.set_offline(True)
+        running.state.closing = True  # ends the feed
+        await page.get_by_text("no connection").wait_for()
+        running.state.closing = False
+        await page.context.set_offline(False)
+        await page.locator("#state.ready").wait_for()
+
+
+async def test_nothing_is_wider_than_a_phone(serve: Serve) -> None:
+    async with (
+        chromium() as browser,
+        serve() as running,
+        opened(browser, running.url, **PHONE, scheme="dark") as (page, complaints),
+    ):
+        await page.locator("#state.ready").wait_for()
+        await say(page, "word" * 60)
+        await figures(page)
+        width = await page.evaluate("document.documentElement.scrollWidth")
+        assert width <= PHONE["width"]
+        buttons = await page.locator("button:visible").all()
+        boxes = [await button.bounding_box() for button in buttons]
+        assert all(box is not None and box["height"] >= 40 for box in boxes), "for fingers"
+        assert complaints == []
