@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from appliance.quant.scheme import WeightScheme
 
 DAMPING = 0.01  # of the mean diagonal, added to all of it
+DOUBT = 0.4  # of what calibration rows say of how inputs go together, taken as chance
 MOST_DAMPING = 10.0
 COLUMNS_AT_ONCE = 128
 
@@ -49,6 +50,7 @@ def quantize(
     dtype: torch.dtype = torch.bfloat16,
     *,
     damping: float = DAMPING,
+    doubt: float = DOUBT,
     shares: tuple[float, ...] = SHRUNK,
 ) -> GPTQResult:
     """Quantize one linear weight.
@@ -58,6 +60,8 @@ def quantize(
         hessian: (in_features, in_features) float32, the mean of x x^T over calibration tokens.
         scheme: its group size divides in_features.
         dtype: float16 or bfloat16, of scales.
+        doubt: share of the second moments off the diagonal that is left out. Rows are few beside
+            the pairs of inputs, and what columns make up for by chance is lost on other text.
         damping: grows tenfold for as long as the matrix is not positive definite.
         shares: of a group's range that are tried; see `choose_steps`.
 
@@ -68,9 +72,11 @@ def quantize(
     energy = hessian.diagonal().clone()
     if not bool(torch.isfinite(hessian).all()):
         raise QuantizeError("activations hold NaN or infinity")
+    believed = hessian * (1 - doubt)
+    believed.diagonal().copy_(energy)
     steps = choose_steps(original, scheme, dtype, importance=energy, shares=shares)
     order = torch.argsort(energy, descending=True, stable=True)
-    factor, used = _inverse_factor(hessian[order][:, order], damping)
+    factor, used = _inverse_factor(believed[order][:, order], damping)
     group_size = scheme.group_size or weight.shape[1]
     groups = order // group_size
     left = original[:, order].contiguous()
