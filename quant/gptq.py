@@ -102,9 +102,13 @@ def quantize(
 
 def output_loss(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
     """Sum of squares of what the outputs lose over calibration tokens, over that of the outputs."""
-    lost = weight.to(torch.float32) - quantized
-    total = ((weight.to(torch.float32) @ hessian) * weight).sum()
-    return float(((lost @ hessian) * lost).sum() / total.clamp_min(1e-30))
+    full = weight.to(torch.float32)
+    return output_energy(full - quantized, hessian) / max(output_energy(full, hessian), 1e-30)
+
+
+def output_energy(weight: Tensor, hessian: Tensor) -> float:
+    """Mean over calibration tokens of the sum of squares of a weight's outputs."""
+    return float(((weight @ hessian) * weight).sum())
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
