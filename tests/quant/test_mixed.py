@@ -16,7 +16,7 @@ from appliance.quant.scheme import WeightScheme
 
 THREE, FOUR, EIGHT = (WeightScheme(bits, 32) for bits in (3, 4, 8))
 ROWS = torch.randint(0, 50, (2, 48), generator=torch.Generator().manual_seed(0))
-DOWN = "model.layers.1.mlp.down_proj.weight"
+SILENT = "model.layers.1.self_attn.o_proj.weight"
 
 
 def choices(loss: float, weights: int = 100) -> list[Choice]:
@@ -65,12 +65,12 @@ def test_a_budget_below_the_smallest_precision_is_refused_with_what_that_takes()
 def test_a_linear_that_matters_gets_more_bits_and_fused_ones_the_same(
     make_llama: Callable[..., Path],
 ) -> None:
-    quiet = open_model(make_llama()).weights.load(DOWN)
-    assert isinstance(quiet, torch.Tensor)
-    source = open_model(make_llama("loud", tensors={DOWN: quiet * 30}))
+    usual = open_model(make_llama()).weights.load(SILENT)
+    assert isinstance(usual, torch.Tensor)
+    source = open_model(make_llama("silent", tensors={SILENT: usual * 0.01}))
     found = choose_precisions(source, ROWS, FOUR, 4.6, torch.bfloat16)
     assert set(found) == {slot.name for slot in source.slots() if slot.is_linear}
-    most, least = found[DOWN], found["model.layers.0.self_attn.q_proj.weight"]
+    least, most = found[SILENT], found["model.layers.0.self_attn.q_proj.weight"]
     assert most is not None
     assert least is not None
     assert most.bits > least.bits == 3
