@@ -1,7 +1,8 @@
 """Calibration rows: text as equal rows of tokens, in an order that a seed decides.
 
-Without a text of one's own, Python's help topics serve: prose and code of free licence that every
-installation has. Every second topic is left for evaluation, which must not see what was calibrated.
+Without a text of one's own, the model writes most of it by itself, and Python's help topics are the
+rest: prose and code of free licence that every installation has. Every second topic is left for
+evaluation, which must not see what was calibrated.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import QuantizeError
+from appliance.quant.self_text import sample_rows
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".txt", ".md", ".rst")
 DEFAULT_TEXT = "Python's help topics"
+OWN_SHARE = 0.75  # of the default rows are written by the model; scripts/bench_quantize compares
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class CalibrationText:
     """What to calibrate with.
 
     Attributes:
-        path: a text file, or a folder of them; None takes Python's help topics.
+        path: a text file, or a folder of them; None takes what `default_rows` makes.
         num_tokens: in all rows together.
         row_tokens: in a row.
         seed: decides which rows are taken, and in which order.
@@ -72,13 +75,13 @@ class CalibrationText:
             QuantizeError: the text cannot be read, or is too short.
             ModelError: the model has no tokenizer.
         """
+        tokenizer = Tokenizer.from_path(model_path)
         if self.path is None:
-            documents, source = default_documents(held_out=False), DEFAULT_TEXT
-        else:
-            documents, source = documents_at(self.path), self.path.name
+            return default_rows(model_path, tokenizer, self.num_tokens, self.row_tokens, self.seed)
+        documents, source = documents_at(self.path), self.path.name
         return make_calibration(
             documents,
-            Tokenizer.from_path(model_path),
+            tokenizer,
             source=source,
             num_tokens=self.num_tokens,
             row_tokens=self.row_tokens,
@@ -89,6 +92,42 @@ class CalibrationText:
 def default_documents(*, held_out: bool) -> list[tuple[str, str]]:
     """Title and text of help topics: those for calibration, or the others."""
     return [(name, topics[name]) for name in sorted(topics)[int(held_out) :: 2]]
+
+
+def default_rows(
+    model_path: Path, tokenizer: Tokenizer, num_tokens: int, row_tokens: int, seed: int
+) -> Calibration:
+    """Rows of help topics, and for the greater part of what the model writes by itself.
+
+    A model that cannot run here is shown help topics alone, which the result's source says.
+
+    Raises:
+        QuantizeError: so many tokens are asked for that the topics are too short.
+    """
+    wanted = -(-num_tokens // row_tokens)
+    own = round(OWN_SHARE * wanted)
+    source, written = DEFAULT_TEXT, []
+    try:
+        written = sample_rows(model_path, own, row_tokens, seed)
+        source = f"the model's own making ({own} rows) and {DEFAULT_TEXT}"
+    except QuantizeError as error:
+        source = f"{DEFAULT_TEXT} ({error})"
+    topics_rows = make_calibration(
+        default_documents(held_out=False),
+        tokenizer,
+        source=DEFAULT_TEXT,
+        num_tokens=(wanted - len(written)) * row_tokens,
+        row_tokens=row_tokens,
+        seed=seed,
+    )
+    rows = torch.tensor(written, dtype=torch.int64).view(len(written), row_tokens)
+    rows = torch.cat((topics_rows.rows.view(-1, row_tokens), rows))
+    return Calibration(rows, source, fingerprint(rows), topics_rows.dropped)
+
+
+def fingerprint(rows: Tensor) -> str:
+    """Changes with every token of (num_rows, row_tokens)."""
+    return hashlib.blake2b(rows.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def documents_at(path: Path) -> list[tuple[str, str]]:
@@ -146,8 +185,7 @@ def make_calibration(
         )
     random.Random(seed).shuffle(rows)
     chosen = torch.tensor(rows[:wanted])
-    digest = hashlib.blake2b(chosen.numpy().tobytes(), digest_size=8).hexdigest()
-    return Calibration(chosen, source, digest, dropped)
+    return Calibration(chosen, source, fingerprint(chosen), dropped)
 
 
 def _encode(tokenizer: Tokenizer, title: str, text: str) -> list[int]:

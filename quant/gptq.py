@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from appliance.quant.scheme import WeightScheme
 
 DAMPING = 0.01  # of the mean diagonal, added to all of it
+DOUBT = 0.4  # of what calibration rows say of how inputs go together, taken as chance
 MOST_DAMPING = 10.0
 COLUMNS_AT_ONCE = 128
 
@@ -49,6 +50,7 @@ def quantize(
     dtype: torch.dtype = torch.bfloat16,
     *,
     damping: float = DAMPING,
+    doubt: float = DOUBT,
     shares: tuple[float, ...] = SHRUNK,
 ) -> GPTQResult:
     """Quantize one linear weight.
@@ -58,6 +60,8 @@ def quantize(
         hessian: (in_features, in_features) float32, the mean of x x^T over calibration tokens.
         scheme: its group size divides in_features.
         dtype: float16 or bfloat16, of scales.
+        doubt: share of the second moments off the diagonal that is left out. Rows are few beside
+            the pairs of inputs, and what columns make up for by chance is lost on other text.
         damping: grows tenfold for as long as the matrix is not positive definite.
         shares: of a group's range that are tried; see `choose_steps`.
 
@@ -68,9 +72,11 @@ def quantize(
     energy = hessian.diagonal().clone()
     if not bool(torch.isfinite(hessian).all()):
         raise QuantizeError("activations hold NaN or infinity")
+    believed = hessian * (1 - doubt)
+    believed.diagonal().copy_(energy)
     steps = choose_steps(original, scheme, dtype, importance=energy, shares=shares)
     order = torch.argsort(energy, descending=True, stable=True)
-    factor, used = _inverse_factor(hessian[order][:, order], damping)
+    factor, used = _inverse_factor(believed[order][:, order], damping)
     group_size = scheme.group_size or weight.shape[1]
     groups = order // group_size
     left = original[:, order].contiguous()
@@ -96,9 +102,13 @@ def quantize(
 
 def output_loss(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
     """Sum of squares of what the outputs lose over calibration tokens, over that of the outputs."""
-    lost = weight.to(torch.float32) - quantized
-    total = ((weight.to(torch.float32) @ hessian) * weight).sum()
-    return float(((lost @ hessian) * lost).sum() / total.clamp_min(1e-30))
+    full = weight.to(torch.float32)
+    return output_energy(full - quantized, hessian) / max(output_energy(full, hessian), 1e-30)
+
+
+def output_energy(weight: Tensor, hessian: Tensor) -> float:
+    """Mean over calibration tokens of the sum of squares of a weight's outputs."""
+    return float(((weight @ hessian) * weight).sum())
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:

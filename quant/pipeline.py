@@ -21,7 +21,7 @@ from appliance.gguf import GGUFFile
 from appliance.model.source import open_model
 from appliance.quant.calibration import CalibrationText
 from appliance.quant.options import QuantizeOptions
-from appliance.quant.plan import end_schemes, make_plan
+from appliance.quant.plan import end_schemes, make_plan, mixed_schemes
 from appliance.quant.report import QuantizeReport
 from appliance.quant.scheme import WeightScheme
 from appliance.quant.shard_writer import ShardWriter
@@ -69,14 +69,16 @@ def quantize_model(
         _refuse_quantized(model_path)
         source = open_model(model_path)
         dtype = _stored_dtype(source)
-        plan = make_plan(source.slots(), options.scheme, dtype, ends=end_schemes(source, options))
-        _check_space(out, plan)
-        calibration = None
-        if method.needs_text:
+        calibration = chosen = None
+        if method.needs_text or options.mixed is not None:
             calibration = (options.text or CalibrationText()).rows_of(model_path)
+            chosen = mixed_schemes(source, options, calibration.rows, dtype)
+        ends = end_schemes(source, options)
+        plan = make_plan(source.slots(), options.scheme, dtype, ends=ends, chosen=chosen)
+        _check_space(out, plan)
         with staged_folder(out) as staging:
             with ShardWriter(staging, plan.layouts(), options.max_shard_bytes) as writer:
-                if calibration is None:
+                if calibration is None or not method.needs_text:
                     write_rounded(source.weights, plan, writer, method, on_progress)
                 else:
                     write_calibrated(source, plan, writer, method, calibration, on_progress)

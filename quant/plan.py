@@ -10,13 +10,16 @@ from appliance.errors import ConfigError, QuantizeError
 from appliance.model.tensors import Role
 from appliance.quant.formats.compressed_tensors import encoded_layout
 from appliance.quant.formats.compressed_tensors_config import quantization_config
+from appliance.quant.mixed import choose_precisions
 from appliance.quant.options import end_scheme
+from appliance.quant.scheme import Fp8Scheme
 from appliance.quant.shard_writer import TensorLayout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+    from torch import Tensor
 
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
@@ -143,6 +146,22 @@ def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, Wei
         Role.HEAD: end_scheme(options.head, options.scheme),
     }
     return {role: scheme for role, scheme in asked.items() if scheme is not None}
+
+
+def mixed_schemes(
+    source: ModelSource, options: QuantizeOptions, rows: Tensor, dtype: torch.dtype
+) -> dict[str, LinearScheme | None] | None:
+    """What each linear becomes by `options.mixed`; None where all are to be alike.
+
+    Raises:
+        ConfigError: FP8 weights, or fewer bits than the smallest precision takes.
+    """
+    if options.mixed is None:
+        return None
+    if isinstance(options.scheme, Fp8Scheme):
+        raise ConfigError("--mixed chooses among integers of 3, 4 and 8 bits; use another --method")
+    chosen = choose_precisions(source, rows, options.scheme, options.mixed, dtype)
+    return dict(chosen)
 
 
 def _planned(slot: TensorSlot, scheme: LinearScheme | None, dtype: torch.dtype) -> PlannedTensor:

@@ -28,6 +28,10 @@ def quantize(
     symmetric: Annotated[
         bool, typer.Option(help="No zero points: readable by transformers and vLLM.")
     ] = True,
+    mixed: Annotated[
+        float | None,
+        typer.Option(help="Bits per weight, scales included, to spend where they matter most."),
+    ] = None,
     head: Annotated[
         int, typer.Option(help="Bits of the head, 4, 8 or 16; of both ends if they are tied.")
     ] = 16,
@@ -56,6 +60,7 @@ def quantize(
         scheme=choose_scheme(chosen, bits, group_size, symmetric=symmetric),
         method=chosen,
         head=head,
+        mixed=mixed,
         embedding=embedding,
         text=CalibrationText(calibration, calibration_tokens, seed=seed),
         overwrite=overwrite,

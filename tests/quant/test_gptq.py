@@ -112,8 +112,22 @@ def test_inputs_that_are_never_seen_are_rounded_and_nothing_breaks() -> None:
 
 
 def test_fewer_tokens_than_inputs_are_damped_for_as_long_as_it_takes() -> None:
-    result = gptq.quantize(weights(), hessian_of(activations(20)), SCHEMES[0], damping=0.0)
+    result = gptq.quantize(
+        weights(), hessian_of(activations(20)), SCHEMES[0], damping=0.0, doubt=0.0
+    )
     assert 0 < result.damping <= 1
+
+
+def test_what_few_tokens_say_of_inputs_together_is_half_believed() -> None:
+    seen, fresh, weight = activations(160), activations(4000, seed=0), weights()
+    hessian = hessian_of(seen)
+
+    def lost(doubt: float) -> float:
+        return error(
+            fresh[160:], weight, gptq.quantize(weight, hessian, SCHEMES[0], doubt=doubt).weight
+        )
+
+    assert lost(0.4) < 0.9 * lost(0.0)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

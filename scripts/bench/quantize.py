@@ -1,0 +1,144 @@
+"""What each way to quantize a model costs and keeps: quality on held-out text, time, memory.
+
+    scripts/bench_quantize --text prose.txt                  # every row, the packaged model
+    scripts/bench_quantize --text prose.txt --only gptq awq
+    scripts/bench_quantize --model gemma.gguf --tokens 2048
+
+Each row is `appliance quantize` in a process of its own, whose CPU seconds and peak memory are
+taken. What it wrote is compared, in float32, with the model it was made from: the last part of a
+text that calibration never saw, in windows, each a sequence of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from conditions import ROOT, conditions, write_result
+from cpu_quality import CPU, Comparison, cut_windows, read_text, run
+
+from appliance.config import cache_dir
+from appliance.hub import resolve_model
+from appliance.kernels.backend import select_backend
+from appliance.kernels.kv_cache import KVFormat
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from appliance.model.decoder import Decoder
+
+ASYMMETRIC = ["--no-symmetric"]
+ROWS: dict[str, list[str]] = {
+    "fp8": ["--method", "fp8"],
+    "fp8 block": ["--method", "fp8", "--group-size", "block"],
+    "int8": ["--method", "int8"],
+    "int8 g64": ["--method", "int8", "--group-size", "64"],
+    "rtn 4 sym": ["--method", "rtn"],
+    "rtn 4 asym": ["--method", "rtn", *ASYMMETRIC],
+    "rtn 4 g32 asym": ["--method", "rtn", "--group-size", "32", *ASYMMETRIC],
+    "rtn 3 asym": ["--method", "rtn", "--bits", "3", *ASYMMETRIC],
+    "awq 4 sym": ["--method", "awq"],
+    "awq 4 asym": ["--method", "awq", *ASYMMETRIC],
+    "gptq 4 sym": ["--method", "gptq"],
+    "gptq 4 asym": ["--method", "gptq", *ASYMMETRIC],
+    "awq+gptq 4 sym": ["--method", "awq+gptq"],
+    "awq+gptq 4 asym": ["--method", "awq+gptq", *ASYMMETRIC],
+    "awq+gptq 3 asym": ["--method", "awq+gptq", "--bits", "3", *ASYMMETRIC],
+    "rtn 4 sym, head 8": ["--method", "rtn", "--head", "8"],
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default="", help="default: the packaged model")
+    parser.add_argument("--text", type=Path, help="held-out prose; default: Python's own topics")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="rows whose name holds one of these"
+    )
+    parser.add_argument("--calibration", type=Path, help="default: what the command takes")
+    parser.add_argument("--calibration-tokens", type=int)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    model = resolve_model(options.model, cache_dir=cache_dir()).path
+    text = read_text(options.text)
+    windows = cut_windows(Tokenizer.from_path(model), text, options.tokens, options.window)
+    extra = [] if options.calibration is None else ["--calibration", str(options.calibration)]
+    if options.calibration_tokens is not None:
+        extra += ["--calibration-tokens", str(options.calibration_tokens)]
+    base = _decoder(model)
+    result: dict[str, Any] = {
+        "benchmark": "quantize",
+        "conditions": conditions(),
+        "model": model.stem,
+        "text": "pydoc_data.topics" if options.text is None else options.text.name,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "windows": len(windows),
+        "window": options.window,
+        "calibration": extra,
+        "rows": {},
+    }
+    for name, arguments in ROWS.items():
+        if not any(word in name for word in options.only):
+            continue
+        with tempfile.TemporaryDirectory(prefix="bench-quantize-") as folder:
+            out = Path(folder) / "out"
+            row = _quantize(model, out, [*arguments, *extra], len(base.layers))
+            row |= _compare(base, _decoder(out), windows)
+            row["megabytes"] = round(sum(p.stat().st_size for p in out.rglob("*")) / 1e6, 1)
+        print(name, row, file=sys.stderr)
+        result["rows"][name] = row
+        write_result(options.out, result, quiet=True)
+    write_result(options.out, result)
+
+
+def _quantize(model: Path, out: Path, arguments: list[str], layers: int) -> dict[str, Any]:
+    """Run the command; its last lines, CPU seconds and peak memory."""
+    command = [sys.executable, "-m", "appliance", "quantize", str(model), "--out", str(out)]
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=said, stderr=said)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        lines = said.read().splitlines()
+    if process.returncode:
+        raise SystemExit("\n".join(lines))
+    seconds = usage.ru_utime + usage.ru_stime
+    return {
+        "arguments": arguments,
+        "cpu_seconds": round(seconds, 1),
+        "cpu_seconds_per_layer": round(seconds / layers, 2),
+        "peak_mebibytes": round(usage.ru_maxrss / 1024),
+        "sizes": next((line for line in lines if "bits per quantized weight" in line), ""),
+        "notes": [line for line in lines if line.startswith("note: ")],
+    }
+
+
+def _decoder(path: Path) -> Decoder:
+    return load_decoder(open_model(path), select_backend(CPU, "reference"), CPU, torch.float32)
+
+
+def _compare(base: Decoder, candidate: Decoder, windows: list[list[int]]) -> dict[str, Any]:
+    comparison = Comparison()
+    for window in windows:
+        exact, ours = (run(d, window, KVFormat.FP32, len(window)) for d in (base, candidate))
+        comparison.add(exact, ours, window)
+    found = comparison.summary()
+    found.pop("seconds")
+    return found
+
+
+if __name__ == "__main__":
+    main()
