@@ -52,6 +52,27 @@ class Method(Enum):
         return self in (Method.GPTQ, Method.AWQ_GPTQ)
 
 
+class WeightFormat(Enum):
+    """How quantized weights are stored."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"
+    AWQ = "awq"
+    GPTQ = "gptq"
+
+    @classmethod
+    def parse(cls, name: str) -> WeightFormat:
+        """The format of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        try:
+            return cls(name)
+        except ValueError as error:
+            known = ", ".join(format.value for format in cls)
+            raise ConfigError(f"format {name!r} is not known; supported: {known}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
     """Everything that decides what a quantized model is like, and where it may go.
@@ -60,6 +81,8 @@ class QuantizeOptions:
         scheme: a weight whose width it does not divide gets a smaller group, which is noted.
         method: how codes are chosen.
         text: what to calibrate with, for methods that do; by default what `CalibrationText` says.
+        format: of the folder that is written; AWQ and GPTQ hold less than compressed-tensors, and
+            what they do not is refused before any work is done.
         overwrite: replace an older model folder at the destination.
         max_shard_bytes: where a new safetensors file begins.
     """
@@ -67,5 +90,6 @@ class QuantizeOptions:
     scheme: WeightScheme = field(default_factory=WeightScheme)
     method: Method = Method.RTN
     text: CalibrationText | None = None
+    format: WeightFormat = WeightFormat.COMPRESSED_TENSORS
     overwrite: bool = False
     max_shard_bytes: int = MAX_SHARD_BYTES

@@ -49,7 +49,7 @@ def quantize_model(
 
     Args:
         model_path: a .gguf file, or a folder with config.json and safetensors.
-        out: the folder to write; compressed-tensors weights, config and tokenizer.
+        out: the folder to write; weights, config and tokenizer.
         options: what is asked for; 4 bits by rounding by default.
         on_progress: called after every tensor.
 
@@ -67,7 +67,7 @@ def quantize_model(
         check_destination(out, model_path.resolve(), overwrite=options.overwrite)
         _refuse_quantized(model_path)
         source = open_model(model_path)
-        plan = make_plan(source.slots(), options.scheme, _stored_dtype(source))
+        plan = make_plan(source.slots(), options.scheme, _stored_dtype(source), options.format)
         _check_space(out, plan)
         calibration = None
         if method.needs_text:

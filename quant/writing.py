@@ -17,7 +17,6 @@ from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import PackedWeight
 from appliance.quant import rtn
 from appliance.quant.calibrated import quantize_layers
-from appliance.quant.formats.compressed_tensors import encode
 from appliance.quant.walk import Walk
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def write_rounded(
                 writer.write(tensor.name, _in_type(plan.dtype, tensor.name, weight))
             else:
                 packed = _quantized(workers, tensor.scheme, plan.dtype, tensor.name, weight)
-                for name, stored in encode(tensor.name, packed).items():
+                for name, stored in plan.encode(tensor.name, packed).items():
                     writer.write(name, [stored])
             done += tensor.nbytes
             if on_progress is not None:
@@ -84,7 +83,7 @@ def write_calibrated(
             writer.write(tensor.name, _in_type(plan.dtype, tensor.name, value))
         else:
             assert isinstance(value, PackedWeight), tensor.name
-            for name, stored in encode(tensor.name, value).items():
+            for name, stored in plan.encode(tensor.name, value).items():
                 writer.write(name, [stored])
         done += tensor.nbytes
         if on_progress is not None:
