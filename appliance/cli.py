@@ -1,4 +1,4 @@
-"""The command line: `appliance serve | quantize | top | version`, a file for each command."""
+"""The command line: `appliance serve | quantize | repack | top | version`, a file for each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NoReturn
 import typer
 
 from appliance.commands.quantize import quantize
+from appliance.commands.repack import repack
 from appliance.commands.serve import serve
 from appliance.commands.top import top
 from appliance.errors import ApplianceError
@@ -41,5 +42,5 @@ def version() -> None:
     typer.echo(__version__)
 
 
-for command in (serve, quantize, top):
+for command in (serve, quantize, repack, top):
     app.command()(command)

@@ -106,6 +106,27 @@ def end_scheme(bits: int, layers: LinearScheme) -> WeightScheme | None:
     return WeightScheme(bits)
 
 
+class WeightFormat(Enum):
+    """How quantized weights are stored."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"
+    AWQ = "awq"
+    GPTQ = "gptq"
+
+    @classmethod
+    def parse(cls, name: str) -> WeightFormat:
+        """The format of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        try:
+            return cls(name)
+        except ValueError as error:
+            known = ", ".join(format.value for format in cls)
+            raise ConfigError(f"format {name!r} is not known; supported: {known}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
     """Everything that decides what a quantized model is like, and where it may go.
@@ -119,6 +140,8 @@ class QuantizeOptions:
         embedding: bits of the embedding of a model with a head of its own, likewise.
         mixed: bits for each of the layers' weights, scales included, to spend where it matters
             most: each linear gets 3, 4, 8 or 16 bits in groups of `scheme`. None: all alike.
+        format: of the folder that is written; AWQ and GPTQ hold less than compressed-tensors, and
+            what they do not is refused before any work is done.
         overwrite: replace an older model folder at the destination.
         max_shard_bytes: where a new safetensors file begins.
     """
@@ -129,5 +152,6 @@ class QuantizeOptions:
     head: int = 16
     embedding: int = 16
     mixed: float | None = None
+    format: WeightFormat = WeightFormat.COMPRESSED_TENSORS
     overwrite: bool = False
     max_shard_bytes: int = MAX_SHARD_BYTES

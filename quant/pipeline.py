@@ -21,7 +21,7 @@ from appliance.gguf import GGUFFile
 from appliance.model.source import open_model
 from appliance.quant.calibration import CalibrationText
 from appliance.quant.options import QuantizeOptions
-from appliance.quant.plan import end_schemes, make_plan, mixed_schemes
+from appliance.quant.plan import make_plan, mixed_schemes
 from appliance.quant.report import QuantizeReport
 from appliance.quant.scheme import WeightScheme
 from appliance.quant.shard_writer import ShardWriter
@@ -50,7 +50,7 @@ def quantize_model(
 
     Args:
         model_path: a .gguf file, or a folder with config.json and safetensors.
-        out: the folder to write; compressed-tensors weights, config and tokenizer.
+        out: the folder to write; weights, config and tokenizer.
         options: what is asked for; 4 bits by rounding by default.
         on_progress: called after every tensor.
 
@@ -73,8 +73,7 @@ def quantize_model(
         if method.needs_text or options.mixed is not None:
             calibration = (options.text or CalibrationText()).rows_of(model_path)
             chosen = mixed_schemes(source, options, calibration.rows, dtype)
-        ends = end_schemes(source, options)
-        plan = make_plan(source.slots(), options.scheme, dtype, ends=ends, chosen=chosen)
+        plan = make_plan(source, options, dtype, chosen)
         _check_space(out, plan)
         with staged_folder(out) as staging:
             with ShardWriter(staging, plan.layouts(), options.max_shard_bytes) as writer:

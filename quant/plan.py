@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ConfigError, QuantizeError
 from appliance.model.tensors import Role
-from appliance.quant.formats.compressed_tensors import encoded_layout
-from appliance.quant.formats.compressed_tensors_config import quantization_config
+from appliance.quant.formats.store import CompressedTensorsStore
+from appliance.quant.formats.word_writer import awq_writer, gptq_writer
 from appliance.quant.mixed import choose_precisions
-from appliance.quant.options import end_scheme
+from appliance.quant.options import WeightFormat, end_scheme
 from appliance.quant.scheme import Fp8Scheme
 from appliance.quant.shard_writer import TensorLayout
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
+    from appliance.quant.formats.store import WeightStore
+    from appliance.quant.formats.word_writer import Weights
     from appliance.quant.options import QuantizeOptions
     from appliance.quant.scheme import LinearScheme, WeightScheme
 
@@ -62,12 +64,14 @@ class QuantizePlan:
         tensors: in the order in which the model needs them.
         kept: modules of linear weights that no group divides.
         notes: one line for each reason why weights do not get the scheme asked for.
+        store: turns quantized weights into tensors.
     """
 
     dtype: torch.dtype
     tensors: tuple[PlannedTensor, ...]
     kept: tuple[str, ...]
     notes: tuple[str, ...]
+    store: WeightStore
 
     def layouts(self) -> list[TensorLayout]:
         """Every tensor that will be stored."""
@@ -86,48 +90,73 @@ class QuantizePlan:
         kept = {key: value for key, value in config.items() if key != "torch_dtype"}
         return kept | {
             "dtype": str(self.dtype).removeprefix("torch."),
-            "quantization_config": quantization_config(schemes, [*ignore, *self.kept], named=named),
+            "quantization_config": self.store.config(schemes, [*ignore, *self.kept], named=named),
         }
 
 
 def make_plan(
-    slots: Sequence[TensorSlot],
-    scheme: LinearScheme,
+    source: ModelSource,
+    options: QuantizeOptions,
     dtype: torch.dtype,
-    *,
-    ends: Mapping[Role, WeightScheme] | None = None,
     chosen: Mapping[str, LinearScheme | None] | None = None,
 ) -> QuantizePlan:
-    """Plan a model: linear weights of the layers are quantized, all else stays in 16 bits.
+    """Plan a model: linear weights of the layers are quantized, and the ends where asked.
 
     Args:
-        slots: every tensor of the model.
-        scheme: of the layers' linear weights.
+        source: an opened model.
+        options: what is asked for.
         dtype: of scales and of what is not quantized.
-        ends: of the embedding and of the head, where they are to be quantized too.
         chosen: of linear weights that get another scheme than the rest, by name.
 
     Raises:
+        ConfigError: the format cannot hold the weights, or bits of an end are not supported.
         QuantizeError: there is not one weight that the scheme fits.
     """
-    tensors: list[PlannedTensor] = []
+    slots, ends = source.slots(), end_schemes(source, options)
+    found: dict[str, LinearScheme | None] = {}
     reasons: dict[str, list[str]] = defaultdict(list)
     kept: list[str] = []
     for slot in slots:
         fitted: LinearScheme | None = None
-        wanted = (chosen or {}).get(slot.name, scheme) if slot.is_linear else None
-        wanted = (ends or {}).get(slot.role, wanted)
+        wanted = (chosen or {}).get(slot.name, options.scheme) if slot.is_linear else None
+        wanted = ends.get(slot.role, wanted)
         if wanted is not None:
             fitted, reason = wanted.fit(slot.shape[1])
             if reason:
                 reasons[reason].append(slot.name)
         if slot.is_linear and fitted is None:
             kept.append(slot.name.removesuffix(_WEIGHT))
-        tensors.append(_planned(slot, fitted, dtype))
-    if all(tensor.scheme is None for tensor in tensors):
+        found[slot.name] = fitted
+    if not any(found.values()):
         raise QuantizeError(f"nothing to quantize: every linear weight is {'; '.join(reasons)}")
     notes = tuple(f"{len(names)} weights {reason}" for reason, names in reasons.items())
-    return QuantizePlan(dtype, tuple(tensors), tuple(kept), notes)
+    store = choose_store(options.format, slots, found)
+    tensors = tuple(_planned(slot, found[slot.name], dtype, store) for slot in slots)
+    return QuantizePlan(dtype, tensors, tuple(kept), notes, store)
+
+
+def choose_store(
+    format: WeightFormat, slots: Sequence[TensorSlot], schemes: Mapping[str, LinearScheme | None]
+) -> WeightStore:
+    """What stores weights of those schemes.
+
+    Raises:
+        ConfigError: the format cannot hold them.
+    """
+    if format is WeightFormat.COMPRESSED_TENSORS:
+        return CompressedTensorsStore()
+    weights: Weights = {}
+    for slot in slots:
+        scheme = schemes.get(slot.name)
+        if scheme is None:
+            continue
+        if isinstance(scheme, Fp8Scheme) or not slot.is_linear:
+            what = "FP8 weights" if isinstance(scheme, Fp8Scheme) else f"a quantized {slot.name}"
+            raise ConfigError(
+                f"--format {format.value} does not hold {what}; use --format compressed-tensors"
+            )
+        weights[slot.name] = (slot.shape[0], slot.shape[1]), scheme
+    return awq_writer(weights) if format is WeightFormat.AWQ else gptq_writer(weights)
 
 
 def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, WeightScheme]:
@@ -164,10 +193,12 @@ def mixed_schemes(
     return dict(chosen)
 
 
-def _planned(slot: TensorSlot, scheme: LinearScheme | None, dtype: torch.dtype) -> PlannedTensor:
+def _planned(
+    slot: TensorSlot, scheme: LinearScheme | None, dtype: torch.dtype, store: WeightStore
+) -> PlannedTensor:
     if scheme is None:
         layouts = {slot.name: (dtype, slot.shape)}
     else:
-        layouts = encoded_layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
+        layouts = store.layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
     stored = tuple(TensorLayout(name, *layout) for name, layout in layouts.items())
     return PlannedTensor(slot.name, slot.role, slot.shape, scheme, stored)

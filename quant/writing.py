@@ -17,7 +17,6 @@ from appliance.kernels.fp8 import BLOCK, Fp8Weight
 from appliance.kernels.packed import PackedWeight
 from appliance.quant import data_free
 from appliance.quant.calibrated import quantize_layers
-from appliance.quant.formats.compressed_tensors import encode
 from appliance.quant.walk import Walk
 
 if TYPE_CHECKING:
@@ -57,8 +56,8 @@ def write_rounded(
             if tensor.scheme is None:
                 writer.write(tensor.name, _in_type(plan.dtype, tensor.name, weight))
             else:
-                done_weight = _quantized(workers, tensor, method, plan.dtype, weight)
-                for name, stored in encode(tensor.name, done_weight, tensor.scheme).items():
+                value = _quantized(workers, tensor, method, plan.dtype, weight)
+                for name, stored in plan.store.encode(tensor.name, value, tensor.scheme).items():
                     writer.write(name, [stored])
             done += tensor.nbytes
             if on_progress is not None:
@@ -84,7 +83,7 @@ def write_calibrated(
             writer.write(tensor.name, _in_type(plan.dtype, tensor.name, value))
         else:
             assert not isinstance(value, Tensor), tensor.name
-            for name, stored in encode(tensor.name, value, tensor.scheme).items():
+            for name, stored in plan.store.encode(tensor.name, value, tensor.scheme).items():
                 writer.write(name, [stored])
         done += tensor.nbytes
         if on_progress is not None:

@@ -43,14 +43,17 @@ def quantize(
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate with.")] = 8192,
     seed: Annotated[int, typer.Option(help="Chooses the rows of text.")] = 0,
+    format: Annotated[
+        str, typer.Option(help="Of the files: compressed-tensors, awq or gptq.")
+    ] = "compressed-tensors",
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
 ) -> None:
-    """Quantize a model's weights into a compressed-tensors folder."""
+    """Quantize a model's weights into a folder that can be served."""
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
     from appliance.quant.calibration import CalibrationText
-    from appliance.quant.options import Method, QuantizeOptions, choose_scheme
+    from appliance.quant.options import Method, QuantizeOptions, WeightFormat, choose_scheme
     from appliance.quant.pipeline import quantize_model
 
     if out is None:
@@ -63,6 +66,7 @@ def quantize(
         mixed=mixed,
         embedding=embedding,
         text=CalibrationText(calibration, calibration_tokens, seed=seed),
+        format=WeightFormat.parse(format),
         overwrite=overwrite,
     )
     with ProgressLine() as progress:

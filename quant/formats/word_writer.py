@@ -1,0 +1,125 @@
+"""Writes packed weights as AWQ or GPTQ checkpoints hold them, without loss.
+
+Both know one number of bits and one group size for a whole model: larger groups are cut into
+several of one scale.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.errors import ConfigError
+from appliance.kernels.packed import PackedWeight
+from appliance.quant.formats import awq, gptq
+from appliance.quant.formats.awq import AwqLayout
+from appliance.quant.formats.gptq import V1, V2, GptqLayout
+from appliance.quant.formats.word_packed import G_IDX, WEIGHT
+from appliance.quant.scheme import GROUP_SIZES, WeightScheme
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from appliance.kernels.fp8 import Fp8Weight
+    from appliance.quant.scheme import LinearScheme
+
+Weights = dict[str, tuple[tuple[int, int], WeightScheme]]  # shape and scheme by name
+
+
+@dataclass(frozen=True, slots=True)
+class WordWriter:
+    """A `WeightStore` of AWQ or GPTQ.
+
+    Attributes:
+        words: how each is stored.
+    """
+
+    words: AwqLayout | GptqLayout
+
+    def layout(
+        self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """See `WeightStore`; all weights are stored alike, with scales in float16."""
+        parts = self.words.layout(shape)
+        if isinstance(self.words, GptqLayout):
+            parts[G_IDX] = (torch.int32, (shape[1],))
+        return {name.removesuffix(WEIGHT) + part: layout for part, layout in parts.items()}
+
+    def encode(
+        self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme
+    ) -> dict[str, Tensor]:
+        """See `WeightStore`."""
+        assert isinstance(weight, PackedWeight), name
+        parts = self.words.encode(name, weight)
+        return {name.removesuffix(WEIGHT) + part: tensor for part, tensor in parts.items()}
+
+    def config(
+        self, schemes: Mapping[str, LinearScheme], kept: Sequence[str], *, named: bool
+    ) -> dict[str, Any]:
+        """See `WeightStore`."""
+        if isinstance(self.words, AwqLayout):
+            return awq.quantization_config(self.words, list(kept))
+        return gptq.quantization_config(self.words, list(kept))
+
+
+def awq_writer(weights: Weights) -> WordWriter:
+    """For a model of those weights.
+
+    Raises:
+        ConfigError: the format cannot hold one of them.
+    """
+    _bits("awq", weights, (awq.BITS,))
+    _check_rows("awq", weights, awq.PER_WORD)
+    return WordWriter(AwqLayout(_group_size("awq", weights)))
+
+
+def gptq_writer(weights: Weights) -> WordWriter:
+    """For a model of those weights: version 1 if all are symmetric, which every reader takes.
+
+    Raises:
+        ConfigError: the format cannot hold one of them.
+    """
+    bits = _bits("gptq", weights, gptq.BITS)
+    _check_rows("gptq", weights, 32 // bits)
+    version = V1 if all(scheme.symmetric for _, scheme in weights.values()) else V2
+    return WordWriter(GptqLayout(bits, _group_size("gptq", weights), version))
+
+
+def _bits(format: str, weights: Weights, supported: tuple[int, ...]) -> int:
+    found = {scheme.bits for _, scheme in weights.values()}
+    if len(found) != 1 or not found <= set(supported):
+        raise ConfigError(
+            f"--format {format} holds {' or '.join(map(str, supported))} bits, the same for all"
+            f" layers, not {' and '.join(map(str, sorted(found)))}; use --format compressed-tensors"
+        )
+    return found.pop()
+
+
+def _check_rows(format: str, weights: Weights, multiple: int) -> None:
+    for name, ((rows, _), _) in weights.items():
+        if rows % multiple:
+            raise ConfigError(
+                f"--format {format} holds multiples of {multiple} outputs, but {name} has {rows};"
+                " use --format compressed-tensors"
+            )
+
+
+def _group_size(
+    format: str, weights: Mapping[str, tuple[tuple[int, int], WeightScheme]]
+) -> int | None:
+    """The largest that divides every group; None if each row is one."""
+    if all(scheme.group_size is None for _, scheme in weights.values()):
+        return None
+    common = math.gcd(*(scheme.group_size or columns for (_, columns), scheme in weights.values()))
+    for size in GROUP_SIZES:
+        if common % size == 0:
+            return size
+    raise ConfigError(
+        f"--format {format} holds one group size, but the weights' have none of"
+        f" {', '.join(map(str, GROUP_SIZES))} in common; use --format compressed-tensors"
+    )

@@ -1,0 +1,151 @@
+"""Stores a model that is quantized already in another format: the same codes, scales and zeros."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.checkpoint import CONFIG_NAME
+from appliance.errors import ConfigError, QuantizeError
+from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weight import dense
+from appliance.model.source import open_model
+from appliance.quant.formats.word_packed import WEIGHT
+from appliance.quant.options import MAX_SHARD_BYTES, WeightFormat
+from appliance.quant.plan import choose_store
+from appliance.quant.scheme import WeightScheme
+from appliance.quant.shard_writer import ShardWriter, TensorLayout
+from appliance.quant.staging import check_destination, staged_folder
+from appliance.quant.tokenizer_files import write_tokenizer_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from appliance.model.source import ModelSource
+    from appliance.model.tensors import TensorSlot
+    from appliance.quant.formats.store import WeightStore
+
+
+def repack_model(
+    model_path: Path,
+    out: Path,
+    format: WeightFormat,
+    *,
+    overwrite: bool = False,
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> WeightStore:
+    """Write a quantized model as a folder of another format.
+
+    Each weight is read twice: once to know how it is quantized, once to be written.
+
+    Args:
+        model_path: a folder, or a .gguf file whose weights have zero points.
+        out: the folder to write.
+        format: AWQ or GPTQ.
+        overwrite: replace an older model folder at the destination.
+        on_progress: called with a stage, the weights done and the weights there are.
+
+    Returns:
+        How the weights are stored now.
+
+    Raises:
+        CheckpointError: the model is damaged.
+        ConfigError: the format cannot hold these weights.
+        QuantizeError: the model is not quantized, or in a way that only its own format has.
+    """
+    out = out.resolve()
+    report = on_progress or (lambda stage, done, total: None)
+    try:
+        check_destination(out, model_path.resolve(), overwrite=overwrite)
+        source = open_model(model_path)
+        slots = source.slots()
+        found: dict[str, WeightScheme] = {}
+        for index, slot in enumerate(slots):
+            report("looking", index, len(slots))
+            if slot.is_linear and source.weights.packed_bits(slot.name) is not None:
+                found[slot.name] = _scheme(source, slot)
+        if not found:
+            raise QuantizeError(
+                f"{model_path} has no packed weights to store in another way; quantize it first"
+            )
+        if format is WeightFormat.COMPRESSED_TENSORS:
+            raise ConfigError("a quantized model is stored anew with --format awq or gptq")
+        store = choose_store(format, slots, found)
+        dtype = _dtype(source)
+        with staged_folder(out) as staging:
+            layouts = [
+                layout
+                for slot in slots
+                for layout in _layouts(slot, store, found.get(slot.name), dtype)
+            ]
+            with ShardWriter(staging, layouts, MAX_SHARD_BYTES) as shards:
+                for index, slot in enumerate(slots):
+                    report("writing", index, len(slots))
+                    value = source.weights.load(slot.name)
+                    if slot.name in found:
+                        assert isinstance(value, PackedWeight), slot.name
+                        tensors = store.encode(slot.name, value, found[slot.name])
+                    else:
+                        tensors = {slot.name: dense(value, dtype)}
+                    for name, tensor in tensors.items():
+                        shards.write(name, [tensor])
+            kept = [
+                slot.name.removesuffix(WEIGHT)
+                for slot in slots
+                if slot.is_linear and slot.name not in found
+            ]
+            config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            config["quantization_config"] = store.config(found, ["lm_head", *kept], named=False)
+            text = json.dumps(config, indent=2, ensure_ascii=False)
+            (staging / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
+            write_tokenizer_files(model_path, staging)
+    except OSError as error:
+        raise QuantizeError(
+            f"cannot write {out}: {error.strerror}; nothing was left there"
+        ) from error
+    report("writing", len(slots), len(slots))
+    return store
+
+
+def _layouts(
+    slot: TensorSlot, store: WeightStore, scheme: WeightScheme | None, dtype: torch.dtype
+) -> list[TensorLayout]:
+    if scheme is None:
+        return [TensorLayout(slot.name, dtype, slot.shape)]
+    layout = store.layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
+    return [TensorLayout(name, *part) for name, part in layout.items()]
+
+
+def _scheme(source: ModelSource, slot: TensorSlot) -> WeightScheme:
+    """How a weight is quantized."""
+    weight = source.weights.load(slot.name)
+    assert isinstance(weight, PackedWeight), slot.name
+    middle = 1 << (weight.bits - 1)
+    if weight.input_order is not None:
+        _refuse(slot, "inputs in an order of their own (act-order)")
+    if weight.offset_kind is OffsetKind.ADDITIVE:
+        if not torch.equal(weight.offset, -middle * weight.scale):
+            _refuse(slot, "offsets that are no zero points")
+        symmetric = True
+    else:
+        whole = weight.offset == weight.offset.round()
+        inside = (weight.offset >= 0) & (weight.offset < 2 * middle)
+        if not bool((whole & inside).all()):
+            _refuse(slot, "zero points that are no codes")
+        symmetric = bool((weight.offset == middle).all())
+    row = weight.shape[1] == weight.group_size
+    return WeightScheme(weight.bits, None if row else weight.group_size, symmetric)
+
+
+def _refuse(slot: TensorSlot, what: str) -> None:
+    raise QuantizeError(f"{slot.name} has {what}, which no other format holds without loss")
+
+
+def _dtype(source: ModelSource) -> torch.dtype:
+    """float16 where the model is, else bfloat16."""
+    dtype = source.config.get("dtype", source.config.get("torch_dtype"))
+    return torch.float16 if dtype == "float16" else torch.bfloat16

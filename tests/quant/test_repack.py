@@ -1,0 +1,147 @@
+"""AWQ and GPTQ folders: written by quantize, or from a model that is quantized already."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from appliance.checkpoint import SafetensorsFolder
+from appliance.errors import ConfigError, QuantizeError
+from appliance.kernels.weight import dense
+from appliance.model.source import open_model
+from appliance.quant.formats.word_writer import Weights, awq_writer, gptq_writer
+from appliance.quant.options import QuantizeOptions, WeightFormat
+from appliance.quant.pipeline import quantize_model
+from appliance.quant.repack import repack_model
+from appliance.quant.scheme import WeightScheme
+
+MakeFolder = Callable[..., Path]
+WORDS = [WeightFormat.AWQ, WeightFormat.GPTQ]
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    source = open_model(folder)
+    return {
+        slot.name: dense(source.weights.load(slot.name), torch.float64) for slot in source.slots()
+    }
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    left, right = weights_of(one), weights_of(other)
+    assert left.keys() == right.keys()
+    for name, weight in left.items():
+        assert torch.equal(weight, right[name]), name
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config["quantization_config"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("format", WORDS)
+def test_a_format_changes_no_weight(
+    make_llama: MakeFolder, tmp_path: Path, format: WeightFormat, symmetric: bool
+) -> None:
+    source = make_llama()
+    scheme = WeightScheme(4, 64, symmetric)  # 96 inputs go in groups of 32, and so must all
+    plain, direct, again = (tmp_path / name for name in ("plain", "direct", "again"))
+    quantize_model(source, plain, QuantizeOptions(scheme))
+    quantize_model(source, direct, QuantizeOptions(scheme, format=format))
+    repack_model(plain, again, format)
+    assert_same_weights(plain, direct)
+    assert_same_weights(plain, again)
+    assert (direct / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    config = config_of(direct)
+    assert config == config_of(again)
+    assert (config["quant_method"], config["bits"], config["group_size"]) == (format.value, 4, 32)
+    if format is WeightFormat.GPTQ:
+        assert (config["sym"], config["checkpoint_format"]) == (
+            symmetric,
+            "gptq" if symmetric else "gptq_v2",
+        )
+        assert config["dynamic"] == {"-:^lm_head$": {}}
+    else:
+        assert (config["zero_point"], config["modules_to_not_convert"]) == (True, ["lm_head"])
+
+
+def test_the_tensors_have_the_names_and_shapes_of_the_format(
+    make_llama: MakeFolder, tmp_path: Path
+) -> None:
+    quantize_model(make_llama(), tmp_path / "out", QuantizeOptions(format=WeightFormat.GPTQ))
+    folder = SafetensorsFolder(tmp_path / "out")
+    module = "model.layers.1.mlp.down_proj"
+    shapes = {
+        part: folder.shape(f"{module}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
+    }
+    assert shapes == {
+        "qweight": (16, 96),  # 128 inputs, 8 of them in a word
+        "qzeros": (4, 12),  # groups of 32, as of 96 inputs elsewhere
+        "scales": (4, 96),
+        "g_idx": (128,),
+    }
+    assert folder.dtype(f"{module}.scales") is torch.float16
+    assert folder.dtype("lm_head.weight") is torch.bfloat16
+
+
+def test_one_format_is_repacked_into_the_other(make_llama: MakeFolder, tmp_path: Path) -> None:
+    scheme = WeightScheme(4, 32, symmetric=False)
+    first, second = tmp_path / "first", tmp_path / "second"
+    quantize_model(make_llama(), first, QuantizeOptions(scheme, format=WeightFormat.AWQ))
+    repack_model(first, second, WeightFormat.GPTQ)
+    assert_same_weights(first, second)
+
+
+def test_a_model_that_is_not_quantized_is_refused(make_llama: MakeFolder, tmp_path: Path) -> None:
+    with pytest.raises(QuantizeError, match="quantize it first"):
+        repack_model(make_llama(), tmp_path / "out", WeightFormat.AWQ)
+    assert not (tmp_path / "out").exists()
+
+
+def test_compressed_tensors_is_no_goal_of_repacking(make_llama: MakeFolder, tmp_path: Path) -> None:
+    quantize_model(make_llama(), tmp_path / "quantized", QuantizeOptions())
+    with pytest.raises(ConfigError, match="--format awq or gptq"):
+        repack_model(tmp_path / "quantized", tmp_path / "out", WeightFormat.COMPRESSED_TENSORS)
+
+
+def test_what_a_format_cannot_hold_is_refused_before_any_work(
+    make_llama: MakeFolder, tmp_path: Path
+) -> None:
+    options = QuantizeOptions(WeightScheme(8, 32), format=WeightFormat.AWQ)
+    with pytest.raises(ConfigError, match=r"--format awq holds 4 bits.*not 8; use"):
+        quantize_model(make_llama(), tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
+
+
+def weights(*parts: tuple[tuple[int, int], WeightScheme]) -> Weights:
+    return {f"layer.{index}.weight": part for index, part in enumerate(parts)}
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        ([((12, 64), WeightScheme(4, 64))], r"multiples of 8 outputs, but layer\.0\.weight has 12"),
+        ([((8, 64), WeightScheme(4, 64)), ((8, 64), WeightScheme(8, 64))], "not 4 and 8; use"),
+    ],
+)
+@pytest.mark.parametrize("writer", [awq_writer, gptq_writer])
+def test_refusals_name_what_is_in_the_way(
+    writer: Callable[[Weights], object],
+    parts: list[tuple[tuple[int, int], WeightScheme]],
+    complaint: str,
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        writer(weights(*parts))
+
+
+def test_groups_are_cut_to_the_largest_that_all_can_have() -> None:
+    row, wide = WeightScheme(4, None), WeightScheme(4, 128)
+    assert awq_writer(weights(((8, 96), row), ((8, 128), row))).words.group_size is None
+    assert awq_writer(weights(((8, 576), row), ((8, 128), wide))).words.group_size == 64
+    assert gptq_writer(weights(((8, 256), row), ((8, 128), wide))).words.group_size == 128
