@@ -1,4 +1,4 @@
-"""The command line: `appliance serve | quantize | top | version`, a file for each command."""
+"""The command line: serve, quantize, evaluate, card, top, version; a file for each command."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NoReturn
 
 import typer
 
+from appliance.commands.card import card
+from appliance.commands.evaluate import evaluate
 from appliance.commands.quantize import quantize
 from appliance.commands.serve import serve
 from appliance.commands.top import top
@@ -41,5 +43,5 @@ def version() -> None:
     typer.echo(__version__)
 
 
-for command in (serve, quantize, top):
+for command in (serve, quantize, evaluate, card, top):
     app.command()(command)

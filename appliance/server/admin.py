@@ -1,6 +1,6 @@
-"""GET /admin/v1/events: the feed of the dashboard, see `appliance.events`.
+"""GET /admin/v1/events, the feed of the dashboard (see `appliance.events`), and /admin/v1/quality.
 
-Costs the engine nothing, and this process something only while somebody watches.
+The feed costs the engine nothing, and this process something only while somebody watches.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ def admin_router(state: ServerState) -> APIRouter:
         watcher = Watcher(state, feed)
         watchers.add(watcher)
         return EventStream(watcher.frames(), on_close=lambda: watchers.discard(watcher))
+
+    @router.get("/admin/v1/quality", **describes(None, None))
+    async def quality() -> Response:
+        """The quality card of the model, as `quality.json` has it; null if there is none."""
+        return Response(state.quality or b"null", media_type="application/json")
 
     return router
 

@@ -61,6 +61,7 @@ def run_server(
     *,
     on_progress: ProgressCallback,
     on_ready: ReadyCallback,
+    quality: bytes | None = None,
     engine_command: Sequence[str] = ENGINE_COMMAND,
 ) -> None:
     """Serve until a signal ends it.
@@ -72,6 +73,7 @@ def run_server(
         model: what to serve.
         on_progress: called with stage, done, total while the model loads.
         on_ready: called with the URL, the model's id and what was loaded.
+        quality: the model's quality card as JSON, if it has one.
         engine_command: starts the engine process.
 
     Raises:
@@ -82,21 +84,27 @@ def run_server(
     with sock:
         engine_config = msgspec.structs.replace(settings.engine, model=str(model.path))
         engine = EngineClient(engine_config, command=engine_command)
-        uvloop.run(_Server(settings, model, engine, sock).run(on_progress, on_ready))
+        server = _Server(settings, model, engine, sock, quality)
+        uvloop.run(server.run(on_progress, on_ready))
 
 
 class _Server:
     """One run of the API process."""
 
     def __init__(
-        self, settings: Settings, model: FoundModel, engine: EngineClient, sock: socket.socket
+        self,
+        settings: Settings,
+        model: FoundModel,
+        engine: EngineClient,
+        sock: socket.socket,
+        quality: bytes | None,
     ) -> None:
         self._model = model
         self._engine = engine
         self._socket = sock
         self._url = url_of(settings.server, sock)
         name = settings.server.served_model_name or model.name
-        self._state = ServerState(settings.server, engine, name, Metrics(name))
+        self._state = ServerState(settings.server, engine, name, Metrics(name), quality=quality)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 

@@ -29,6 +29,7 @@ class ServerState:
         tokenizer: None until it is read.
         draining: no new requests; those in flight go on.
         closing: streams without an end are to end.
+        quality: the model's quality card as JSON, if it has one.
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
 
@@ -39,6 +40,7 @@ class ServerState:
     tokenizer: Tokenizer | None = None
     draining: bool = False
     closing: bool = False
+    quality: bytes | None = None
     started: float = field(default_factory=time.time)  # Unix seconds
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
