@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.errors import CheckpointError, QuantizeError
+from appliance.errors import QuantizeError
 from appliance.files import replace_atomically
 from appliance.model.reader import ModelReader
 from appliance.model.source import open_model
@@ -37,6 +37,7 @@ from appliance.quant.held_out import HeldOutText
 from appliance.quant.kv_trip import bytes_per_token
 from appliance.quant.peak_memory import PeakMemory
 from appliance.quant.readers import readers_of
+from appliance.quant.run_facts import facts_of_run
 from appliance.quant.stored_size import stored_size
 from appliance.quant.weight_sets import scheme_of
 from appliance.tokenizer import Tokenizer
@@ -79,7 +80,6 @@ def make_card(
     model: Path,
     base: Path | None = None,
     options: CardOptions | None = None,
-    quantize: QuantizeFacts | None = None,
     on_progress: OnProgress | None = None,
 ) -> Card:
     """Measure a checkpoint.
@@ -88,7 +88,6 @@ def make_card(
         model: the checkpoint: a folder or a GGUF file.
         base: what it was made from; without one there is no comparison.
         options: how.
-        quantize: the run that made the checkpoint.
         on_progress: called with a stage, what is done and what there is.
 
     Raises:
@@ -106,15 +105,15 @@ def make_card(
         check_same_model(original, candidate)
         check_same_tokens(tokenizer, Tokenizer.from_path(original.path), model, original.path)
     windows = options.text.windows_of(tokenizer)
-    earlier = _earlier_facts(model) if quantize is None else quantize
-    if earlier is not None and earlier.calibration_fingerprint == windows.fingerprint:
+    run = facts_of_run(model)
+    if run is not None and run.calibration_fingerprint == windows.fingerprint:
         notes.append(
             "measured on the very text that it was calibrated with, so these figures flatter it;"
             " give another --text"
         )
     what = What(
         base=original,
-        rounded=options.rounding and original is not None and _can_be_rounded(candidate, earlier),
+        rounded=options.rounding and original is not None and _can_be_rounded(candidate, run),
         kv=options.kv,
         kv_windows=min(len(windows.tokens), max(1, options.kv_tokens // windows.length)),
         folder=model.parent if _is_writable(model.parent) else None,
@@ -140,7 +139,7 @@ def make_card(
         layers=found.layers,
         kv=_kv_rows(candidate, found),
         alternatives=(*_rounded(found, facts), *_compared(options.compare, windows)),
-        quantize=earlier,
+        quantize=run,
         notes=tuple(notes),
         cost=Cost(0, 0, 0, 0, ""),
     )
@@ -213,23 +212,14 @@ def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, our_path: Path, their_
             )
 
 
-def _can_be_rounded(candidate: ModelSource, earlier: QuantizeFacts | None) -> bool:
+def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:
     """Whether rounding is another thing than what was done, and can be done in the same form."""
-    if earlier is not None and earlier.method == "rtn":
+    if run is not None and run.method == "rtn":
         return False
     reader = ModelReader(candidate, torch.device("cpu"), torch.float32)
     layer = reader.layer(0)
     parts = (*layer.qkv, layer.output, *layer.gate_up, layer.down)
     return any(scheme_of(part.weight) is not None for part in parts)
-
-
-def _earlier_facts(model: Path) -> QuantizeFacts | None:
-    """Of the run that made a checkpoint, from the card it has, if these are the same weights."""
-    try:
-        card = card_of(model)
-    except CheckpointError:
-        return None  # it is about to be replaced
-    return None if card is None else card.quantize
 
 
 def _weights_in_words(source: ModelSource) -> str:

@@ -30,8 +30,13 @@ def quantize(
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate with.")] = 8192,
     seed: Annotated[int, typer.Option(help="Chooses the rows of text.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+    card: Annotated[
+        bool, typer.Option(help="Measure the result on held-out text, and write its quality card.")
+    ] = True,
+    card_tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 4096,
 ) -> None:
     """Quantize a model's weights into a compressed-tensors folder."""
+    from appliance.commands.quantize_card import make_card_of_run
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
@@ -57,4 +62,5 @@ def quantize(
             on_progress=progress,
         )
     typer.echo(report.summary(), err=True)
+    make_card_of_run(report, resolved.path, card_tokens if card else 0)
     typer.echo(f"serve it with: appliance serve {out}", err=True)
