@@ -1,4 +1,4 @@
-"""The command line: `appliance serve | quantize | repack | top | version`, a file for each."""
+"""The command line: a file for each command; this one puts them together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NoReturn
 
 import typer
 
+from appliance.commands.card import card
+from appliance.commands.evaluate import evaluate
 from appliance.commands.quantize import quantize
 from appliance.commands.repack import repack
 from appliance.commands.serve import serve
@@ -42,5 +44,5 @@ def version() -> None:
     typer.echo(__version__)
 
 
-for command in (serve, quantize, repack, top):
+for command in (serve, quantize, repack, evaluate, card, top):
     app.command()(command)

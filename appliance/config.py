@@ -94,6 +94,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queue: int = 64  # requests that may wait
     max_body_bytes: int = 2 * 1024 * 1024
     show_prompts: bool = False  # to dashboards that watch with the key
+    min_quality: str | None = None  # such as kld<=0.1 or warn:same-top>=90, see quant.min_quality
 
     def __post_init__(self) -> None:
         _check_range("port", self.port, 0, 65535)

@@ -5,7 +5,8 @@ ApplianceError
 ├── ModelError             a model that cannot be used                         exit 3
 │   ├── CheckpointError    a weight file that is cut, wrong or unsafe
 │   ├── UnsupportedModelError
-│   └── ChatTemplateError  no template, or one that fails to render
+│   ├── ChatTemplateError  no template, or one that fails to render
+│   └── QualityError       its quality card does not reach what was asked for
 ├── MemoryPlanError        weights + KV cache + workspace do not fit           exit 4
 ├── QuantizeError          quantization could not finish                       exit 5
 ├── RequestError           a request that is refused; HTTP status on the class
@@ -52,6 +53,10 @@ class UnsupportedModelError(ModelError):
 
 class ChatTemplateError(ModelError):
     """The model has no chat template, or its template does not render these messages."""
+
+
+class QualityError(ModelError):
+    """The model's quality card does not reach what was asked for, or there is none."""
 
 
 class MemoryPlanError(ApplianceError):

@@ -16,3 +16,13 @@ Weight: TypeAlias = Tensor | PackedWeight | Fp8Weight  # (out_features, in_featu
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The weight itself, (out_features, in_features), in `dtype`."""
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
+
+
+def some_rows(weight: Weight, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
+    """Outputs by a range or by their indices (num_rows,), in `dtype`; nothing else is unpacked."""
+    if isinstance(weight, PackedWeight):
+        return weight.rows(rows).dequantize(dtype)
+    if isinstance(weight, Fp8Weight):
+        assert isinstance(rows, slice), "no embedding is FP8"
+        return weight.dequantize(dtype, rows)
+    return weight[rows].to(dtype)

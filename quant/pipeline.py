@@ -101,6 +101,8 @@ def quantize_model(
         weight_bytes=sum(tensor.nbytes for tensor in plan.tensors),
         seconds=time.monotonic() - started,
         notes=(*_notes(model_path, options.scheme, calibration), *plan.notes),
+        calibration="" if calibration is None else str(calibration),
+        calibration_fingerprint="" if calibration is None else calibration.fingerprint,
     )
 
 

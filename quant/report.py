@@ -27,6 +27,8 @@ class QuantizeReport:
         weight_bytes: all tensors.
         seconds: from opening the model to the finished folder.
         notes: one line for each thing worth knowing.
+        calibration: the text that was shown to the model, in words; "" if none was.
+        calibration_fingerprint: changes with every token of it.
     """
 
     out: Path
@@ -40,6 +42,8 @@ class QuantizeReport:
     weight_bytes: int
     seconds: float
     notes: tuple[str, ...]
+    calibration: str = ""
+    calibration_fingerprint: str = ""
 
     @property
     def quantized_bits_per_weight(self) -> float:

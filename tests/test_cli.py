@@ -46,7 +46,10 @@ def test_what_is_not_a_size(text: str) -> None:
         (["serve", "--cpu-isa", "sse2"], 2, "one of auto, avx512"),
         (["serve", "--config", "/nowhere.toml"], 2, "no configuration file"),
         (["serve", "a", "--model", "b"], 2, "two models"),
+        (["serve", "--min-quality", "bits<=4"], 2, "known are kld, kld-p99"),
         (["quantize"], 2, "--out DIR is needed"),
+        (["card", "/nowhere"], 3, "there is nothing at /nowhere"),
+        (["evaluate", "--kv", "int3"], 2, "KV cache 'int3' is not known"),
         (["serv"], 2, "serve"),
     ],
 )
@@ -73,7 +76,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_every_command_has_help() -> None:
-    for command in ("serve", "quantize", "top", "version"):
+    for command in ("serve", "quantize", "evaluate", "card", "top", "version"):
         result = CliRunner().invoke(app, [command, "--help"])
         assert result.exit_code == 0
         assert "Usage" in result.stdout

@@ -47,8 +47,13 @@ def quantize(
         str, typer.Option(help="Of the files: compressed-tensors, awq or gptq.")
     ] = "compressed-tensors",
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+    card: Annotated[
+        bool, typer.Option(help="Measure the result on held-out text, and write its quality card.")
+    ] = True,
+    card_tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 4096,
 ) -> None:
     """Quantize a model's weights into a folder that can be served."""
+    from appliance.commands.quantize_card import make_card_of_run
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
@@ -78,4 +83,5 @@ def quantize(
             on_progress=progress,
         )
     typer.echo(report.summary(), err=True)
+    make_card_of_run(report, resolved.path, card_tokens if card else 0)
     typer.echo(f"serve it with: appliance serve {out}", err=True)

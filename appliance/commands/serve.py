@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from appliance.commands.model_argument import Model
+from appliance.commands.quality import Quality, quality_of
 from appliance.commands.sizes import parse_size
 from appliance.errors import ConfigError
 
@@ -60,6 +61,13 @@ def serve(
         str | None,
         typer.Option(help="CPU instructions: auto, avx512, avxvnni, avx2, scalar [auto]."),
     ] = None,
+    min_quality: Annotated[
+        str | None,
+        typer.Option(
+            help="Refuse a model whose quality card is worse, or warn: kld<=0.1 (or 0.1 for short),"
+            " same-top>=90, ppl-ratio<=1.05, warn:kld<=0.05; with commas between."
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with these settings.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
@@ -71,6 +79,7 @@ def serve(
     from appliance.config import cache_dir, load_settings
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
+    from appliance.quant.min_quality import parse_min_quality
     from appliance.server.serve import run_server
 
     if model and model_option and model != model_option:
@@ -98,26 +107,32 @@ def serve(
             "show_prompts": show_prompts,
             "kernels": kernels,
             "cpu_isa": cpu_isa,
+            "min_quality": min_quality,
         },
         config,
     )
+    conditions = None
+    if settings.server.min_quality is not None:
+        conditions = parse_min_quality(settings.server.min_quality)
     with ProgressLine() as progress:
+        resolved = resolve_model(settings.engine.model, cache_dir=cache_dir(), progress=progress)
+        quality = quality_of(resolved.path, conditions)
 
         def say_ready(url: str, name: str, info: EngineInfo) -> None:
             progress.close()
-            typer.echo(banner(url, name, info), err=True)
+            typer.echo(banner(url, name, info, quality), err=True)
 
-        resolved = resolve_model(settings.engine.model, cache_dir=cache_dir(), progress=progress)
         run_server(
             settings,
             resolved,
             on_progress=progress,
             on_ready=say_ready,
             warnings=warnings,
+            quality_card=quality.as_json,
         )
 
 
-def banner(url: str, name: str, info: EngineInfo) -> str:
+def banner(url: str, name: str, info: EngineInfo, quality: Quality | None = None) -> str:
     """What a person needs to know once the server is ready."""
     mib = 2**20
     tokens = info.num_blocks * info.block_size
@@ -137,6 +152,7 @@ def banner(url: str, name: str, info: EngineInfo) -> str:
             f" = {tokens:,} tokens; context {info.context_length:,}",
         ),
         ("loaded in", f"{info.load_seconds:.1f} s"),
+        *(("quality", line) for line in (quality.lines if quality is not None else ())),
         *(("note", note) for note in info.notes),
         ("dashboard", f"appliance top --url {url}"),
         (

@@ -37,11 +37,12 @@ class AdjustmentList:
         """
         sampling = sequence.request.sampling
         has_ban = num_output_tokens < sampling.min_tokens
-        if not (sampling.has_penalties or sampling.logit_bias or has_ban):
+        bias = sampling.bias_at(num_output_tokens)
+        if not (sampling.has_penalties or bias or has_ban):
             return
         repetition: dict[int, float] = {}
         subtracted: dict[int, float] = {}
-        added: dict[int, float] = dict(sampling.logit_bias)
+        added: dict[int, float] = dict(bias)
         if sampling.repetition_penalty != 1.0:
             repetition = dict.fromkeys(sequence.token_ids, sampling.repetition_penalty)
         if sampling.presence_penalty or sampling.frequency_penalty:

@@ -94,7 +94,7 @@ class LLMEngine:
         """
         largest = max(request.prompt_token_ids, default=0)
         smallest = min(request.prompt_token_ids, default=0)
-        for token_id in (smallest, largest, *request.sampling.logit_bias):
+        for token_id in (smallest, largest, *request.sampling.logit_bias, *request.sampling.forced):
             if not 0 <= token_id < self.info.vocab_size:
                 raise RequestError(
                     f"token id {token_id} is outside the vocabulary of {self.info.vocab_size}",

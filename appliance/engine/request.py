@@ -16,6 +16,7 @@ MAX_N = 8
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256
+FORCE = 1e6  # on a logit: no other token is left any probability
 MAX_LOGIT_BIAS = 300
 
 
@@ -50,6 +51,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         stop: strings that end the answer; they are not part of it.
         stop_token_ids: token ids that end the answer.
         ignore_eos: go on past the end-of-sequence token.
+        forced: tokens that the answer begins with, whatever the model would choose; what is
+            reported of them is what the model thinks of them.
 
     Raises:
         RequestError: a value is out of range; `param` names the field.
@@ -71,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    forced: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_range("n", self.n, 1, MAX_N)
@@ -112,6 +116,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_range(name: str, value: float, low: float, high: float) -> None:
         if not (math.isfinite(value) and low <= value <= high):
             raise RequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
+
+    def bias_at(self, num_output_tokens: int) -> dict[int, float]:
+        """What is added to the logits of the token after that many of the answer."""
+        if num_output_tokens < len(self.forced):
+            return {self.forced[num_output_tokens]: FORCE}
+        return self.logit_bias
 
     @property
     def has_penalties(self) -> bool:

@@ -109,7 +109,7 @@ class Sampler:
             sampling.repetition_penalty != 1.0
             or sampling.presence_penalty
             or sampling.frequency_penalty
-            or sampling.logit_bias
+            or sampling.bias_at(sequence.num_output_tokens)
             or sequence.num_output_tokens < sampling.min_tokens
         )
 
@@ -129,7 +129,7 @@ class Sampler:
                 for count in counts.values()
             ]
             logits[list(counts)] -= torch.tensor(penalties, device=logits.device)
-        for token_id, bias in sampling.logit_bias.items():
+        for token_id, bias in sampling.bias_at(sequence.num_output_tokens).items():
             logits[token_id] += bias
         if sequence.num_output_tokens < sampling.min_tokens:
             logits[[*self._eos_token_ids, *sampling.stop_token_ids]] = -torch.inf

@@ -1,4 +1,4 @@
-"""What dashboards ask for: the feed of `appliance.events`, one block table, the end of a request.
+"""What dashboards ask for: the feed of `appliance.events`, block tables, the quality card, aborts.
 
 The feed costs the engine nothing, and this process something only while somebody watches.
 """
@@ -98,6 +98,11 @@ def admin_router(state: ServerState) -> APIRouter:
             raise GoneError("no such request is open")
         logger.info("%s: ended by a dashboard", request_id)
         return json_response(Aborted(aborted=True))
+
+    @router.get("/admin/v1/quality", **describes(None, None))
+    async def quality() -> Response:
+        """The quality card of the model, as `quality.json` has it; null if there is none."""
+        return Response(state.quality_card or b"null", media_type="application/json")
 
     return router
 

@@ -21,6 +21,7 @@ from appliance.server.prompt import chat_prompt, completion_prompts, prompt_text
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from appliance.server.sampling import completion_budget, sampling_params
 from appliance.server.schema import ChatRequest, CompletionRequest
+from appliance.server.scoring import Scoring
 from appliance.server.stream import EventStream, unless_disconnected
 
 if TYPE_CHECKING:
@@ -67,13 +68,10 @@ def openai_router(state: ServerState) -> APIRouter:
             request, CompletionRequest, max_bytes=state.config.max_body_bytes
         )
         _check_fields(state, body, fields, unsupported.COMPLETION)
-        if body.echo and body.logprobs is not None:
-            raise RequestError(
-                "echo together with logprobs is not supported here; leave one of them out",
-                param="echo",
-                code="unsupported_parameter",
-            )
         prompts = await completion_prompts(state, body.prompt)
+        if body.echo and body.logprobs is not None:
+            scoring = Scoring.begin(state, body, prompts)
+            return await _whole(request, scoring.answer, scoring.completion())
         texts = [""] * len(prompts)
         if body.echo:
             texts = prompt_text(body.prompt, state.serving()[1])

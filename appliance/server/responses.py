@@ -105,8 +105,8 @@ class CompletionLogprobs(msgspec.Struct):
     """Log probabilities in the form of text completions."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # None of a first token, which nothing precedes
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]  # characters before each token
 
 

@@ -63,6 +63,7 @@ def run_server(
     *,
     on_progress: ProgressCallback,
     on_ready: ReadyCallback,
+    quality_card: bytes | None = None,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     warnings: RecentWarnings | None = None,
 ) -> None:
@@ -75,6 +76,7 @@ def run_server(
         model: what to serve.
         on_progress: called with stage, done, total while the model loads.
         on_ready: called with the URL, the model's id and what was loaded.
+        quality_card: the model's quality card as JSON, if it has one.
         engine_command: starts the engine process.
         warnings: what the log keeps for dashboards.
 
@@ -86,7 +88,7 @@ def run_server(
     with sock:
         engine_config = msgspec.structs.replace(settings.engine, model=str(model.path))
         engine = EngineClient(engine_config, command=engine_command)
-        server = _Server(settings, model, engine, sock, warnings or RecentWarnings())
+        server = _Server(settings, model, engine, sock, warnings or RecentWarnings(), quality_card)
         uvloop.run(server.run(on_progress, on_ready))
 
 
@@ -100,13 +102,21 @@ class _Server:
         engine: EngineClient,
         sock: socket.socket,
         warnings: RecentWarnings,
+        quality_card: bytes | None,
     ) -> None:
         self._model = model
         self._engine = engine
         self._socket = sock
         self._url = url_of(settings.server, sock)
         name = settings.server.served_model_name or model.name
-        self._state = ServerState(settings.server, engine, name, Metrics(name), warnings=warnings)
+        self._state = ServerState(
+            settings.server,
+            engine,
+            name,
+            Metrics(name),
+            warnings=warnings,
+            quality_card=quality_card,
+        )
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 

@@ -32,7 +32,8 @@ class ServerState:
         tokenizer: None until it is read.
         draining: no new requests; those in flight go on.
         closing: streams without an end are to end.
-        quality: what the quality card of the model says.
+        quality_card: the model's quality card as JSON, if it has one.
+        quality: its figures.
         warnings: of this process and the engine's, for whoever watches.
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
@@ -44,6 +45,7 @@ class ServerState:
     tokenizer: Tokenizer | None = None
     draining: bool = False
     closing: bool = False
+    quality_card: bytes | None = None
     started: float = field(default_factory=time.time)  # Unix seconds
     quality: tuple[QualityFact, ...] = ()
     warnings: RecentWarnings = field(default_factory=RecentWarnings)

@@ -164,6 +164,8 @@ class EchoEngine:
             self.finish(sequence)
             return self.delta(sequence, None, FinishReason.ERROR, "no valid token")
         token = prompt[(sequence.output + sequence.index) % len(prompt)]
+        if sequence.output < len(request.sampling.forced):
+            token = request.sampling.forced[sequence.output]
         sequence.output += 1
         self.generated += 1
         reason = None

@@ -302,3 +302,11 @@ def test_rates() -> None:
     assert rates.update(stats, 3.0) == (10.0, 2.5)
     assert rates.update(stats, 3.0) == (0.0, 0.0)
     assert rates.update(EngineStats(), 5.0) == (0.0, 0.0), "another engine starts at 0"
+
+
+async def test_the_quality_card_is_served_as_it_is(serve: Serve) -> None:
+    async with serve() as running:
+        answer = await running.http.get("/admin/v1/quality")
+        assert (answer.status_code, answer.json()) == (200, None)
+        running.state.quality_card = b'{"schema": 1}\n'
+        assert (await running.http.get("/admin/v1/quality")).json() == {"schema": 1}

@@ -167,10 +167,17 @@ async def test_min_tokens_above_max_tokens_on_every_route(serve: Serve) -> None:
             assert check_error(response, 400)["param"] == "min_tokens"
 
 
-async def test_echo_with_logprobs_is_refused_by_name(serve: Serve) -> None:
+async def test_echo_with_logprobs_scores_and_no_more(serve: Serve) -> None:
     async with serve() as running:
-        error = check_error(await running.complete(echo=True, logprobs=1), 400)
-        assert error["code"] == "unsupported_parameter"
+        for field, value in (("max_tokens", 2), ("n", 2), ("stream", True)):
+            asked = {"echo": True, "logprobs": 1, "max_tokens": 1} | {field: value}
+            error = check_error(await running.complete(**asked), 400)
+            assert error["param"] == field
+            assert "echo together with logprobs" in error["message"]
+
+
+async def test_what_completions_cannot_do_is_refused_by_name(serve: Serve) -> None:
+    async with serve() as running:
         assert check_error(await running.complete(best_of=3), 400)["param"] == "best_of"
         assert check_error(await running.complete(suffix="x"), 400)["param"] == "suffix"
 

@@ -96,6 +96,33 @@ async def test_logprobs_in_the_form_of_text_completions(serve: Serve) -> None:
         assert offsets == [0, 1, 2]
 
 
+async def test_echo_with_logprobs_scores_the_prompt(serve: Serve) -> None:
+    async with serve() as running:
+        both = {"echo": True, "logprobs": 1}
+        answer = (await running.complete(["abé", "xy"], max_tokens=1, **both)).json()
+        first, second = answer["choices"]
+        assert (first["text"], second["text"]) == ("abéa", "xyx")
+        assert second["logprobs"] == {
+            "tokens": ["x", "y", "x"],
+            "token_logprobs": [None, -0.5, -0.5],
+            "top_logprobs": [None, {"y": -0.5}, {"x": -0.5}],
+            "text_offset": [0, 1, 2],
+        }
+        assert len(first["logprobs"]["tokens"]) == 5  # bytes
+        usage = answer["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (6, 2)
+        for prompt, count in (("abc", 3), ("a", 1)):
+            (only,) = (await running.complete(prompt, **both)).json()["choices"]
+            assert only["text"] == prompt
+            assert len(only["logprobs"]["tokens"]) == count
+
+
+async def test_scoring_takes_an_end_token_like_any_other(serve: Serve) -> None:
+    async with serve() as running:
+        answer = (await running.complete("ab<eos>c", echo=True, logprobs=0)).json()
+        assert answer["choices"][0]["logprobs"]["tokens"] == ["a", "b", "<eos>", "c"]
+
+
 async def test_an_end_token_ends_and_is_not_shown(serve: Serve) -> None:
     async with serve() as running:
         answer = (await running.complete("ab<eos>c", max_tokens=9, logprobs=0)).json()

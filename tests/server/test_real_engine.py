@@ -30,6 +30,21 @@ async def ask(running: Running) -> str:
     return text
 
 
+async def check_scores(running: Running) -> None:
+    """What was said of generated tokens is said of the same tokens as a prompt."""
+    prompt = "The capital of Japan is"
+    said = (await running.complete(prompt, temperature=0, max_tokens=5, logprobs=2)).json()
+    made = said["choices"][0]
+    text = prompt + made["text"]
+    again = (await running.complete(text, echo=True, logprobs=2)).json()
+    scores = again["choices"][0]["logprobs"]
+    assert scores["tokens"][-5:] == made["logprobs"]["tokens"]
+    assert scores["token_logprobs"][0] is None
+    assert scores["token_logprobs"][-5:] == pytest.approx(
+        made["logprobs"]["token_logprobs"], abs=0.02
+    )
+
+
 async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> None:
     async with serve(
         str(smollm2_gguf),
@@ -43,6 +58,7 @@ async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> Non
     ) as running:
         engine = running.state.engine
         assert "Tokyo" in await ask(running)
+        await check_scores(running)
 
         async def stream(begun: asyncio.Event) -> list[str]:
             body = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True}

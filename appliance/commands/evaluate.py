@@ -1,0 +1,91 @@
+"""`appliance evaluate`: the quality card of any checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from appliance.commands.model_argument import Model
+from appliance.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def evaluate(
+    model: Model = "",
+    against: Annotated[
+        str, typer.Option(help="Base to compare with: the 16-bit model it was made from.")
+    ] = "",
+    text: Annotated[
+        Path | None,
+        typer.Option(help="Held-out text file or folder [help topics calibration leaves out]."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to read; 0 reads the whole text.")] = 4096,
+    window: Annotated[int, typer.Option(help="Tokens read in one piece.")] = 512,
+    stride: Annotated[
+        int | None, typer.Option(help="Tokens from window to window [the window].")
+    ] = None,
+    kv: Annotated[
+        str, typer.Option(help="KV caches to measure, with commas between: all, none or names.")
+    ] = "all",
+    kv_tokens: Annotated[int, typer.Option(help="Tokens to measure them on.")] = 1024,
+    compare: Annotated[
+        list[Path] | None, typer.Option(help="Folder whose card is shown beside; repeatable.")
+    ] = None,
+    rounding: Annotated[
+        bool, typer.Option(help="Measure rounding to nearest in the same form, as a yardstick.")
+    ] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the card [beside the weights].")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the card as JSON.")] = False,
+) -> None:
+    """Measure a checkpoint and write its quality card: JSON, Markdown and HTML."""
+    from appliance.commands.card import show
+    from appliance.config import cache_dir
+    from appliance.hub import resolve_model
+    from appliance.progress import ProgressLine
+    from appliance.quant.card import to_json
+    from appliance.quant.evaluate import parse_kv_formats
+    from appliance.quant.held_out import HeldOutText
+    from appliance.quant.make_card import CardOptions, make_card, write_card
+
+    options = CardOptions(
+        text=HeldOutText(text, tokens or None, window, stride),
+        kv=parse_kv_formats(kv),
+        kv_tokens=kv_tokens,
+        rounding=rounding,
+        compare=tuple(compare or ()),
+        device=torch_device(device),
+    )
+    with ProgressLine() as progress:
+        resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
+        base = None
+        if against:
+            base = resolve_model(against, cache_dir=cache_dir(), progress=progress).path
+        found = make_card(resolved.path, base, options, on_progress=progress)
+    path = write_card(found, resolved.path, out)
+    if as_json:
+        typer.echo(to_json(found), nl=False)
+    else:
+        show(found)
+    typer.echo(f"written to {path.parent}", err=True)
+
+
+def torch_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    import torch
+
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("no GPU can be used here; leave --device out, or install its driver")
+    return torch.device(name)

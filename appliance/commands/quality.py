@@ -1,0 +1,62 @@
+"""What `serve` makes of a model's quality card before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.errors import CheckpointError, QualityError
+from appliance.files import read_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.quant.min_quality import Condition
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """A card that was looked at.
+
+    Attributes:
+        as_json: the card, if there is one.
+        lines: for the banner; its figures, then warnings.
+    """
+
+    as_json: bytes | None
+    lines: tuple[str, ...]
+
+
+def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality:
+    """Read the card of a model and hold it to conditions.
+
+    Args:
+        model: folder or file.
+        conditions: what a person asked for; None asks for nothing.
+
+    Raises:
+        QualityError: a condition that is to refuse is not met, or cannot be judged.
+    """
+    from appliance.quant.card import card_of, to_json
+    from appliance.quant.min_quality import Action, judge
+
+    lines: list[str] = []
+    card = None
+    try:
+        card = card_of(model)
+    except CheckpointError as error:
+        lines.append(f"warning: {error}")
+    if card is not None:
+        lines.append(card.line())
+    if conditions is not None:
+        verdicts = judge(conditions, card, model.name, is_quantized=_is_quantized(model))
+        refusals = [verdict.reason for verdict in verdicts if verdict.action is Action.REFUSE]
+        if refusals:
+            raise QualityError("; ".join(refusals) + "; or change --min-quality")
+        lines += [f"warning: {verdict.reason}" for verdict in verdicts]
+    return Quality(None if card is None else to_json(card), tuple(lines))
+
+
+def _is_quantized(model: Path) -> bool:
+    """Whether weights have fewer bits than they were trained in; of a file it is taken as said."""
+    return model.is_file() or "quantization_config" in read_json(model / "config.json")

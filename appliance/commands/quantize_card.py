@@ -1,0 +1,58 @@
+"""The end of `appliance quantize`: what the result is worth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from appliance.errors import ApplianceError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.quant.report import QuantizeReport
+
+
+def make_card_of_run(report: QuantizeReport, base: Path, tokens: int) -> None:
+    """Keep the facts of a run beside its weights, then measure these and write their card.
+
+    The weights are safe before any of this begins. If it fails or is killed, `appliance evaluate`
+    makes the same card later.
+
+    Args:
+        report: of the finished run.
+        base: the model that was quantized.
+        tokens: to measure on; 0 makes no card.
+    """
+    from appliance.progress import ProgressLine
+    from appliance.quant.held_out import HeldOutText
+    from appliance.quant.make_card import CardOptions, make_card, write_card
+    from appliance.quant.run_facts import keep_facts
+
+    try:
+        keep_facts(report)
+        if not tokens:
+            return
+        window = min(512, tokens)
+        options = CardOptions(text=HeldOutText(None, tokens, window))
+        with ProgressLine() as progress:
+            card = make_card(report.out, base, options, on_progress=progress)
+        path = write_card(card, report.out)
+    except ApplianceError as error:
+        typer.echo(
+            f"note: the weights are done, but there is no quality card: {error}; make one with:"
+            f" appliance evaluate {report.out} --against {base}",
+            err=True,
+        )
+        return
+    typer.echo(f"quality: {card.line()}", err=True)
+    for name, found in ((row.format, row.comparison) for row in card.kv):
+        typer.echo(
+            f"  with a KV cache of {name}: mean KLD {found.kld_mean.value:.4f} more,"
+            f" same top {found.same_top_percent.value:.1f} %",
+            err=True,
+        )
+    typer.echo(
+        f"the card: {path.with_name('quality.html')}, or: appliance card {report.out}", err=True
+    )

@@ -1,0 +1,127 @@
+"""POST /v1/completions with echo and logprobs: what the model thinks of a given text.
+
+The engine is told to answer the first token with all the others, one decode step each, and
+reports on each as on any token of an answer. Evaluation harnesses ask for this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.engine.request import Request, SamplingParams
+from appliance.errors import RequestError
+from appliance.server.answer import Answer
+from appliance.server.completions import completion_logprobs
+from appliance.server.exchange import Exchange
+from appliance.server.prompt import prompt_text
+from appliance.server.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
+from appliance.server.sampling import completion_budget
+
+if TYPE_CHECKING:
+    from appliance.server.answer import Whole
+    from appliance.server.schema import CompletionRequest
+    from appliance.server.state import ServerState
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """One request: prompts, and the answer that repeats them.
+
+    Attributes:
+        exchange: who asked.
+        answer: of the engine; close it in every case.
+        prompts: token ids of each.
+        texts: what they read like.
+        generated: tokens after each prompt, 0 or 1.
+    """
+
+    exchange: Exchange
+    answer: Answer
+    prompts: list[list[int]]
+    texts: list[str]
+    generated: int
+
+    @classmethod
+    def begin(
+        cls, state: ServerState, body: CompletionRequest, prompts: list[list[int]]
+    ) -> Scoring:
+        """Hand one request per prompt to the engine.
+
+        Raises:
+            RequestError: something else is asked for than scores and at most one token.
+        """
+        generated = body.max_tokens or 0
+        for name, value, most in (("n", body.n or 1, 1), ("max_tokens", generated, 1)):
+            if value > most:
+                raise RequestError(
+                    f"echo together with logprobs scores a prompt, and takes {name} up to {most},"
+                    f" not {value}",
+                    param=name,
+                )
+        if body.stream:
+            raise RequestError(
+                "echo together with logprobs is not streamed; leave stream out", param="stream"
+            )
+        info, tokenizer = state.serving()
+        exchange = Exchange.begin(state, "cmpl", logprobs=True)
+        requests = []
+        for number, prompt in enumerate(prompts):
+            completion_budget(len(prompt), max(1, generated), info, param="prompt")
+            first, *others = prompt
+            sampling = SamplingParams(
+                max_tokens=max(1, len(others) + generated),
+                temperature=0.0,
+                logprobs=body.logprobs,
+                ignore_eos=True,
+                forced=tuple(others),
+            )
+            requests.append(
+                Request(
+                    request_id=f"{exchange.id}-{number}" if len(prompts) > 1 else exchange.id,
+                    prompt_token_ids=(first,),
+                    sampling=sampling,
+                    owner="" if state.config.api_key is None else "key",
+                )
+            )
+        state.check_queue(len(requests))
+        texts = prompt_text(body.prompt, tokenizer)
+        return cls(exchange, Answer(state, requests), prompts, texts, generated)
+
+    async def completion(self) -> Completion:
+        """Prompts with their scores, and what was generated after them."""
+        wholes = await self.answer.whole()
+        choices = [self._choice(number, whole) for number, whole in enumerate(wholes)]
+        read, made = sum(map(len, self.prompts)), self.generated * len(self.prompts)
+        return Completion(
+            id=self.exchange.id,
+            created=self.exchange.created,
+            model=self.exchange.model,
+            choices=choices,
+            usage=Usage(read, made, read + made, PromptTokensDetails(0)),
+            system_fingerprint=self.exchange.fingerprint,
+        )
+
+    def _choice(self, number: int, whole: Whole) -> CompletionChoice:
+        prompt, tokenizer = self.prompts[number], self.exchange.tokenizer
+        first = tokenizer.token_text(prompt[0])
+        tokens = whole.tokens[: len(prompt) - 1 + self.generated]
+        scored = completion_logprobs(tokens, tokenizer, len(first))
+        after = [token.chosen.token_id for token in tokens[len(prompt) - 1 :]]
+        return CompletionChoice(
+            index=number,
+            text=self.texts[number] + tokenizer.decode(after),
+            logprobs=CompletionLogprobs(
+                tokens=[first, *scored.tokens],
+                token_logprobs=[None, *scored.token_logprobs],
+                top_logprobs=[None, *scored.top_logprobs],
+                text_offset=[0, *scored.text_offset],
+            ),
+            finish_reason=whole.finish_reason,
+        )

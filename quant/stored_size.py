@@ -1,0 +1,66 @@
+"""What a checkpoint's weights take on the disk, scales and zero points included."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.checkpoint import SafetensorsFolder
+from appliance.gguf.header import read_header
+
+if TYPE_CHECKING:
+    from appliance.model.source import ModelSource
+
+GGUF_LAYERS = "blk."  # how names of a layer's tensors begin
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSize:
+    """Numbers and bytes.
+
+    Attributes:
+        parameters: numbers in the whole model, each once.
+        stored_bytes: of all its tensors.
+        linear_parameters: numbers in the weights of the layers' linears.
+        linear_bytes: of these, with all that their codes need.
+    """
+
+    parameters: int
+    stored_bytes: int
+    linear_parameters: int
+    linear_bytes: int
+
+
+def stored_size(source: ModelSource) -> StoredSize:
+    """Measure an opened model; reads headers only."""
+    slots = source.slots()
+    linears = [slot for slot in slots if slot.is_linear]
+    if source.path.is_file():
+        tensors = read_header(source.path).tensors.values()
+        stored_bytes = sum(tensor.nbytes for tensor in tensors)
+        linear_bytes = sum(
+            tensor.nbytes
+            for tensor in tensors
+            if tensor.name.startswith(GGUF_LAYERS) and len(tensor.shape) == 2
+        )
+    else:
+        folder = SafetensorsFolder(source.path)
+        sizes = {
+            name: math.prod(folder.shape(name)) * folder.dtype(name).itemsize
+            for name in folder.tensor_names()
+        }
+        stored_bytes = sum(sizes.values())
+        # Whatever lies beside a weight under its module's name belongs to it, but for the bias.
+        modules = {slot.name.removesuffix(".weight") for slot in linears}
+        linear_bytes = sum(
+            size
+            for name, size in sizes.items()
+            if name.rpartition(".")[0] in modules and not name.endswith(".bias")
+        )
+    return StoredSize(
+        parameters=sum(math.prod(slot.shape) for slot in slots),
+        stored_bytes=stored_bytes,
+        linear_parameters=sum(math.prod(slot.shape) for slot in linears),
+        linear_bytes=linear_bytes,
+    )
