@@ -90,6 +90,7 @@ class TripCache:
     geometry: Geometry
     head_dim: int
     head_scales: Tensor | None = None  # (2, num_kv_heads) float32; FP8 only
+    key_mean: Tensor | None = None  # (num_kv_heads, head_dim) float32, taken off all keys
 
     @classmethod
     def allocate(
