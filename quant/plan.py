@@ -6,18 +6,22 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import QuantizeError
+from appliance.errors import ConfigError, QuantizeError
+from appliance.model.tensors import Role
 from appliance.quant.formats.compressed_tensors import encoded_layout
 from appliance.quant.formats.compressed_tensors_config import quantization_config
+from appliance.quant.options import end_scheme
 from appliance.quant.shard_writer import TensorLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import torch
 
+    from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.options import QuantizeOptions
+    from appliance.quant.scheme import LinearScheme, WeightScheme
 
 _WEIGHT = ".weight"
 
@@ -28,14 +32,16 @@ class PlannedTensor:
 
     Attributes:
         name: in the model.
+        role: what it is to the decoder.
         shape: (out_features, in_features) of a linear weight.
         scheme: how it is quantized; None keeps it in 16 bits.
         stored: the tensors it becomes.
     """
 
     name: str
+    role: Role
     shape: tuple[int, ...]
-    scheme: WeightScheme | None
+    scheme: LinearScheme | None
     stored: tuple[TensorLayout, ...]
 
     @property
@@ -71,17 +77,32 @@ class QuantizePlan:
             for tensor in self.tensors
             if tensor.scheme is not None
         }
+        quantized = {tensor.role for tensor in self.tensors if tensor.scheme is not None}
+        ignore = [] if Role.HEAD in quantized else ["lm_head"]
+        named = Role.EMBEDDING in quantized
         kept = {key: value for key, value in config.items() if key != "torch_dtype"}
         return kept | {
             "dtype": str(self.dtype).removeprefix("torch."),
-            "quantization_config": quantization_config(schemes, ["lm_head", *self.kept]),
+            "quantization_config": quantization_config(schemes, [*ignore, *self.kept], named=named),
         }
 
 
 def make_plan(
-    slots: Sequence[TensorSlot], scheme: WeightScheme, dtype: torch.dtype
+    slots: Sequence[TensorSlot],
+    scheme: LinearScheme,
+    dtype: torch.dtype,
+    *,
+    ends: Mapping[Role, WeightScheme] | None = None,
+    chosen: Mapping[str, LinearScheme | None] | None = None,
 ) -> QuantizePlan:
     """Plan a model: linear weights of the layers are quantized, all else stays in 16 bits.
+
+    Args:
+        slots: every tensor of the model.
+        scheme: of the layers' linear weights.
+        dtype: of scales and of what is not quantized.
+        ends: of the embedding and of the head, where they are to be quantized too.
+        chosen: of linear weights that get another scheme than the rest, by name.
 
     Raises:
         QuantizeError: there is not one weight that the scheme fits.
@@ -90,13 +111,15 @@ def make_plan(
     reasons: dict[str, list[str]] = defaultdict(list)
     kept: list[str] = []
     for slot in slots:
-        fitted = None
-        if slot.is_linear:
-            fitted, reason = scheme.fit(slot.shape[1])
+        fitted: LinearScheme | None = None
+        wanted = (chosen or {}).get(slot.name, scheme) if slot.is_linear else None
+        wanted = (ends or {}).get(slot.role, wanted)
+        if wanted is not None:
+            fitted, reason = wanted.fit(slot.shape[1])
             if reason:
                 reasons[reason].append(slot.name)
-            if fitted is None:
-                kept.append(slot.name.removesuffix(_WEIGHT))
+        if slot.is_linear and fitted is None:
+            kept.append(slot.name.removesuffix(_WEIGHT))
         tensors.append(_planned(slot, fitted, dtype))
     if all(tensor.scheme is None for tensor in tensors):
         raise QuantizeError(f"nothing to quantize: every linear weight is {'; '.join(reasons)}")
@@ -104,10 +127,28 @@ def make_plan(
     return QuantizePlan(dtype, tuple(tensors), tuple(kept), notes)
 
 
-def _planned(slot: TensorSlot, scheme: WeightScheme | None, dtype: torch.dtype) -> PlannedTensor:
+def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, WeightScheme]:
+    """What embedding and head become, where they do not stay in 16 bits.
+
+    A matrix that serves as both is stored as the embedding.
+
+    Raises:
+        ConfigError: bits that are not supported, or of an embedding that is the head.
+    """
+    tied = source.spec.tied_head
+    if tied and options.embedding != 16:
+        raise ConfigError("the embedding of this model is its head too; give --head BITS alone")
+    asked = {
+        Role.EMBEDDING: end_scheme(options.head if tied else options.embedding, options.scheme),
+        Role.HEAD: end_scheme(options.head, options.scheme),
+    }
+    return {role: scheme for role, scheme in asked.items() if scheme is not None}
+
+
+def _planned(slot: TensorSlot, scheme: LinearScheme | None, dtype: torch.dtype) -> PlannedTensor:
     if scheme is None:
         layouts = {slot.name: (dtype, slot.shape)}
     else:
         layouts = encoded_layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
     stored = tuple(TensorLayout(name, *layout) for name, layout in layouts.items())
-    return PlannedTensor(slot.name, slot.shape, scheme, stored)
+    return PlannedTensor(slot.name, slot.role, slot.shape, scheme, stored)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from appliance.errors import QuantizeError
+from appliance.kernels.fp8 import BLOCK, Fp8Weight
 from appliance.kernels.packed import PackedWeight
-from appliance.quant import rtn
+from appliance.quant import data_free
 from appliance.quant.calibrated import quantize_layers
 from appliance.quant.formats.compressed_tensors import encode
 from appliance.quant.walk import Walk
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Executor
 
+    from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.quant.calibration import Calibration
     from appliance.quant.formats import WeightReader
     from appliance.quant.options import Method
     from appliance.quant.plan import PlannedTensor, QuantizePlan
-    from appliance.quant.scheme import WeightScheme
     from appliance.quant.shard_writer import ShardWriter
 
 PIECE_ELEMENTS = 1 << 18  # numbers of a weight that are worked on at once: 1 MiB in float32
@@ -45,9 +46,10 @@ def write_rounded(
     weights: WeightReader,
     plan: QuantizePlan,
     writer: ShardWriter,
+    method: Method,
     on_progress: OnProgress | None,
 ) -> None:
-    """Round every weight to its nearest code; see `rtn`."""
+    """Quantize every weight by itself; see `data_free`."""
     done = 0
     with _workers() as workers:
         for tensor in plan.tensors:
@@ -55,8 +57,8 @@ def write_rounded(
             if tensor.scheme is None:
                 writer.write(tensor.name, _in_type(plan.dtype, tensor.name, weight))
             else:
-                packed = _quantized(workers, tensor.scheme, plan.dtype, tensor.name, weight)
-                for name, stored in encode(tensor.name, packed).items():
+                done_weight = _quantized(workers, tensor, method, plan.dtype, weight)
+                for name, stored in encode(tensor.name, done_weight, tensor.scheme).items():
                     writer.write(name, [stored])
             done += tensor.nbytes
             if on_progress is not None:
@@ -76,13 +78,13 @@ def write_calibrated(
     schemes = {tensor.name: tensor.scheme for tensor in plan.tensors}
     done = 0
 
-    def write(tensor: PlannedTensor, value: Tensor | PackedWeight) -> None:
+    def write(tensor: PlannedTensor, value: Weight) -> None:
         nonlocal done
         if tensor.scheme is None:
             writer.write(tensor.name, _in_type(plan.dtype, tensor.name, value))
         else:
-            assert isinstance(value, PackedWeight), tensor.name
-            for name, stored in encode(tensor.name, value).items():
+            assert not isinstance(value, Tensor), tensor.name
+            for name, stored in encode(tensor.name, value, tensor.scheme).items():
                 writer.write(name, [stored])
         done += tensor.nbytes
         if on_progress is not None:
@@ -91,13 +93,17 @@ def write_calibrated(
     with tempfile.TemporaryDirectory(dir=writer.folder.parent, prefix=".calibration-") as folder:
         walk = Walk(source, calibration.rows, Path(folder) / "stream", torch.device("cpu"))
         for layer in quantize_layers(source, walk, method, schemes, plan.dtype):
-            for name, value in layer.tensors.items():
-                write(planned.pop(name), value)
+            for name, part in layer.tensors.items():
+                write(planned.pop(name), part)
     for name, tensor in planned.items():  # embedding, head, norms that nothing was folded into
-        write(tensor, source.weights.load(name))
+        value = source.weights.load(name)
+        if tensor.scheme is not None:
+            with _workers() as workers:
+                value = _quantized(workers, tensor, method, plan.dtype, value)
+        write(tensor, value)
 
 
-def _in_type(dtype: torch.dtype, name: str, weight: Tensor | PackedWeight) -> Iterator[Tensor]:
+def _in_type(dtype: torch.dtype, name: str, weight: Weight) -> Iterator[Tensor]:
     """The rows of a weight that is not quantized, piece by piece."""
     for rows in _row_ranges(weight.shape):
         yield _read_rows(name, weight, rows).to(dtype)
@@ -105,18 +111,22 @@ def _in_type(dtype: torch.dtype, name: str, weight: Tensor | PackedWeight) -> It
 
 def _quantized(
     workers: Executor,
-    scheme: WeightScheme,
+    tensor: PlannedTensor,
+    method: Method,
     scale_dtype: torch.dtype,
-    name: str,
-    weight: Tensor | PackedWeight,
-) -> PackedWeight:
-    def quantize_rows(rows: slice) -> PackedWeight:
-        return rtn.quantize(_read_rows(name, weight, rows), scheme, scale_dtype)
+    weight: Weight,
+) -> PackedWeight | Fp8Weight:
+    scheme = tensor.scheme
+    assert scheme is not None, tensor.name
 
-    return PackedWeight.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
+    def quantize_rows(rows: slice) -> PackedWeight | Fp8Weight:
+        piece = _read_rows(tensor.name, weight, rows)
+        return data_free.quantize(piece, scheme, method, scale_dtype)
+
+    return data_free.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
 
 
-def _read_rows(name: str, weight: Tensor | PackedWeight, rows: slice) -> Tensor:
+def _read_rows(name: str, weight: Weight, rows: slice) -> Tensor:
     """Some rows of a weight in float32; packed ones are dequantized.
 
     Raises:
@@ -124,6 +134,8 @@ def _read_rows(name: str, weight: Tensor | PackedWeight, rows: slice) -> Tensor:
     """
     if isinstance(weight, PackedWeight):
         piece = weight.rows(rows).dequantize()
+    elif isinstance(weight, Fp8Weight):
+        piece = weight.dequantize(rows=rows)
     else:
         piece = weight[rows].to(torch.float32)
     if not torch.isfinite(piece).all():
@@ -132,8 +144,11 @@ def _read_rows(name: str, weight: Tensor | PackedWeight, rows: slice) -> Tensor:
 
 
 def _row_ranges(shape: tuple[int, ...]) -> list[slice]:
-    """Cut a tensor along its first dimension into pieces to work on at once."""
-    rows = max(1, PIECE_ELEMENTS // math.prod(shape[1:]))
+    """Cut a tensor along its first dimension into pieces to work on at once.
+
+    Whole blocks of FP8, so that a piece may be quantized by itself.
+    """
+    rows = max(BLOCK, PIECE_ELEMENTS // math.prod(shape[1:]) // BLOCK * BLOCK)
     return [slice(start, start + rows) for start in range(0, shape[0], rows)]
 
 
