@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.kernels.weight import Weight
     from appliance.model.norm import Norm
     from appliance.model.source import ModelSource
     from appliance.quant.card import LayerError
@@ -211,7 +212,7 @@ class _Heads:
         self._variants = variants
         self._windows = windows
         self._device = device
-        self._heads: dict[int, tuple[WeightSet, Tensor | PackedWeight, Norm]] = {}
+        self._heads: dict[int, tuple[WeightSet, Weight, Norm]] = {}
         for weights in {id(v.weights): v.weights for v in variants}.values():
             norm = weights.norm(len(weights.source.spec.layers))
             self._heads[id(weights)] = weights, self._shared(weights.head()), norm
@@ -226,7 +227,7 @@ class _Heads:
         report("evaluating tokens", count, count)
         return found
 
-    def _shared(self, head: Tensor | PackedWeight) -> Tensor | PackedWeight:
+    def _shared(self, head: Weight) -> Weight:
         """A head that is there already, if it is the same: heads are as large as layers."""
         for _, other, _ in self._heads.values():
             if _equal(head, other):
@@ -284,13 +285,9 @@ def _capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
-def _equal(head: Tensor | PackedWeight, other: Tensor | PackedWeight) -> bool:
+def _equal(head: Weight, other: Weight) -> bool:
     if isinstance(head, PackedWeight) and isinstance(other, PackedWeight):
-        same_kind = (head.bits, head.group_size, head.offset_kind) == (
-            other.bits,
-            other.group_size,
-            other.offset_kind,
-        )
+        same_kind = head.stacks_with(other) and head.shape == other.shape
         return same_kind and all(
             torch.equal(a, b)
             for a, b in (
@@ -299,6 +296,6 @@ def _equal(head: Tensor | PackedWeight, other: Tensor | PackedWeight) -> bool:
                 (head.offset, other.offset),
             )
         )
-    if isinstance(head, PackedWeight) or isinstance(other, PackedWeight):
-        return False
-    return head.dtype == other.dtype and torch.equal(head, other)
+    if isinstance(head, torch.Tensor) and isinstance(other, torch.Tensor):
+        return head.dtype == other.dtype and torch.equal(head, other)
+    return False

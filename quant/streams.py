@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.kv_cache import LayerCache
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weight import Weight
     from appliance.model.layers import DecoderLayer
     from appliance.model.norm import Norm
     from appliance.quant.weight_sets import WeightSet
@@ -231,9 +231,7 @@ class _Relative:
 def _tapping(backend: Backend) -> Backend:
     """The same operations, with dense linears in float32 whose results can be looked at."""
 
-    def prepare(
-        weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
-    ) -> TappedLinear:
+    def prepare(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> TappedLinear:
         return TappedLinear(dense_linear(weight, bias, dtype))
 
     return replace(backend, prepare_linear=prepare)

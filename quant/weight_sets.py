@@ -10,6 +10,7 @@ from torch import Tensor
 
 from appliance.errors import ConfigError
 from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weight import dense
 from appliance.model.embedding import Embedding
 from appliance.model.reader import ModelReader
 from appliance.quant import rtn
@@ -17,6 +18,7 @@ from appliance.quant.block import dense_parts
 from appliance.quant.scheme import WeightScheme
 
 if TYPE_CHECKING:
+    from appliance.kernels.weight import Weight
     from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm
     from appliance.model.reader import LayerWeights
@@ -46,11 +48,11 @@ class WeightSet(Protocol):
         """The norm before a layer; past the last one, the decoder's own."""
         ...
 
-    def head(self) -> Tensor | PackedWeight:
+    def head(self) -> Weight:
         """(vocab_size, hidden_size), as it is stored."""
         ...
 
-    def head_rows(self, head: Tensor | PackedWeight, rows: slice) -> Tensor:
+    def head_rows(self, head: Weight, rows: slice) -> Tensor:
         """Some of its rows in float32."""
         ...
 
@@ -68,9 +70,9 @@ class StoredWeights:
         matrix = self.matrix(self.source.family.names.embedding)
         return self.lookup(matrix, token_ids)
 
-    def lookup(self, matrix: Tensor | PackedWeight, token_ids: Tensor) -> Tensor:
+    def lookup(self, matrix: Weight, token_ids: Tensor) -> Tensor:
         """Rows of a matrix, scaled as the model wants it."""
-        rows = matrix.rows(token_ids) if isinstance(matrix, PackedWeight) else matrix[token_ids]
+        rows = _rows(matrix, token_ids)
         every = torch.arange(len(token_ids), device=token_ids.device)
         return Embedding.of(rows, self.source.spec.embedding_scale, FLOAT)(every)
 
@@ -82,27 +84,18 @@ class StoredWeights:
         """See `WeightSet`."""
         return self.reader.first_norm(index)
 
-    def head(self) -> Tensor | PackedWeight:
+    def head(self) -> Weight:
         """See `WeightSet`."""
         names = self.source.family.names
         return self.matrix(names.embedding if self.source.spec.tied_head else names.head)
 
-    def head_rows(self, head: Tensor | PackedWeight, rows: slice) -> Tensor:
+    def head_rows(self, head: Weight, rows: slice) -> Tensor:
         """See `WeightSet`."""
-        piece = head.rows(rows) if isinstance(head, PackedWeight) else head[rows]
-        return _dense(piece)
+        return dense(_rows(head, rows), FLOAT)
 
-    def matrix(self, module: str) -> Tensor | PackedWeight:
+    def matrix(self, module: str) -> Weight:
         """A matrix outside the layers."""
-        matrix = self.source.weights.load(f"{module}.weight")
-        if isinstance(matrix, PackedWeight):
-            return replace(
-                matrix,
-                codes=matrix.codes.to(self._device),
-                scale=matrix.scale.to(self._device),
-                offset=matrix.offset.to(self._device),
-            )
-        return matrix.to(self._device)
+        return self.source.weights.load(f"{module}.weight").to(self._device)
 
 
 class RoundedWeights:
@@ -126,7 +119,7 @@ class RoundedWeights:
     def embed(self, token_ids: Tensor) -> Tensor:
         """See `WeightSet`; rows are rounded one by one, so those looked up are enough."""
         matrix = self._base.matrix(self.source.family.names.embedding)
-        rows = matrix.rows(token_ids) if isinstance(matrix, PackedWeight) else matrix[token_ids]
+        rows = _rows(matrix, token_ids)
         every = torch.arange(len(token_ids), device=token_ids.device)
         return self._base.lookup(_rounded(rows, self._embedding), every)
 
@@ -148,31 +141,41 @@ class RoundedWeights:
         """See `WeightSet`."""
         return self._base.norm(index)
 
-    def head(self) -> Tensor | PackedWeight:
+    def head(self) -> Weight:
         """See `WeightSet`."""
         return self._base.head()
 
-    def head_rows(self, head: Tensor | PackedWeight, rows: slice) -> Tensor:
+    def head_rows(self, head: Weight, rows: slice) -> Tensor:
         """See `WeightSet`."""
         return _rounded(self._base.head_rows(head, rows), self._head)
 
 
-def scheme_of(weight: Tensor | PackedWeight) -> WeightScheme | None:
+def scheme_of(weight: Weight) -> WeightScheme | None:
     """How a weight is packed, in the terms of a quantizer; None if it is not, or in no such way."""
     if not isinstance(weight, PackedWeight):
         return None
-    zero = -(1 << (weight.bits - 1)) * weight.scale
+    bits = weight.bits
+    if bits == 4 and int(torch.maximum(weight.codes & 0xF, weight.codes >> 4).max()) < 8:
+        bits = 3  # which lie in the form of 4
+    zero = -(1 << (bits - 1)) * weight.scale
     symmetric = weight.offset_kind is OffsetKind.ADDITIVE and torch.equal(weight.offset, zero)
     width = weight.shape[1]
     group_size = None if weight.group_size == width else weight.group_size
     try:
-        return WeightScheme(weight.bits, group_size, symmetric)
+        return WeightScheme(bits, group_size, symmetric)
     except ConfigError:
         return None
 
 
-def _first_rows(matrix: Tensor | PackedWeight) -> Tensor | PackedWeight:
-    return matrix.rows(slice(0, 32)) if isinstance(matrix, PackedWeight) else matrix[:32]
+def _first_rows(matrix: Weight) -> Weight:
+    return _rows(matrix, slice(0, 32))
+
+
+def _rows(matrix: Weight, rows: Tensor | slice) -> Weight:
+    """Some outputs; of FP8, whose blocks they may cut, dense."""
+    if isinstance(matrix, PackedWeight):
+        return matrix.rows(rows)
+    return matrix[rows] if isinstance(matrix, Tensor) else matrix.dequantize()[rows]
 
 
 def _rounded_parts(parts: list[LinearPart], packed: list[LinearPart]) -> list[LinearPart]:
@@ -182,20 +185,13 @@ def _rounded_parts(parts: list[LinearPart], packed: list[LinearPart]) -> list[Li
     ]
 
 
-def _rounded(weight: Tensor | PackedWeight, scheme: WeightScheme | None) -> Tensor:
+def _rounded(weight: Weight, scheme: WeightScheme | None) -> Tensor:
     """A weight after packing and unpacking, (out_features, in_features) float32."""
     if scheme is None:
-        return _dense(weight)
-    device = (weight.codes if isinstance(weight, PackedWeight) else weight).device
-    out = torch.empty(weight.shape, device=device)
-    step = max(1, ROWS_AT_ONCE // weight.shape[1])
-    for start in range(0, weight.shape[0], step):
+        return dense(weight, FLOAT)
+    out = dense(weight, FLOAT).clone()
+    step = max(1, ROWS_AT_ONCE // out.shape[1])
+    for start in range(0, len(out), step):
         rows = slice(start, start + step)
-        piece = weight.rows(rows) if isinstance(weight, PackedWeight) else weight[rows]
-        packed = rtn.quantize(_dense(piece), scheme, torch.bfloat16)
-        out[rows] = packed.dequantize()
+        out[rows] = rtn.quantize(out[rows], scheme, torch.bfloat16).dequantize()
     return out
-
-
-def _dense(weight: Tensor | PackedWeight) -> Tensor:
-    return weight.float() if isinstance(weight, Tensor) else weight.dequantize()
