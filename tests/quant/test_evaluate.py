@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +202,17 @@ def test_nothing_is_left_of_the_streams(
     folder.mkdir()
     evaluate(open_model(make_llama()), windows, What(kv=(), folder=folder))
     assert list(folder.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
+    make_llama: MakeFolder, windows: Windows, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(QuantizeError, match=r"No space left on device; make room there or read"):
+        evaluate(open_model(make_llama()), windows, What(kv=(), folder=tmp_path))
 
 
 def test_caches_are_named_as_the_server_names_them() -> None:
