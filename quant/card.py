@@ -208,6 +208,25 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskScore:
+    """One score of lm-evaluation-harness.
+
+    Attributes:
+        task: its name.
+        metric: what was counted, as the harness calls it.
+        value: the score.
+        error: its standard error; None where the harness has none.
+        questions: how many were asked; 0 if that is not known.
+    """
+
+    task: str
+    metric: str
+    value: float
+    error: float | None
+    questions: int
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
     """All there is to say about one checkpoint's quality.
 
@@ -227,6 +246,7 @@ class Card:
     kv: tuple[KVRow, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     quantize: QuantizeFacts | None = None
+    tasks: tuple[TaskScore, ...] = ()
     notes: tuple[str, ...] = ()
     schema: int = SCHEMA
 

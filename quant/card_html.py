@@ -64,6 +64,7 @@ def to_html(card: Card) -> str:
         _tiles(card),
         *_plots(card),
         *_kv(card),
+        *_tasks(card),
         _section("All measures", _table((), card_rows.measures(card), "facts")),
         _section("Facts", _table((), card_rows.facts(card), "facts")),
     ]
@@ -155,6 +156,13 @@ def _kv(card: Card) -> list[str]:
     table = f'<div class="wide"><table class="numbers"><tr>{head}</tr>{"".join(rows)}</table></div>'
     said = f'<p class="soft">{escape(card_rows.kv_in_words(card))}</p>'
     return [_section("By KV cache", said + table)]
+
+
+def _tasks(card: Card) -> list[str]:
+    if not card.tasks:
+        return []
+    rows = list(map(card_rows.task_row, card.tasks))
+    return [_section("Tasks (lm-eval)", _table(card_rows.TASKS_HEADER, rows, "numbers"))]
 
 
 def _key(*names: tuple[str, str]) -> str:

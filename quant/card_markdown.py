@@ -29,6 +29,9 @@ def to_markdown(card: Card) -> str:
             card_rows.kv_in_words(card),
             _table(card_rows.KV_HEADER, [card_rows.kv_row(row) for row in card.kv]),
         ]
+    if card.tasks:
+        rows = list(map(card_rows.task_row, card.tasks))
+        sections += ["## Tasks (lm-eval)", _table(card_rows.TASKS_HEADER, rows)]
     if card.layers:
         rows = [
             (str(index), f"{error.stream:.2%}", f"{error.attention:.2%}", f"{error.mlp:.2%}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from appliance.quant.card import Alternative, Card, Figure, KVRow
+    from appliance.quant.card import Alternative, Card, Figure, KVRow, TaskScore
 
 Row = tuple[str, ...]
 
 KV_HEADER = ("KV cache", "bits per value", "mean KLD", "p99 KLD", "same top", "perplexity ratio")
+TASKS_HEADER = ("task", "metric", "score", "questions")
 ALTERNATIVES_HEADER = ("stored as", "bits per weight", "mean KLD", "same top", "perplexity")
 
 
@@ -121,6 +122,12 @@ def alternatives(card: Card) -> list[Row]:
         f"{found.base_perplexity.value:.3f}",
     )
     return [ours, *map(_alternative, card.alternatives), unchanged]
+
+
+def task_row(score: TaskScore) -> Row:
+    """In the order of `TASKS_HEADER`."""
+    error = "" if score.error is None else f" \u00b1 {score.error:.4f}"
+    return score.task, score.metric, f"{score.value:.4f}{error}", f"{score.questions:,}"
 
 
 def ours_in_words(card: Card) -> str:

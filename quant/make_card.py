@@ -111,6 +111,11 @@ def make_card(
             "measured on the very text that it was calibrated with, so these figures flatter it;"
             " give another --text"
         )
+    if _quantizes_inputs(candidate):
+        notes.append(
+            "made for inputs of fewer bits too, where the hardware multiplies these; measured are"
+            " its weights alone"
+        )
     what = What(
         base=original,
         rounded=options.rounding and original is not None and _can_be_rounded(candidate, run),
@@ -220,6 +225,16 @@ def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:
     layer = reader.layer(0)
     parts = (*layer.qkv, layer.output, *layer.gate_up, layer.down)
     return any(scheme_of(part.weight) is not None for part in parts)
+
+
+def _quantizes_inputs(candidate: ModelSource) -> bool:
+    config = candidate.config.get("quantization_config")
+    if not isinstance(config, dict):
+        return False
+    groups = config.get("config_groups") or {}
+    return config.get("activation_scheme") is not None or any(
+        group.get("input_activations") is not None for group in groups.values()
+    )
 
 
 def _weights_in_words(source: ModelSource) -> str:

@@ -6,12 +6,13 @@ A stream lies in a memory-mapped file; of the weights, one layer of one model is
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from appliance.errors import ModelError
+from appliance.errors import ModelError, QuantizeError
 from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.packed_matmul.reference import dense_linear
@@ -148,8 +149,8 @@ class Streams:
         count = len(self._windows) if count is None else count
         shape = (count, self._windows.shape[1], self._hidden_size)
         path = folder / name
-        path.touch()
         size = shape[0] * shape[1] * shape[2]
+        _reserve(path, size * FLOAT.itemsize)
         return torch.from_file(str(path), shared=True, size=size, dtype=FLOAT).view(shape)
 
     def _run(self, variant: Variant, layer: DecoderLayer, norm: Norm, index: int) -> LayerError:
@@ -226,6 +227,22 @@ class _Relative:
     def value(self) -> float:
         """0 where both are 0."""
         return math.sqrt(self._difference / self._base) if self._base else 0.0
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Make a file that has its blocks: a write to a map of one without kills the process.
+
+    Raises:
+        QuantizeError: the disk is full.
+    """
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        raise QuantizeError(
+            f"an evaluation keeps its residual streams in {path.parent.parent}, of"
+            f" {size / 2**20:,.1f} MiB each: {error.strerror}; make room there or read fewer tokens"
+        ) from error
 
 
 def _tapping(backend: Backend) -> Backend:

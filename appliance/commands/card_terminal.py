@@ -33,6 +33,10 @@ def print_card(card: Card, console: Console | None = None) -> None:
         rows = [card_rows.kv_row(row) for row in card.kv]
         klds = [row.comparison.kld_mean.value for row in card.kv]
         console.print(_numbers("by KV cache", card_rows.KV_HEADER, rows, klds))
+    if card.tasks:
+        rows = list(map(card_rows.task_row, card.tasks))
+        scores = [score.value for score in card.tasks]
+        console.print(_numbers("tasks (lm-eval)", card_rows.TASKS_HEADER, rows, scores))
     if card.layers:
         console.print(_layers(card))
     console.print(_pairs(card_rows.facts(card)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from appliance.commands.model_argument import Model
+from appliance.commands.tasks import evaluate_tasks
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,13 +39,30 @@ def evaluate(
     rounding: Annotated[
         bool, typer.Option(help="Measure rounding to nearest in the same form, as a yardstick.")
     ] = True,
+    lm_eval: Annotated[
+        str, typer.Option(help="Tasks of lm-evaluation-harness instead, through --url.")
+    ] = "",
+    url: Annotated[
+        str, typer.Option(help="A running server of MODEL, for --lm-eval.")
+    ] = "http://127.0.0.1:8080",
+    tasks_folder: Annotated[
+        Path | None, typer.Option(help="Folder with lm-eval tasks of your own.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Questions of each lm-eval task.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the card [beside the weights].")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the card as JSON.")] = False,
 ) -> None:
-    """Measure a checkpoint and write its quality card: JSON, Markdown and HTML."""
+    """Measure a checkpoint and write its quality card: JSON, Markdown and HTML.
+
+    With --lm-eval, tasks are run through a server that runs already, and their scores join the
+    card that the checkpoint has.
+    """
+    if lm_eval:
+        evaluate_tasks(model, lm_eval, url, tasks_folder, limit, as_json=as_json)
+        return
     from appliance.commands.card import show
     from appliance.config import cache_dir
     from appliance.hub import resolve_model

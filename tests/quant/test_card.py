@@ -32,6 +32,7 @@ def lone_card() -> Card:
         kv=(),
         alternatives=(),
         quantize=None,
+        tasks=(),
         notes=(),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,9 @@ from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
 from appliance.quant.evaluate import KV_FORMATS, What, evaluate, parse_kv_formats
 from appliance.quant.held_out import Windows
-from appliance.quant.options import QuantizeOptions
+from appliance.quant.options import Method, QuantizeOptions
 from appliance.quant.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
+from appliance.quant.scheme import Fp8Scheme, WeightScheme
 
 MakeFolder = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -75,12 +76,38 @@ def test_streamed_measures_equal_those_of_whole_models(
     assert summary.same_top_percent.value == pytest.approx(100 * float(same))
 
 
-def test_rounding_on_the_way_is_rounding(quantized: tuple[Path, Path], windows: Windows) -> None:
-    base, candidate = quantized  # which was rounded, from 16 bits to 16 bits
+@pytest.mark.parametrize(
+    "options",
+    [
+        QuantizeOptions(WeightScheme(4, 32, False), head=8),
+        QuantizeOptions(WeightScheme(3, 32)),
+        QuantizeOptions(WeightScheme(3, None, False)),
+        QuantizeOptions(WeightScheme(8, None), head=4),
+    ],
+    ids=lambda options: f"{options.scheme}, head {options.head}",
+)
+def test_rounding_on_the_way_is_rounding(
+    make_llama: MakeFolder, windows: Windows, tmp_path: Path, options: QuantizeOptions
+) -> None:
+    base, candidate = make_llama(), tmp_path / "rounded"
+    quantize_model(base, candidate, options)
     found = evaluate(open_model(candidate), windows, What(open_model(base), kv=()))
     assert found.against is not None
     assert found.rounded is not None
+    assert float(found.against.klds.max()) > 1e-5
     torch.testing.assert_close(found.rounded.klds, found.against.klds, rtol=0, atol=1e-6)
+
+
+def test_fp8_weights_are_measured_as_they_are(
+    make_llama: MakeFolder, windows: Windows, tmp_path: Path
+) -> None:
+    base, candidate = make_llama(), tmp_path / "fp8"
+    quantize_model(base, candidate, QuantizeOptions(Fp8Scheme(), Method.FP8))
+    found = evaluate(open_model(candidate), windows, What(open_model(base), kv=()))
+    assert found.against is not None
+    expected = mean_kld(whole(base, windows), whole(candidate, windows))
+    assert found.against.summary().kld_mean.value == pytest.approx(expected, rel=1e-2)
+    assert expected > 1e-6
 
 
 def test_a_model_beside_itself_has_lost_nothing(make_llama: MakeFolder, windows: Windows) -> None:
@@ -175,6 +202,17 @@ def test_nothing_is_left_of_the_streams(
     folder.mkdir()
     evaluate(open_model(make_llama()), windows, What(kv=(), folder=folder))
     assert list(folder.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
+    make_llama: MakeFolder, windows: Windows, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(QuantizeError, match=r"No space left on device; make room there or read"):
+        evaluate(open_model(make_llama()), windows, What(kv=(), folder=tmp_path))
 
 
 def test_caches_are_named_as_the_server_names_them() -> None:

@@ -13,6 +13,7 @@ from appliance.quant.card import (
     LayerError,
     ModelFacts,
     QuantizeFacts,
+    TaskScore,
     TextFacts,
 )
 
@@ -59,5 +60,6 @@ def make_card(
             "gptq", "4 bits", "8 rows", "fedcba", 12.0, 1 << 30, 0, {"a": 0.5}, ("re-quantized",)
         ),
         cost=Cost(10.0, 20.0, 1 << 29, 0, "cpu"),
+        tasks=(TaskScore("arc", "acc", 0.5, 0.1, 20), TaskScore("b", "f1", 1.0, None, 0)),
         notes=("measured on <little>",),
     )

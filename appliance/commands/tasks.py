@@ -1,0 +1,56 @@
+"""`appliance evaluate --lm-eval`: tasks through a running server, their scores into the card."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def evaluate_tasks(
+    model: str, tasks: str, url: str, include: Path | None, limit: int | None, *, as_json: bool
+) -> None:
+    """Run tasks, print their scores, and add them to the model's card if it has one.
+
+    Args:
+        model: what the server serves; its tokenizer is needed here.
+        tasks: names, with commas between.
+        url: of the server.
+        include: folder with tasks of one's own.
+        limit: questions of each task, at most.
+        as_json: print the scores as JSON.
+    """
+    import msgspec
+
+    from appliance.config import api_key_from_environment, cache_dir
+    from appliance.hub import resolve_model
+    from appliance.progress import ProgressLine
+    from appliance.quant import card_rows
+    from appliance.quant.card import card_of
+    from appliance.quant.harness import run_tasks
+    from appliance.quant.make_card import write_card
+
+    with ProgressLine() as progress:
+        resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
+    scores = run_tasks(
+        url,
+        tasks,
+        resolved.path,
+        api_key=api_key_from_environment(),
+        include=include,
+        limit=limit,
+    )
+    if as_json:
+        typer.echo(msgspec.json.encode(scores))
+    else:
+        for score in scores:
+            typer.echo("  ".join(card_rows.task_row(score)))
+    if (card := card_of(resolved.path)) is not None:
+        again = {(score.task, score.metric) for score in scores}
+        kept = (score for score in card.tasks if (score.task, score.metric) not in again)
+        path = write_card(replace(card, tasks=(*kept, *scores)), resolved.path)
+        typer.echo(f"added to {path}", err=True)
