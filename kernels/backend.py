@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from appliance.kernels.activation import Activation
     from appliance.kernels.kv_cache import LayerCache
     from appliance.kernels.kv_write.head_norms import HeadNorms
-    from appliance.kernels.packed import PackedWeight
     from appliance.kernels.ragged import RaggedBatch
+    from appliance.kernels.weight import Weight
 
 
 class Linear(Protocol):
@@ -95,8 +95,8 @@ class Backend:
     """The operations a decoder step is made of."""
 
     name: str
-    # weight (out, in) dense or packed, bias (out,) or None, activation dtype -> Linear
-    prepare_linear: Callable[[Tensor | PackedWeight, Tensor | None, torch.dtype], Linear]
+    # weight (out, in) in any form, bias (out,) or None, activation dtype -> Linear
+    prepare_linear: Callable[[Weight, Tensor | None, torch.dtype], Linear]
     # x (num_tokens, dim), weight (dim,) float32, eps -> (num_tokens, dim)
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     # x, residual, weight, eps -> (rms_norm(x + residual), x + residual)
@@ -180,12 +180,19 @@ def triton_backend() -> Backend:
 
     The remaining entries are the reference on the device.
     """
+    from appliance.kernels.fp8 import Fp8Weight
+    from appliance.kernels.fp8_matmul import launch as fp8_matmul
     from appliance.kernels.gated_activation.launch import gated_activation
     from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
     from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
-    from appliance.kernels.packed_matmul.launch import prepare_linear
+    from appliance.kernels.packed_matmul import launch as packed_matmul
     from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
     from appliance.kernels.soft_cap.launch import soft_cap
+
+    def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        if isinstance(weight, Fp8Weight):
+            return fp8_matmul.prepare_linear(weight, bias, dtype)
+        return packed_matmul.prepare_linear(weight, bias, dtype)
 
     return replace(
         REFERENCE,

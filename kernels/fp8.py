@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 BLOCK = 128  # rows and columns that share a scale, in the block form
 E4M3_MAX = 448.0
+DEQUANTIZE_AT_ONCE = 1 << 20  # elements
 NAN_CODE = 0x7F  # with either sign; e4m3 has no infinity
 
 
@@ -20,10 +22,13 @@ class Fp8Weight:
         codes: (out_features, in_features) float8_e4m3fn.
         scale: float32, (out_features,) for one scale per output feature, or
             (ceil(out_features / 128), ceil(in_features / 128)) for one per block.
+        quantized_inputs: the checkpoint was made for inputs that are quantized to e4m3 too, row by
+            row as they come; hardware that multiplies e4m3 may do so.
     """
 
     codes: Tensor
     scale: Tensor
+    quantized_inputs: bool = False
 
     def __post_init__(self) -> None:
         rows, columns = self.codes.shape
@@ -47,14 +52,51 @@ class Fp8Weight:
         """Bytes of codes and scales."""
         return self.codes.nbytes + self.scale.nbytes
 
+    def to(self, device: torch.device) -> Fp8Weight:
+        """The same weight on a device."""
+        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device))
+
+    def is_finite(self) -> bool:
+        """Whether no scale and no code is NaN or infinite."""
+        nan = (self.codes.view(torch.uint8) & NAN_CODE) == NAN_CODE
+        return bool(torch.isfinite(self.scale).all()) and not bool(nan.any())
+
+    def stacks_with(self, other: Fp8Weight) -> bool:
+        """Whether `other` may follow below this one: no block may hold rows of both."""
+        alike = (self.is_blockwise, self.quantized_inputs) == (
+            other.is_blockwise,
+            other.quantized_inputs,
+        )
+        return alike and not (self.is_blockwise and self.shape[0] % BLOCK)
+
+    @staticmethod
+    def concatenate(parts: list[Fp8Weight]) -> Fp8Weight:
+        """Stack weights along the output dimension, each of which stacks with the next."""
+        assert all(one.stacks_with(two) for one, two in pairwise(parts))
+        codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
+        return replace(
+            parts[0],
+            codes=codes.view(torch.float8_e4m3fn),
+            scale=torch.cat([part.scale for part in parts]),
+        )
+
     def row_scales(self) -> Tensor:
         """Scale of each output feature over each 128 inputs: (out_features, blocks) float32."""
         if not self.is_blockwise:
             return self.scale[:, None].expand(-1, -(-self.shape[1] // BLOCK))
         return self.scale.repeat_interleave(BLOCK, dim=0)[: self.shape[0]]
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Weights (out_features, in_features), computed in float64 or float32 and then cast."""
+    def dequantize(self, dtype: torch.dtype = torch.float32, rows: slice = slice(None)) -> Tensor:
+        """Some rows of the weight, computed in float64 or float32 and then cast.
+
+        Many are done a few at a time, as wider values in between take more than the result.
+        """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        scales = self.row_scales().to(wide).repeat_interleave(BLOCK, dim=1)
-        return (self.codes.to(wide) * scales[:, : self.shape[1]]).to(dtype)
+        codes, scales = self.codes[rows], self.row_scales()[rows]
+        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        step = max(1, DEQUANTIZE_AT_ONCE // self.shape[1])
+        for start in range(0, len(codes), step):
+            some = slice(start, start + step)
+            factors = scales[some].to(wide).repeat_interleave(BLOCK, dim=1)
+            out[some] = codes[some].to(wide) * factors[:, : self.shape[1]]
+        return out

@@ -6,7 +6,7 @@ from it. Imports nothing of ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -34,6 +34,9 @@ class PackedWeight:
         offset: same shape and dtype as scale; its meaning is `offset_kind`.
         bits: 4 or 8.
         group_size: inputs that share a scale; divides in_features.
+        input_order: (in_features,) int32, the input that each column of the codes belongs to;
+            None where columns stand in the order of the inputs. GPTQ's act-order needs it: it puts
+            inputs that are far apart into one group.
     """
 
     codes: Tensor
@@ -42,6 +45,7 @@ class PackedWeight:
     offset_kind: OffsetKind
     bits: int
     group_size: int
+    input_order: Tensor | None = None
 
     def __post_init__(self) -> None:
         out_features, in_features = self.shape
@@ -50,6 +54,9 @@ class PackedWeight:
         assert in_features % self.group_size == 0, (in_features, self.group_size)
         assert tuple(self.scale.shape) == groups, (self.scale.shape, groups)
         assert tuple(self.offset.shape) == groups, (self.offset.shape, groups)
+        if self.input_order is not None:
+            assert self.input_order.dtype == torch.int32, self.input_order.dtype
+            assert tuple(self.input_order.shape) == (in_features,), self.input_order.shape
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,22 +65,28 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and offsets."""
-        return self.codes.nbytes + self.scale.nbytes + self.offset.nbytes
+        """Bytes of codes, scales, offsets and the order of the inputs."""
+        order = 0 if self.input_order is None else self.input_order.nbytes
+        return self.codes.nbytes + self.scale.nbytes + self.offset.nbytes + order
+
+    def to(self, device: torch.device) -> PackedWeight:
+        """The same weight on a device."""
+        return replace(
+            self,
+            codes=self.codes.to(device),
+            scale=self.scale.to(device),
+            offset=self.offset.to(device),
+            input_order=None if self.input_order is None else self.input_order.to(device),
+        )
 
     def rows(self, index: Tensor | slice) -> PackedWeight:
         """Select output rows; codes are never touched, so nothing is lost."""
-        return PackedWeight(
-            codes=self.codes[index],
-            scale=self.scale[index],
-            offset=self.offset[index],
-            offset_kind=self.offset_kind,
-            bits=self.bits,
-            group_size=self.group_size,
+        return replace(
+            self, codes=self.codes[index], scale=self.scale[index], offset=self.offset[index]
         )
 
     def unpack(self) -> Tensor:
-        """Codes one per byte: (out_features, in_features) uint8."""
+        """Codes one per byte, as they stand: (out_features, in_features) uint8."""
         if self.bits == 8:
             return self.codes
         return torch.stack((self.codes & 0xF, self.codes >> 4), dim=-1).flatten(1)
@@ -86,16 +99,19 @@ class PackedWeight:
         """
         out_features, in_features = self.shape
         step = max(1, DEQUANTIZE_AT_ONCE // in_features)
-        if out_features <= step:
-            return self._dequantize().to(dtype)
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        order = None if self.input_order is None else self.input_order.long()
         for start in range(0, out_features, step):
             rows = slice(start, start + step)
-            out[rows] = self.rows(rows)._dequantize()
+            values = self.rows(rows)._dequantize()
+            if order is None:
+                out[rows] = values
+            else:
+                out[rows].index_copy_(1, order, values.to(dtype))
         return out
 
     def _dequantize(self) -> Tensor:
-        """Weights in float32."""
+        """Weights in float32, columns as the codes stand."""
         q = self.unpack().to(torch.float32).view(self.shape[0], -1, self.group_size)
         scale = self.scale.to(torch.float32).unsqueeze(-1)
         offset = self.offset.to(torch.float32).unsqueeze(-1)
@@ -106,14 +122,21 @@ class PackedWeight:
     @staticmethod
     def concatenate(parts: list[PackedWeight]) -> PackedWeight:
         """Stack weights of one kind along the output dimension, as for a fused q/k/v."""
-        first = parts[0]
-        kinds = {(p.bits, p.group_size, p.offset_kind, p.scale.dtype) for p in parts}
-        assert len(kinds) == 1, kinds
-        return PackedWeight(
-            codes=torch.cat([p.codes for p in parts]),
-            scale=torch.cat([p.scale for p in parts]),
-            offset=torch.cat([p.offset for p in parts]),
-            offset_kind=first.offset_kind,
-            bits=first.bits,
-            group_size=first.group_size,
+        assert all(part.stacks_with(parts[0]) for part in parts)
+        return replace(
+            parts[0],
+            codes=torch.cat([part.codes for part in parts]),
+            scale=torch.cat([part.scale for part in parts]),
+            offset=torch.cat([part.offset for part in parts]),
+        )
+
+    def stacks_with(self, other: PackedWeight) -> bool:
+        """Whether both are of one kind, so that `concatenate` takes them."""
+        one, two = self.input_order, other.input_order
+        same_order = one is two if one is None or two is None else torch.equal(one, two)
+        return same_order and (self.bits, self.group_size, self.offset_kind, self.scale.dtype) == (
+            other.bits,
+            other.group_size,
+            other.offset_kind,
+            other.scale.dtype,
         )

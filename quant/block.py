@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weight import dense
 from appliance.model.linear import stack_neighbours
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.backend import Backend
+    from appliance.kernels.weight import Weight
     from appliance.model.layers import DecoderLayer
     from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm
@@ -93,12 +94,11 @@ class ObservedLinear:
             self.bias[rows].div_(scales)
 
 
-def observed_linear(
-    weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> ObservedLinear:
+def observed_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> ObservedLinear:
     """Lay a weight out to be watched; a `Backend.prepare_linear`."""
-    dense = weight.dequantize() if isinstance(weight, PackedWeight) else weight.float().clone()
-    return ObservedLinear(dense, None if bias is None else bias.to(dtype).clone())
+    full = dense(weight, torch.float32)
+    full = full.clone() if isinstance(weight, torch.Tensor) else full
+    return ObservedLinear(full, None if bias is None else bias.to(dtype).clone())
 
 
 def observing(backend: Backend) -> Backend:
@@ -146,17 +146,15 @@ class Block:
 def dense_parts(weights: LayerWeights) -> LayerWeights:
     """All linears of a layer in float32, so that those of one input become one."""
 
-    def dense(part: LinearPart) -> LinearPart:
-        weight = part.weight
-        full = weight.dequantize() if isinstance(weight, PackedWeight) else weight.float()
-        return replace(part, weight=full)
+    def full(part: LinearPart) -> LinearPart:
+        return replace(part, weight=dense(part.weight, torch.float32))
 
     return replace(
         weights,
-        qkv=stack_neighbours([dense(part) for part in weights.qkv]),
-        output=dense(weights.output),
-        gate_up=stack_neighbours([dense(part) for part in weights.gate_up]),
-        down=dense(weights.down),
+        qkv=stack_neighbours([full(part) for part in weights.qkv]),
+        output=full(weights.output),
+        gate_up=stack_neighbours([full(part) for part in weights.gate_up]),
+        down=full(weights.down),
     )
 
 

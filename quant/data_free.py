@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import PackedWeight
 from appliance.quant import fp8, rtn
 from appliance.quant.scheme import Fp8Scheme
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from appliance.quant.options import Method
@@ -38,7 +37,5 @@ def concatenate(parts: list[PackedWeight | Fp8Weight]) -> PackedWeight | Fp8Weig
     """Put rows that were quantized apart together again."""
     floats = [part for part in parts if isinstance(part, Fp8Weight)]
     if floats:
-        codes = torch.cat([part.codes.view(torch.uint8) for part in floats])
-        scale = torch.cat([part.scale for part in floats])
-        return Fp8Weight(codes.view(torch.float8_e4m3fn), scale)
+        return Fp8Weight.concatenate(floats)
     return PackedWeight.concatenate([part for part in parts if isinstance(part, PackedWeight)])

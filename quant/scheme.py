@@ -89,14 +89,16 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Scheme:
-    """Floating-point codes of 8 bits (e4m3), for activations that become FP8 as they come.
+    """Floating-point codes of 8 bits (e4m3).
 
     Attributes:
         blockwise: a scale for each 128x128 weights and activations in groups of 128, instead of
             one for each output and each token.
+        quantized_inputs: made for activations that become FP8 too, as they come.
     """
 
     blockwise: bool = False
+    quantized_inputs: bool = True
 
     @property
     def bits(self) -> int:

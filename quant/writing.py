@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Executor
 
+    from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.quant.calibration import Calibration
     from appliance.quant.formats import WeightReader
@@ -77,7 +78,7 @@ def write_calibrated(
     schemes = {tensor.name: tensor.scheme for tensor in plan.tensors}
     done = 0
 
-    def write(tensor: PlannedTensor, value: Tensor | PackedWeight | Fp8Weight) -> None:
+    def write(tensor: PlannedTensor, value: Weight) -> None:
         nonlocal done
         if tensor.scheme is None:
             writer.write(tensor.name, _in_type(plan.dtype, tensor.name, value))
@@ -95,16 +96,14 @@ def write_calibrated(
             for name, part in layer.tensors.items():
                 write(planned.pop(name), part)
     for name, tensor in planned.items():  # embedding, head, norms that nothing was folded into
-        value: Tensor | PackedWeight | Fp8Weight = source.weights.load(name)
+        value = source.weights.load(name)
         if tensor.scheme is not None:
             with _workers() as workers:
                 value = _quantized(workers, tensor, method, plan.dtype, value)
         write(tensor, value)
 
 
-def _in_type(
-    dtype: torch.dtype, name: str, weight: Tensor | PackedWeight | Fp8Weight
-) -> Iterator[Tensor]:
+def _in_type(dtype: torch.dtype, name: str, weight: Weight) -> Iterator[Tensor]:
     """The rows of a weight that is not quantized, piece by piece."""
     for rows in _row_ranges(weight.shape):
         yield _read_rows(name, weight, rows).to(dtype)
@@ -115,7 +114,7 @@ def _quantized(
     tensor: PlannedTensor,
     method: Method,
     scale_dtype: torch.dtype,
-    weight: Tensor | PackedWeight | Fp8Weight,
+    weight: Weight,
 ) -> PackedWeight | Fp8Weight:
     scheme = tensor.scheme
     assert scheme is not None, tensor.name
@@ -127,7 +126,7 @@ def _quantized(
     return data_free.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
 
 
-def _read_rows(name: str, weight: Tensor | PackedWeight | Fp8Weight, rows: slice) -> Tensor:
+def _read_rows(name: str, weight: Weight, rows: slice) -> Tensor:
     """Some rows of a weight in float32; packed ones are dequantized.
 
     Raises:
@@ -136,7 +135,7 @@ def _read_rows(name: str, weight: Tensor | PackedWeight | Fp8Weight, rows: slice
     if isinstance(weight, PackedWeight):
         piece = weight.rows(rows).dequantize()
     elif isinstance(weight, Fp8Weight):
-        piece = weight.dequantize()[rows]
+        piece = weight.dequantize(rows=rows)
     else:
         piece = weight[rows].to(torch.float32)
     if not torch.isfinite(piece).all():

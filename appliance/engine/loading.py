@@ -135,7 +135,7 @@ def load_parts(
         fingerprint=_fingerprint(
             Path(config.model), f"{executor.weight_format} {execution.name} {precision}"
         ),
-        notes=notes,
+        notes=(*notes, *source.weights.notes()),
     )
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     look_ahead = runner.depth > 0

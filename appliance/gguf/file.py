@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.gguf.converted import Loss
     from appliance.kernels.packed import PackedWeight
 
 
@@ -28,6 +29,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._header = read_header(path)
+        self._losses: dict[str, Loss] = {}
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -49,8 +51,8 @@ class GGUFFile:
     def load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor.
 
-        Matrices of Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 become a `PackedWeight` without loss. F32,
-        F16, BF16 and the integer types keep their type. All else is dequantized to float32.
+        Quantized matrices become a `PackedWeight`: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 without loss,
+        the others with one that `losses` shows. F32, F16, BF16 and the integer types keep theirs.
 
         Raises:
             CheckpointError: the file changed since it was opened, or holds damaged scales.
@@ -59,4 +61,17 @@ class GGUFFile:
         # Here, not at the top: opening a file for its tokenizer must not load torch.
         from appliance.gguf.tensors import read_tensor
 
-        return read_tensor(self.path, self._header.identity, self._header.tensors[name])
+        info = self._header.tensors[name]
+        tensor, loss = read_tensor(self.path, self._header.identity, info)
+        if loss is not None:
+            before = self._losses.get(info.type.name)
+            self._losses[info.type.name] = loss if before is None else before + loss
+        return tensor
+
+    def losses(self) -> dict[str, float]:
+        """Relative errors of what was loaded and not kept exactly, by type.
+
+        Root mean square of the errors over that of the weights, in the first million weights of
+        each matrix.
+        """
+        return {name: loss.relative for name, loss in self._losses.items()}

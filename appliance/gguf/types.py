@@ -52,3 +52,23 @@ TENSOR_TYPES: dict[int, TensorType] = {
     35: TensorType("TQ2_0", 256, 66),
     39: TensorType("MXFP4", 32, 17),
 }
+
+# Types whose elements stand alone, and what torch calls them.
+DENSE_TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+}
+
+# Bits of the codes that a quantized type is held in; 8 of all that are not here.
+_HELD_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4}
+
+
+def held_bits(type_name: str) -> int | None:
+    """Bits of the codes of a packed matrix of this type; None if it stays dense."""
+    return None if type_name in DENSE_TYPES else _HELD_BITS.get(type_name, 8)

@@ -9,9 +9,12 @@ import torch
 from torch.nn import functional
 
 from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weight import dense
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from appliance.kernels.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,10 @@ class Embedding:
         return rows if self.scale == 1.0 else rows * self.scale
 
     @classmethod
-    def of(cls, weight: Tensor | PackedWeight, scale: float, dtype: torch.dtype) -> Embedding:
+    def of(cls, weight: Weight, scale: float, dtype: torch.dtype) -> Embedding:
         """Prepare a matrix for lookups that yield `dtype`."""
         if not isinstance(weight, PackedWeight):
-            weight = weight.to(dtype)
+            weight = dense(weight, dtype)
         return cls(weight, torch.tensor(scale, dtype=dtype).item(), dtype)
 
     @property

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.gguf.types import held_bits
 from appliance.kernels.packed import PackedWeight
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
 
@@ -15,9 +16,6 @@ if TYPE_CHECKING:
     from appliance.gguf import GGUFFile
     from appliance.model.families.family import Family
     from appliance.model.spec import DecoderSpec
-
-# Types that load without loss; five bits are held in eight.
-_PACKED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 8, "Q5_1": 8, "Q8_0": 8}
 
 
 class GGUFWeights:
@@ -53,7 +51,20 @@ class GGUFWeights:
 
     def packed_bits(self, name: str) -> int | None:
         """Bits of a packed weight's codes, None of a tensor that loads dense."""
-        return _PACKED_BITS.get(self._file.type_name(self._slots[name][1]))
+        stored = self._slots[name][1]
+        return held_bits(self._file.type_name(stored)) if len(self.shape(name)) == 2 else None
+
+    def is_fp8(self, name: str) -> bool:
+        """False: GGUF has no such type."""
+        return False
+
+    def notes(self) -> tuple[str, ...]:
+        """How much was lost in types that the packed form does not hold exactly."""
+        losses = self._file.losses()
+        if not losses:
+            return ()
+        each = ", ".join(f"{name} {error:.2%}" for name, error in sorted(losses.items()))
+        return (f"brought into packed form with a relative error of the weights of {each}",)
 
     def load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor."""

@@ -6,27 +6,31 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from appliance.kernels.backend import Backend, Linear
+    from appliance.kernels.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
 class LinearPart:
     """One weight of a checkpoint, ready on the device."""
 
-    weight: Tensor | PackedWeight  # (out_features, in_features)
+    weight: Weight  # (out_features, in_features)
     bias: Tensor | None  # (out_features,)
 
     def rows(self, index: slice) -> LinearPart:
-        """Some of its outputs."""
-        weight, bias = self.weight, self.bias
-        rows = weight.rows(index) if isinstance(weight, PackedWeight) else weight[index]
-        return LinearPart(rows, None if bias is None else bias[index])
+        """Some of its outputs; an FP8 weight, whose blocks they may cut, becomes dense."""
+        bias = None if self.bias is None else self.bias[index]
+        if isinstance(self.weight, PackedWeight):
+            return LinearPart(self.weight.rows(index), bias)
+        if isinstance(self.weight, Fp8Weight):
+            return LinearPart(self.weight.dequantize(rows=index), bias)
+        return LinearPart(self.weight[index], bias)
 
 
 class SideBySide:
@@ -67,7 +71,7 @@ def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:
     """
     runs: list[list[LinearPart]] = []
     for part in parts:
-        if runs and _packing(runs[-1][0].weight) == _packing(part.weight):
+        if runs and _stacks(runs[-1][-1].weight, part.weight):
             runs[-1].append(part)
         else:
             runs.append([part])
@@ -79,20 +83,25 @@ def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:
     ]
 
 
-def _packing(weight: Tensor | PackedWeight) -> tuple[object, ...]:
-    """What must be equal for two weights to be stacked."""
-    if isinstance(weight, PackedWeight):
-        return weight.bits, weight.group_size, weight.offset_kind, weight.scale.dtype
-    return (weight.dtype,)
+def _stacks(upper: Weight, lower: Weight) -> bool:
+    """Whether a weight may follow below another in one matrix."""
+    if isinstance(upper, PackedWeight):
+        return isinstance(lower, PackedWeight) and lower.stacks_with(upper)
+    if isinstance(upper, Fp8Weight):
+        return isinstance(lower, Fp8Weight) and upper.stacks_with(lower)
+    return isinstance(lower, Tensor) and lower.dtype == upper.dtype
 
 
-def _stack(weights: list[Tensor | PackedWeight]) -> Tensor | PackedWeight:
+def _stack(weights: list[Weight]) -> Weight:
     if len(weights) == 1:
         return weights[0]
     packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
     if packed:
         return PackedWeight.concatenate(packed)
-    return torch.cat([weight for weight in weights if not isinstance(weight, PackedWeight)])
+    fp8 = [weight for weight in weights if isinstance(weight, Fp8Weight)]
+    if fp8:
+        return Fp8Weight.concatenate(fp8)
+    return torch.cat([weight for weight in weights if isinstance(weight, Tensor)])
 
 
 def _stack_biases(biases: list[Tensor | None]) -> Tensor | None:

@@ -6,7 +6,7 @@ Knows no family and no file format.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +19,7 @@ from appliance.model.linear import LinearPart
 from appliance.model.norm import Norm
 
 if TYPE_CHECKING:
+    from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
     from appliance.model.spec import LayerSpec, NormSpec
 
@@ -84,7 +85,7 @@ class ModelReader:
         name = self._names.in_layer(index, self._names.attention_norm)
         return self._norm(name, spec.layers[index].norm)
 
-    def embedding_and_head(self) -> tuple[Tensor | PackedWeight, Tensor | PackedWeight]:
+    def embedding_and_head(self) -> tuple[Weight, Weight]:
         """The two ends, (vocab_size, hidden_size); the same object if they are tied."""
         embedding = self._load(f"{self._names.embedding}.weight")
         head = embedding
@@ -121,22 +122,18 @@ class ModelReader:
 
     def _dense(self, name: str) -> Tensor:
         tensor = self._load(name)
-        assert isinstance(tensor, Tensor), f"{name} is packed"
+        assert isinstance(tensor, Tensor), f"{name} is quantized"
         return tensor
 
-    def _load(self, name: str) -> Tensor | PackedWeight:
+    def _load(self, name: str) -> Weight:
         """Read one tensor onto the device, checked."""
         tensor = self._source.weights.load(name)
-        if isinstance(tensor, Fp8Weight):
-            tensor = tensor.dequantize(self._dtype)
         if isinstance(tensor, PackedWeight):
-            tensor = replace(
-                tensor,
-                codes=tensor.codes.to(self._device),
-                scale=tensor.scale.to(self._device),
-                offset=tensor.offset.to(self._device),
-            )
+            tensor = tensor.to(self._device)
             finite = is_finite(tensor.scale) and is_finite(tensor.offset)
+        elif isinstance(tensor, Fp8Weight):
+            tensor = tensor.to(self._device)
+            finite = tensor.is_finite()
         else:
             if tensor.dtype not in _DENSE_DTYPES:
                 raise UnsupportedModelError(
@@ -152,10 +149,15 @@ class ModelReader:
             )
         return tensor
 
-    def _format(self, weight: Tensor | PackedWeight) -> str:
+    def _format(self, weight: Weight) -> str:
         if isinstance(weight, PackedWeight):
             return f"{weight.bits}-bit g{weight.group_size}"
-        return DTYPE_NAMES[self._dtype]
+        dense = DTYPE_NAMES[self._dtype]
+        if not isinstance(weight, Fp8Weight):
+            return dense
+        # No kernel of a CPU multiplies e4m3, and float32 activations are for checking.
+        is_held = self._device.type == "cuda" and self._dtype != torch.float32
+        return "fp8" if is_held else f"fp8 (held as {dense})"
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 # 32 are the smallest there are.
 _PARAMS_BYTES_PER_WEIGHT = 4 / 32
 
+# An output feature of a GPU kernel's FP8 weight has a float32 scale for each 128 inputs.
+_FP8_SCALE_BYTES_PER_WEIGHT = 4 / 128
+
 # The most that the CPU library holds beside a code: two 32-bit numbers for each group of 32.
 _SCALE_BYTES_PER_WEIGHT = 8 / 32
 
@@ -23,8 +26,8 @@ _SCALE_BYTES_PER_WEIGHT = 8 / 32
 def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torch.dtype) -> int:
     """Bytes of all weights, rounded up where the layout is the backend's choice.
 
-    On a GPU all packed weights stay packed, on a CPU those of 4 bits with bfloat16 activations; all
-    other matrices are held in the activations' type, and a packed embedding in its codes too.
+    On a GPU all packed and FP8 weights stay so, on a CPU those of 4 bits with bfloat16 activations;
+    all other matrices are held in the activations' type, and a packed embedding in its codes too.
     """
     if device.type == "cpu":
         stay_packed = {4} if dtype == torch.bfloat16 else set()
@@ -36,6 +39,8 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
         bits = source.weights.packed_bits(slot.name)
         if slot.role is Role.NORM:
             total += 4 * count
+        elif source.weights.is_fp8(slot.name) and 8 in stay_packed:
+            total += count * (1 + _FP8_SCALE_BYTES_PER_WEIGHT)
         elif bits in stay_packed and (slot.is_linear or device.type != "cpu"):
             total += count * (bits / 8 + _PARAMS_BYTES_PER_WEIGHT)
         else:

@@ -6,7 +6,7 @@ import ctypes
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI = 1  # AP_ABI
+ABI = 2  # AP_ABI
 LANES = 16  # AP_LANES
 
 
@@ -60,6 +60,7 @@ class LinearStruct(Structure):
         ("scales", c_void_p),
         ("offsets", c_void_p),
         ("bias", c_void_p),
+        ("input_order", c_void_p),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 from appliance.kernels.cpu.engine import NativeEngine, check
 from appliance.kernels.cpu.structs import LANES, Format, LinearStruct, NormStruct, Offset
 from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weight import dense
 
 if TYPE_CHECKING:
     from appliance.kernels.cpu.arena import Arena
+    from appliance.kernels.weight import Weight
 
 GROUP_SIZES = (128, 64, 32)
 FORMATS = {
@@ -32,18 +34,21 @@ class WeightPacker:
     Attributes:
         engine: its threads do the work.
         arena: where the tiles go.
-        dtype: of weights that are not packed, or in groups that the library does not multiply.
+        dtype: of weights that are not packed, in FP8, or in groups that the library does not
+            multiply.
     """
 
     engine: NativeEngine
     arena: Arena
     dtype: torch.dtype
+    _orders: dict[bytes, int] = field(default_factory=dict)  # addresses, each order laid out once
 
-    def linear(self, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> LinearStruct:
+    def linear(self, weight: Weight, bias: Tensor | None = None) -> LinearStruct:
         """Lay out a weight (out_features, in_features) and its bias (out_features,)."""
-        if isinstance(weight, PackedWeight) and kernel_group(weight.group_size) is None:
-            weight = weight.dequantize(self.dtype)
-        struct = self._packed(weight) if isinstance(weight, PackedWeight) else self._dense(weight)
+        if isinstance(weight, PackedWeight) and kernel_group(weight.group_size) is not None:
+            struct = self._packed(weight)
+        else:
+            struct = self._dense(dense(weight, self.dtype))
         if bias is not None:
             struct.bias = self.floats(bias)
         return struct
@@ -60,7 +65,7 @@ class WeightPacker:
         return address
 
     def _dense(self, weight: Tensor) -> LinearStruct:
-        weight = weight.to(self.dtype).contiguous()
+        weight = weight.contiguous()
         out_features, in_features = weight.shape
         struct = LinearStruct(
             format=FORMATS[self.dtype], in_features=in_features, out_features=out_features
@@ -90,7 +95,17 @@ class WeightPacker:
         if offset is not None:
             struct.offsets = self.arena.claim(_scales_bytes(struct))
         self._pack(struct, weight.codes.contiguous(), scale, offset, weight.group_size)
+        if weight.input_order is not None:
+            struct.input_order = self._order(weight.input_order)
         return struct
+
+    def _order(self, order: Tensor) -> int:
+        """The address of a copy; weights of one input that share it also share its rows' codes."""
+        values = order.contiguous().numpy().tobytes()
+        if values not in self._orders:
+            self._orders[values] = self.arena.claim(len(values))
+            ctypes.memmove(self._orders[values], values, len(values))
+        return self._orders[values]
 
     def _pack(
         self,

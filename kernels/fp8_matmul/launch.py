@@ -119,7 +119,7 @@ def prepare_linear(
     weight: Fp8Weight,
     bias: Tensor | None,
     dtype: torch.dtype,
-    activations: ActivationKind = ActivationKind.SAME,
+    activations: ActivationKind | None = None,
 ) -> Linear:
     """Lay an FP8 weight out for the GPU kernels.
 
@@ -127,13 +127,16 @@ def prepare_linear(
         weight: per-channel or blockwise.
         bias: (out_features,) or None.
         dtype: of activations; float32, which is for checking, makes the weight dense.
-        activations: what they are multiplied as.
+        activations: what they are multiplied as; None takes what the checkpoint was made for, if
+            the GPU has it.
 
     Raises:
         UnsupportedModelError: no kernel covers the shape, the dtype or the GPU, or a code is NaN.
     """
     if dtype == torch.float32:
         return DenseLinear(weight.dequantize(), None if bias is None else bias.float())
+    if activations is None:
+        activations = _preferred(weight)
     _check_supported(weight, dtype, activations)
     workspace_of(weight.codes.device)
     if activations is ActivationKind.FP8:
@@ -157,6 +160,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
                 codes, scales, x, x.shape[1], x.stride(0), BLOCK=QUANTIZE_BLOCK, num_warps=4
             )
     return codes, scales
+
+
+def _preferred(weight: Fp8Weight) -> ActivationKind:
+    device = weight.codes.device
+    native = device.type == "cuda" and capability_of(device) >= LEAST_NATIVE
+    return ActivationKind.FP8 if native and weight.quantized_inputs else ActivationKind.SAME
 
 
 def _check_supported(weight: Fp8Weight, dtype: torch.dtype, activations: ActivationKind) -> None:

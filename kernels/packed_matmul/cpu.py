@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.kernels.packed_matmul.reference import dense, dense_linear
+from appliance.kernels.packed_matmul.reference import dense_linear
+from appliance.kernels.packed_matmul.reorder import reordered
+from appliance.kernels.weight import Weight, dense
 
 if TYPE_CHECKING:
     from appliance.kernels.backend import Linear
@@ -71,20 +73,18 @@ class PrepackedLinear:
         return out[:1] if alone else out
 
 
-def prepare_linear(
-    weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> Linear:
+def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
     """Lay a weight out for the fastest CPU kernel that takes it.
 
     Args:
-        weight: (out_features, in_features), dense or packed.
+        weight: (out_features, in_features), in any form.
         bias: (out_features,) or None.
         dtype: dtype of the activations. The 4-bit kernel is fast in bfloat16 only; float32
             and float16 use exact dense weights in that dtype.
     """
     if isinstance(weight, PackedWeight) and weight.bits == 4 and dtype == torch.bfloat16:
         if _int4pack_takes(weight):
-            return _int4(weight, bias)
+            return reordered(_int4(weight, bias), weight.input_order)
         _log_dense_fallback(weight.shape[0] % INT4PACK_ROW_MULTIPLE, weight.group_size)
     if _can_prepack(dtype):
         return _prepacked(dense(weight, dtype), bias)

@@ -17,6 +17,7 @@ from appliance.kernels.packed_matmul.kernel import (
     packed_matmul_kernel,
 )
 from appliance.kernels.packed_matmul.reference import dense_linear
+from appliance.kernels.packed_matmul.reorder import reordered
 from appliance.kernels.packed_matmul.spec import (
     DEQUANTIZED_AT_ONCE,
     SUMS_BLOCK_K,
@@ -43,6 +44,7 @@ from appliance.kernels.packed_matmul.tiles import (
 
 if TYPE_CHECKING:
     from appliance.kernels.backend import Linear
+    from appliance.kernels.weight import Weight
 
 GROUP_MULTIPLE = 32
 WIDTH_MULTIPLE = 32  # every row of x then begins 16-byte aligned
@@ -107,9 +109,7 @@ class TiledLinear:
         return out
 
 
-def prepare_linear(
-    weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> Linear:
+def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
     """Lay a weight out for the GPU kernels; see `reference.prepare_linear`.
 
     A packed weight is repacked a few rows at a time. A dense one stays dense; so does a packed one
@@ -122,7 +122,8 @@ def prepare_linear(
         return dense_linear(weight, bias, dtype)
     _check_supported(weight, dtype)
     workspace_of(weight.codes.device)
-    return TiledLinear(tile_packed(weight), pad_bias(bias), gated=False)
+    linear = TiledLinear(tile_packed(weight), pad_bias(bias), gated=False)
+    return reordered(linear, weight.input_order)
 
 
 def prepare_gate_up(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> TiledLinear:
@@ -137,6 +138,7 @@ def prepare_gate_up(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtyp
         UnsupportedModelError: as for `prepare_linear`.
     """
     _check_supported(weight, dtype)
+    assert weight.input_order is None, "not read here"
     if weight.shape[0] % 16:
         msg = f"gate and up of {weight.shape[0]} rows together; supported: multiples of 16"
         raise UnsupportedModelError(msg)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from appliance.kernels.packed import PackedWeight
+from appliance.kernels.weight import Weight, dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,11 @@ class DenseLinear:
         return functional.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
 
-def prepare_linear(
-    weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> DenseLinear:
+def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> DenseLinear:
     """Lay a weight out for the reference: dense float32, for activations of any `dtype`.
 
     Args:
-        weight: (out_features, in_features), dense or packed.
+        weight: (out_features, in_features), in any form.
         bias: (out_features,) or None.
         dtype: dtype of the activations.
     """
@@ -52,15 +50,6 @@ def prepare_linear(
     return dense_linear(weight, bias, torch.float32)
 
 
-def dense_linear(
-    weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
-) -> DenseLinear:
+def dense_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> DenseLinear:
     """Dequantize a weight to `dtype` and multiply in it."""
     return DenseLinear(dense(weight, dtype), None if bias is None else bias.to(dtype))
-
-
-def dense(weight: Tensor | PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight itself, (out_features, in_features), in `dtype`."""
-    if isinstance(weight, PackedWeight):
-        return weight.dequantize(dtype)
-    return weight.to(dtype)

@@ -18,6 +18,7 @@ from appliance.errors import CheckpointError
 from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.compressed_tensors_config import declared_schemes
+from appliance.quant.formats.input_groups import regrouped
 from appliance.quant.pack import (
     bytes_to_words,
     pack_codes,
@@ -34,9 +35,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from appliance.checkpoint import SafetensorsFolder
+    from appliance.kernels.weight import Weight
     from appliance.quant.scheme import LinearScheme
 
 PACKED, SCALE, SHAPE, ZERO_POINT = "_packed", "_scale", "_shape", "_zero_point"
+G_IDX = "_g_idx"
+_PARTS = (PACKED, SCALE, SHAPE, ZERO_POINT, G_IDX)
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -109,7 +113,7 @@ class CompressedTensorsWeights:
         scaled = {name.removesuffix(SCALE) for name in self._stored if name.endswith(SCALE)}
         self._packed = frozenset(packed)
         self._floats = (scaled & self._stored) - packed
-        parts = {name + part for name in packed for part in (PACKED, SCALE, SHAPE, ZERO_POINT)}
+        parts = {name + part for name in packed for part in _PARTS}
         parts |= {name + SCALE for name in self._floats}
         self._names = sorted(packed | (self._stored - parts))
 
@@ -145,7 +149,15 @@ class CompressedTensorsWeights:
             " download or quantize the model again"
         )
 
-    def load(self, name: str) -> Tensor | PackedWeight | Fp8Weight:
+    def is_fp8(self, name: str) -> bool:
+        """Whether a weight is stored in e4m3."""
+        return name in self._floats
+
+    def notes(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def load(self, name: str) -> Weight:
         """Read one tensor; codes, scales and zero points come back as they were stored."""
         if name in self._floats:
             return decode_fp8(
@@ -159,7 +171,10 @@ class CompressedTensorsWeights:
             for part in (PACKED, SCALE, SHAPE, ZERO_POINT)
             if part != ZERO_POINT or name + ZERO_POINT in self._stored
         }
-        return decode(name, (shape[0], shape[1]), tensors, self._schemes)
+        weight = decode(name, (shape[0], shape[1]), tensors, self._schemes)
+        if name + G_IDX in self._stored:
+            return regrouped(name + G_IDX, weight, self._part(name, G_IDX))
+        return weight
 
     def _part(self, name: str, part: str) -> Tensor:
         if name + part not in self._stored:
@@ -239,13 +254,13 @@ def decode_fp8(
         )
     rows, columns = codes.shape
     blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
-    blockwise = {scheme.blockwise for scheme in schemes if isinstance(scheme, Fp8Scheme)}
+    floats = {scheme.blockwise: scheme for scheme in schemes if isinstance(scheme, Fp8Scheme)}
     wide = scale.float()
-    if True in blockwise and tuple(scale.shape) == blocks:
+    if True in floats and tuple(scale.shape) == blocks:
         scales = wide
-    elif False in blockwise and tuple(scale.shape) == (rows, 1):
+    elif False in floats and tuple(scale.shape) == (rows, 1):
         scales = wide.squeeze(1)
-    elif False in blockwise and scale.numel() == 1:
+    elif False in floats and scale.numel() == 1:
         scales = wide.flatten().expand(rows).contiguous()
     else:
         raise CheckpointError(
@@ -257,4 +272,4 @@ def decode_fp8(
         raise CheckpointError(f"{name}{SCALE} holds NaN or infinity; quantize the model again")
     if bool((codes.view(torch.uint8) & NAN_CODE == NAN_CODE).any()):
         raise CheckpointError(f"{name} holds NaN; quantize the model again")
-    return Fp8Weight(codes, scales)
+    return Fp8Weight(codes, scales, floats[scales.dim() == 2].quantized_inputs)

@@ -86,7 +86,7 @@ def _weight_arguments(scheme: LinearScheme) -> dict[str, Any]:
 
 def _activation_arguments(scheme: LinearScheme) -> dict[str, Any] | None:
     """FP8 activations are scaled as they come: by token, or by token and 128 inputs."""
-    if not isinstance(scheme, Fp8Scheme):
+    if not isinstance(scheme, Fp8Scheme) or not scheme.quantized_inputs:
         return None
     return {
         "num_bits": 8,
@@ -129,8 +129,6 @@ def _scheme(group: object, format: str) -> LinearScheme:
         raise _unsupported("input_activations that are quantized")
     if weights.get("type", "int") != "int":
         raise _unsupported(f"packed weights of type {weights['type']!r}")
-    if weights.get("actorder") in ("group", "dynamic", True):
-        raise _unsupported(f"activation order {weights['actorder']!r}")
     size = weights.get("group_size")
     strategy = weights.get("strategy") or ("group" if size and size > 0 else "channel")
     if strategy not in ("group", "channel"):
@@ -155,7 +153,7 @@ def _float_scheme(weights: Mapping[str, Any], activations: object) -> Fp8Scheme:
         raise _unsupported(f"strategy {strategy!r} of FP8 weights")
     if strategy == "block" and list(weights.get("block_structure") or ()) != [BLOCK, BLOCK]:
         raise _unsupported(f"FP8 blocks of {weights.get('block_structure')}")
-    return Fp8Scheme(blockwise=strategy == "block")
+    return Fp8Scheme(strategy == "block", quantized_inputs=activations is not None)
 
 
 def _unsupported(what: str) -> UnsupportedModelError:

@@ -28,6 +28,14 @@ class DenseWeights:
         """None: nothing here is packed."""
         return None
 
+    def is_fp8(self, name: str) -> bool:
+        """False: no scales belong to what is here."""
+        return False
+
+    def notes(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
     def load(self, name: str) -> Tensor:
         """Read one tensor."""
         return self._folder.load(name)

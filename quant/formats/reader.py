@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from appliance.errors import UnsupportedModelError
+from appliance.quant.formats import awq, compressed_tensors_config, fp8, gptq
 from appliance.quant.formats.compressed_tensors import CompressedTensorsWeights
-from appliance.quant.formats.compressed_tensors_config import FORMAT, FP8_FORMAT, METHOD
 from appliance.quant.formats.dense import DenseWeights
+from appliance.quant.formats.fp8 import Fp8Weights
+from appliance.quant.formats.word_packed import WordPackedWeights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from appliance.checkpoint import SafetensorsFolder
-    from appliance.kernels.fp8 import Fp8Weight
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weight import Weight
 
 
 class WeightReader(Protocol):
@@ -32,8 +31,20 @@ class WeightReader(Protocol):
         """Bits of a quantized weight's codes as they load, None: dense; reads no weights."""
         ...
 
-    def load(self, name: str) -> Tensor | PackedWeight | Fp8Weight:
-        """Read one tensor."""
+    def is_fp8(self, name: str) -> bool:
+        """Whether a weight loads as an `Fp8Weight`; reads no weights."""
+        ...
+
+    def load(self, name: str) -> Weight:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: parts of it are missing, damaged or of the wrong shape.
+        """
+        ...
+
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about what was loaded so far, one line each."""
         ...
 
 
@@ -46,10 +57,16 @@ def open_weights(folder: SafetensorsFolder) -> WeightReader:
     config = folder.config.get("quantization_config")
     if config is None:
         return DenseWeights(folder)
-    method = config.get("quant_method") if isinstance(config, dict) else config
-    if method == METHOD:
+    method = config.get("quant_method") if isinstance(config, dict) else None
+    if method == compressed_tensors_config.METHOD:
         return CompressedTensorsWeights(folder)
+    if method == awq.METHOD:
+        return WordPackedWeights(folder, awq.declared_layout(config))
+    if method == gptq.METHOD:
+        return WordPackedWeights(folder, gptq.declared_layout(config))
+    if method in (fp8.METHOD, fp8.MODELOPT):
+        return Fp8Weights(folder)
     raise UnsupportedModelError(
-        f"weights quantized by {method!r} cannot be read; supported are unquantized weights and"
-        f" {METHOD} in {FORMAT} or {FP8_FORMAT} form"
+        f"weights quantized by {method or config!r} cannot be read; supported are unquantized"
+        " weights, compressed-tensors, AWQ, GPTQ, and FP8 of DeepSeek's or ModelOpt's form"
     )

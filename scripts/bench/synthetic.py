@@ -58,6 +58,14 @@ class SyntheticWeights:
             return 8
         return 4 if slot.is_linear else None
 
+    def is_fp8(self, name: str) -> bool:
+        """False."""
+        return False
+
+    def notes(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
     def load(self, name: str) -> Tensor | PackedWeight:
         """Make a tensor; small values, so that activations stay finite through all layers."""
         shape = self._slots[name].shape

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from appliance.kernels.backend import REFERENCE
+from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.model.linear import LinearPart, SideBySide, prepare_fused
+from appliance.kernels.weight import dense as dense_of
+from appliance.model.linear import LinearPart, SideBySide, prepare_fused, stack_neighbours
+
+FLOAT = torch.float32
 
 IN_FEATURES = 64
 GENERATOR = torch.Generator().manual_seed(0)
@@ -66,3 +72,42 @@ def test_rows_stand_in_the_order_of_the_parts(
     assert (linear.in_features, linear.out_features) == (IN_FEATURES, expected.shape[1])
     elements = sum(w.shape[0] * (IN_FEATURES + has_bias) for w in weights)
     assert linear.nbytes == 4 * elements  # the reference keeps everything in float32
+
+
+def fp8(rows: int, *, blockwise: bool = False) -> Fp8Weight:
+    values = torch.randn(rows, 256, generator=GENERATOR).to(torch.float8_e4m3fn)
+    shape = (-(-rows // 128), 2) if blockwise else (rows,)
+    return Fp8Weight(values, torch.rand(shape, generator=GENERATOR) + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_linears"),
+    [
+        ([fp8(8), fp8(4), fp8(5)], 1),
+        ([fp8(256, blockwise=True), fp8(128, blockwise=True), fp8(72, blockwise=True)], 1),
+        ([fp8(72, blockwise=True), fp8(72, blockwise=True)], 2),
+        ([fp8(128, blockwise=True), fp8(128)], 2),
+        ([replace(fp8(8), quantized_inputs=True), fp8(8)], 2),
+    ],
+    ids=["channels", "blocks", "cut blocks", "mixed", "inputs"],
+)
+def test_fp8_weights_stack_where_no_block_is_cut(
+    weights: list[Fp8Weight], num_linears: int
+) -> None:
+    stacked = stack_neighbours([LinearPart(weight, None) for weight in weights])
+    assert len(stacked) == num_linears
+    found = torch.cat([dense_of(part.weight, FLOAT) for part in stacked])
+    assert torch.equal(found, torch.cat([weight.dequantize() for weight in weights]))
+    linear = prepare_fused([LinearPart(weight, None) for weight in weights], REFERENCE, FLOAT)
+    x = torch.randn(3, 256, generator=GENERATOR)
+    torch.testing.assert_close(linear(x), x @ found.T, atol=1e-3, rtol=1e-5)
+
+
+def test_some_rows_of_an_fp8_weight_may_cut_its_blocks() -> None:
+    part = LinearPart(fp8(300, blockwise=True), torch.arange(300.0))
+    rows = part.rows(slice(50, 200))
+    assert isinstance(rows.weight, torch.Tensor)
+    assert isinstance(part.weight, Fp8Weight)
+    assert torch.equal(rows.weight, part.weight.dequantize()[50:200])
+    assert rows.bias is not None
+    assert torch.equal(rows.bias, torch.arange(50.0, 200.0))

@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 1  /* changes with every change of a struct or a signature below */
+#define AP_ABI 2  /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 
 typedef enum { AP_OK = 0, AP_NO_MEMORY = 1, AP_BAD_ARGUMENT = 2, AP_UNSUPPORTED_ISA = 3 } ap_status;
@@ -47,6 +47,9 @@ typedef struct {
     const void *scales;  /* 64-byte aligned; NULL for float formats */
     const void *offsets; /* the same; NULL for AP_CENTERED */
     const float *bias;   /* (out_features,), or NULL */
+    /* (in_features,), the input that each column of the codes belongs to; NULL: its own. Of integer
+     * formats only. */
+    const int32_t *input_order;
 } ap_linear;
 
 typedef struct {

@@ -84,6 +84,7 @@ static ap_status linear_forward(ap_engine *engine, const ap_linear *linear, cons
     int32_t across = threads == 1 ? 1 : smaller(CHUNKS_PER_THREAD * threads, tiles);
     forward_task task = {.w = linear, .out = out};
     task.in = (rows_in){.x = x, .stride = width, .rows = rows, .group = group};
+    if (group) task.in.order = linear->input_order;
     task.tiles_per_chunk = (tiles + across - 1) / across;
     task.chunks_across = (tiles + task.tiles_per_chunk - 1) / task.tiles_per_chunk;
     int64_t bytes = quantized_bytes(rows, width, group);

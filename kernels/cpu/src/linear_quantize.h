@@ -32,6 +32,7 @@ typedef struct {
     int32_t stride;
     int32_t rows;
     int32_t group;     /* of the weight that they meet; 0: not quantized */
+    const int32_t *order; /* of their columns in the quantized form: see ap_linear.input_order */
     int8_t *codes;     /* block after block: (in_features / 4, rows of the block, 4), -127 .. 127 */
     row_scale *scales; /* block after block: (in_features / 16, rows of the block) */
 } rows_in;
@@ -98,7 +99,10 @@ static void quantize_row(rows_in *in, int32_t row, int32_t width) {
     int8_t *codes = row_codes(in, row, width);
     row_scale *out = row_scales(in, row, width), *first = out;
     for (int32_t k = 0; k < width; k += INPUTS_PER_SCALE, out += beside) {
-        quantize_inputs(x + k, codes + (int64_t)k * beside, 4 * beside, out);
+        float gathered[INPUTS_PER_SCALE];
+        for (int32_t i = 0; in->order && i < INPUTS_PER_SCALE; i++)
+            gathered[i] = x[in->order[k + i]];
+        quantize_inputs(in->order ? gathered : x + k, codes + (int64_t)k * beside, 4 * beside, out);
         if (k % in->group)
             first->sum += out->sum;
         else

@@ -29,7 +29,8 @@ static void integer_row(const ap_linear *w, int32_t tile, int32_t lane, float *o
         for (int32_t k = first; k < first + w->group; k++) {
             float code = code_at(codes, k, nibbles);
             bool additive = w->offset_kind == AP_ADDITIVE;
-            out[k] = additive ? code * scale + offset : (code - offset) * scale;
+            int32_t input = w->input_order ? w->input_order[k] : k;
+            out[input] = additive ? code * scale + offset : (code - offset) * scale;
         }
     }
 }

@@ -59,19 +59,24 @@ static bool is_quantized(const ap_linear *linear) {
     return linear->format == AP_INT8 || linear->format == AP_INT4;
 }
 
+static bool is_form_of(const rows_in *form, const ap_linear *linear) {
+    if (!is_quantized(linear)) return !form->group;
+    return form->group == linear->group && form->order == linear->input_order;
+}
+
 /* Which form a linear multiplies. */
 static const rows_in *form_of(const input *in, const ap_linear *linear) {
-    int32_t group = is_quantized(linear) ? linear->group : 0;
     int32_t i = 0;
-    while (in->forms[i].group != group) i++;
+    while (!is_form_of(&in->forms[i], linear)) i++;
     return &in->forms[i];
 }
 
 static void add_form(input *in, const ap_linear *linear) {
-    int32_t group = is_quantized(linear) ? linear->group : 0;
     for (int32_t i = 0; i < in->num_forms; i++)
-        if (in->forms[i].group == group) return;
-    in->forms[in->num_forms++].group = group;
+        if (is_form_of(&in->forms[i], linear)) return;
+    rows_in *form = &in->forms[in->num_forms++];
+    form->group = is_quantized(linear) ? linear->group : 0;
+    form->order = is_quantized(linear) ? linear->input_order : NULL;
 }
 
 /* The bytes that an input's quantized forms take. */

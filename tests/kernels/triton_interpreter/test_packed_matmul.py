@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -215,3 +216,13 @@ def test_what_no_kernel_covers_is_refused(in_features: int, group_size: int, wor
         prepare_linear(random_packed(16, in_features, group_size), None, BF16)
     with pytest.raises(UnsupportedModelError, match="multiples of 16"):
         prepare_gate_up(random_packed(24, 128, 32), None, BF16)
+
+
+def test_inputs_of_another_order_are_gathered_first() -> None:
+    plain = random_packed(64, 128, 32)
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(3)).int()
+    weight = replace(plain, input_order=order)
+    x = activations(3, 128, BF16)
+    linear, gathered = prepare_linear(weight, None, BF16), prepare_linear(plain, None, BF16)
+    assert torch.equal(linear(x), gathered(x[:, order.long()]))
+    assert_near_exact(linear(x), x, weight)

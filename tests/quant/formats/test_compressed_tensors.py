@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from appliance.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant import fp8
+from appliance.quant.formats import open_weights
 from appliance.quant.formats.compressed_tensors import (
     decode,
     decode_fp8,
@@ -179,7 +183,6 @@ W = "config_groups/group_0/weights"
         (f"{W}/num_bits", 2, "2 bits"),
         (f"{W}/group_size", 48, "48"),
         (f"{W}/strategy", "block", "block"),
-        (f"{W}/actorder", "group", "activation order"),
         ("config_groups/group_0/input_activations", {"num_bits": 8}, "input_activations"),
     ],
 )
@@ -195,6 +198,28 @@ def test_a_missing_strategy_follows_from_the_group_size() -> None:
     assert declared_schemes(config) == (SCHEME,)
     config = change(config, f"{W}/group_size", -1)
     assert declared_schemes(config) == (WeightScheme(4, None, symmetric=False),)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_listed_groups_are_those_of_their_inputs(tmp_path: Path, symmetric: bool) -> None:
+    scheme = WeightScheme(4, 32, symmetric=symmetric)
+    weight = random_weight(scheme, 8, 96, torch.bfloat16, 0)
+    g_idx = (torch.arange(96) // 32)[torch.randperm(96, generator=torch.Generator().manual_seed(0))]
+    config = quantization_config({MODULE: scheme}, [])
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    tensors = encode(NAME, weight, scheme) | {NAME + "_g_idx": g_idx.int()}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    reader = open_weights(SafetensorsFolder(tmp_path))
+    assert reader.tensor_names() == [NAME]
+    loaded = reader.load(NAME)
+    assert isinstance(loaded, PackedWeight)
+    codes, dense = weight.unpack().double(), loaded.dequantize(torch.float64)
+    for column, group in enumerate(g_idx.tolist()):
+        scale, offset = (t[:, group].double() for t in (weight.scale, weight.offset))
+        plus = codes[:, column] * scale + offset
+        minus = (codes[:, column] - offset) * scale
+        assert torch.equal(dense[:, column], plus if symmetric else minus)
 
 
 FP8_SCHEMES = [Fp8Scheme(), Fp8Scheme(blockwise=True)]

@@ -96,9 +96,9 @@ def test_an_impossible_shape_is_refused(tmp_path: Path, shape: list[int]) -> Non
         reader.shape(NAME)
 
 
-@pytest.mark.parametrize("quantization", [{"quant_method": "awq"}, {}, "gptq", ["fp8"]])
+@pytest.mark.parametrize("quantization", [{"quant_method": "eetq"}, {}, "gptq", ["fp8"]])
 def test_other_methods_are_refused_with_what_is_supported(
     tmp_path: Path, quantization: object
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match="supported are unquantized weights and comp"):
+    with pytest.raises(UnsupportedModelError, match="supported are unquantized weights, comp"):
         open_weights(folder(tmp_path, {NAME: WEIGHT}, quantization))

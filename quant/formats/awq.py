@@ -1,0 +1,135 @@
+"""The layout of AWQ checkpoints, version GEMM: 4 bits, words along the outputs.
+
+Of a weight (out, in): qweight int32 (in, out / 8), qzeros int32 (in / group, out / 8) and scales
+float16 (in / group, out), with w = (q - zero point) * scale. Nibble i of a word belongs to output
+NIBBLES[i] of the word's eight. The layout belongs to the AutoAWQ project.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from appliance.errors import UnsupportedModelError
+from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.quant.formats.float16 import exact_enough
+from appliance.quant.formats.grouping import integer_zero_points, scales_in_groups
+from appliance.quant.formats.input_groups import even_groups
+from appliance.quant.formats.word_packed import QWEIGHT, QZEROS, SCALES, Layout
+from appliance.quant.pack import pack_codes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+METHOD = "awq"
+BITS = 4
+PER_WORD = 8
+NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class AwqLayout:
+    """How weights lie.
+
+    Attributes:
+        group_size: inputs that share a scale; None means all.
+    """
+
+    group_size: int | None
+    bits: int = BITS
+
+    def shape(self, words: tuple[int, ...]) -> tuple[int, int]:
+        """(out_features, in_features) of a weight, from the shape of its qweight."""
+        return words[1] * PER_WORD, words[0]
+
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        """Type and shape of each part."""
+        out_features, in_features = shape
+        groups = -(-in_features // (self.group_size or in_features))
+        return {
+            QWEIGHT: (torch.int32, (in_features, out_features // PER_WORD)),
+            QZEROS: (torch.int32, (groups, out_features // PER_WORD)),
+            SCALES: (torch.float16, (groups, out_features)),
+        }
+
+    def encode(self, name: str, weight: PackedWeight) -> dict[str, Tensor]:
+        """The parts of a weight of 4 bits, whose groups this layout's divide.
+
+        Raises:
+            QuantizeError: float16 cannot hold a scale.
+        """
+        group_size = self.group_size or weight.shape[1]
+        scale = scales_in_groups(weight.scale, weight.group_size, group_size)
+        zero_points = scales_in_groups(integer_zero_points(weight), weight.group_size, group_size)
+        return {
+            QWEIGHT: _to_words(weight.unpack().T),
+            QZEROS: _to_words(zero_points.T),
+            SCALES: exact_enough(name, scale).T.contiguous(),
+        }
+
+    def decode(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
+        """Undo `encode`."""
+        scale = parts[SCALES].T
+        in_features = parts[QWEIGHT].shape[0]
+        groups = even_groups(in_features, self.group_size or in_features)
+        return PackedWeight(
+            codes=pack_codes(_from_words(parts[QWEIGHT]).T, BITS),
+            scale=scale[:, groups.source].contiguous(),
+            offset=_from_words(parts[QZEROS]).T[:, groups.source].to(scale.dtype),
+            offset_kind=OffsetKind.ZERO_POINT,
+            bits=BITS,
+            group_size=groups.size,
+        )
+
+
+def declared_layout(config: Mapping[str, Any]) -> AwqLayout:
+    """The layout that a `quantization_config` describes.
+
+    Raises:
+        UnsupportedModelError: another version or other bits.
+    """
+    version = str(config.get("version", "gemm")).lower()
+    bits = config.get("bits", config.get("w_bit"))
+    size = config.get("group_size", config.get("q_group_size"))
+    if version != "gemm":
+        what = f"version {version!r}"
+    elif bits != BITS:
+        what = f"{bits!r} bits"
+    elif not isinstance(size, int) or size == 0 or size < -1:
+        what = f"a group size of {size!r}"
+    else:
+        return AwqLayout(None if size == -1 else size)
+    raise UnsupportedModelError(
+        f"this AWQ model has {what}; supported is version gemm with 4 bits and any group size"
+    )
+
+
+def quantization_config(layout: AwqLayout, kept: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of config.json; `kept` are linear modules that stay dense."""
+    return {
+        "quant_method": METHOD,
+        "version": "gemm",
+        "bits": BITS,
+        "group_size": layout.group_size or -1,
+        "zero_point": True,
+        "modules_to_not_convert": kept,
+    }
+
+
+def _to_words(codes: Tensor) -> Tensor:
+    """(rows, out) uint8 below 16 -> (rows, out / 8) int32."""
+    nibbles = codes.reshape(codes.shape[0], -1, PER_WORD)[..., NIBBLES]
+    pairs = nibbles[..., 0::2] | nibbles[..., 1::2] << 4  # the bytes of a word, lowest first
+    return pairs.flatten().view(torch.int32).view(pairs.shape[:-1])
+
+
+def _from_words(words: Tensor) -> Tensor:
+    """Undo `_to_words`."""
+    pairs = words.flatten().view(torch.uint8).view(*words.shape, 4)
+    codes = pairs.new_empty(*words.shape, PER_WORD)
+    codes[..., NIBBLES[0::2]] = pairs & 0xF
+    codes[..., NIBBLES[1::2]] = pairs >> 4
+    return codes.flatten(1)

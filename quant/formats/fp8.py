@@ -1,0 +1,138 @@
+"""Folders whose weights are e4m3 codes: per tensor, or in blocks with `weight_scale_inv`.
+
+The block form is DeepSeek's ("fp8", fine-grained; its scale multiplies, despite the name). Of
+ModelOpt's, the one with a scale for each tensor is the same but for the config.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.fp8 import BLOCK, Fp8Weight
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from appliance.checkpoint import SafetensorsFolder
+
+METHOD, MODELOPT = "fp8", "modelopt"
+WEIGHT, BLOCK_SCALE, TENSOR_SCALE = ".weight", ".weight_scale_inv", ".weight_scale"
+INPUT_SCALES = (".input_scale", ".activation_scale")
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+
+
+class Fp8Weights:
+    """Reads a folder of FP8 weights, tensor by tensor; what is not e4m3 is dense.
+
+    Inputs that the checkpoint wants quantized as they come may be; scales of inputs that were
+    fixed beforehand are not used, and the inputs keep 16 bits.
+
+    Args:
+        folder: its config.json has a `quantization_config` of one of the methods.
+
+    Raises:
+        UnsupportedModelError: another number format or other blocks.
+    """
+
+    def __init__(self, folder: SafetensorsFolder) -> None:
+        self._folder = folder
+        self._quantized_inputs = _check(folder.config["quantization_config"])
+        self._stored = frozenset(folder.tensor_names())
+        codes = {name for name in self._stored if folder.dtype(name) is torch.float8_e4m3fn}
+        self._codes = {name for name in codes if name.endswith(WEIGHT)}
+        suffixes = (BLOCK_SCALE, TENSOR_SCALE, *INPUT_SCALES)
+        modules = [name.removesuffix(WEIGHT) for name in self._codes]
+        parts = {module + suffix for module in modules for suffix in suffixes}
+        self._names = sorted(self._stored - parts)
+
+    def tensor_names(self) -> list[str]:
+        """Every tensor but the scales."""
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._folder.shape(name)
+
+    def packed_bits(self, name: str) -> int | None:
+        """None: codes are no integers."""
+        return None
+
+    def is_fp8(self, name: str) -> bool:
+        """Whether a tensor is stored in e4m3."""
+        return name in self._codes
+
+    def notes(self) -> tuple[str, ...]:
+        """None: nothing is lost."""
+        return ()
+
+    def load(self, name: str) -> Tensor | Fp8Weight:
+        """Read one tensor."""
+        if name not in self._codes:
+            return self._folder.load(name)
+        codes = self._folder.load(name)
+        if codes.dim() != 2:
+            raise CheckpointError(f"{name} has shape {tuple(codes.shape)}, which is no matrix")
+        module = name.removesuffix(WEIGHT)
+        is_blockwise = module + BLOCK_SCALE in self._stored
+        scale_name = module + (BLOCK_SCALE if is_blockwise else TENSOR_SCALE)
+        if scale_name not in self._stored:
+            raise CheckpointError(
+                f"{module}{BLOCK_SCALE} is missing, the scales of {name}; download the model again"
+            )
+        return Fp8Weight(
+            codes,
+            _scales(scale_name, self._folder.load(scale_name), codes.shape),
+            quantized_inputs=self._quantized_inputs,
+        )
+
+
+def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """As an `Fp8Weight` has them."""
+    rows, columns = shape
+    blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+    found = tuple(scale.shape)
+    if scale.dtype not in SCALE_DTYPES:
+        raise CheckpointError(f"{name} has type {scale.dtype}, which no scale has")
+    values = scale.float()
+    if not bool(torch.isfinite(values).all()):
+        raise CheckpointError(f"{name} holds NaN or infinity; quantize the model again")
+    if found == blocks and name.endswith(BLOCK_SCALE):
+        return values
+    if scale.numel() == 1:
+        return values.flatten().expand(rows).contiguous()
+    if found in ((rows,), (rows, 1)):
+        return values.flatten()
+    raise CheckpointError(
+        f"{name} has shape {found}; a weight of {rows} x {columns} has {blocks} in blocks, or one"
+        " or a row each; download or quantize the model again"
+    )
+
+
+def _check(config: Mapping[str, Any]) -> bool:
+    """Refuse what is not read here; returns whether inputs are to be quantized as they come."""
+    if config.get("quant_method") == MODELOPT:
+        algorithm = config.get("quant_algo", config.get("quantization", {}).get("quant_algo"))
+        if algorithm != "FP8":
+            raise _unsupported(f"quant_algo {algorithm!r}")
+        return False
+    if config.get("fmt", "e4m3") != "e4m3":
+        raise _unsupported(f"numbers in {config['fmt']!r}")
+    block = config.get("weight_block_size")
+    if block is not None and list(block) != [BLOCK, BLOCK]:
+        raise _unsupported(f"blocks of {block}")
+    scheme = config.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise _unsupported(f"activation_scheme {scheme!r}")
+    return bool(scheme == "dynamic")
+
+
+def _unsupported(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"this FP8 model has {what}; supported are e4m3 weights with a scale for each tensor, each"
+        f" row or each block of {BLOCK} x {BLOCK}"
+    )

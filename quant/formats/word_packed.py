@@ -1,0 +1,127 @@
+"""What AWQ and GPTQ folders have in common: codes in int32 words, one tensor for each part.
+
+A linear of module M is stored as M.qweight, M.qzeros, M.scales and more; its weight has the name
+M.weight here, as it had before it was quantized.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from appliance.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from appliance.checkpoint import SafetensorsFolder
+    from appliance.kernels.packed import PackedWeight
+
+WEIGHT, QWEIGHT, QZEROS, SCALES, G_IDX = ".weight", ".qweight", ".qzeros", ".scales", ".g_idx"
+PARTS = (QWEIGHT, QZEROS, SCALES, G_IDX)
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each part
+
+
+class WordLayout(Protocol):
+    """How the parts of a weight are stored."""
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        ...
+
+    def shape(self, words: tuple[int, ...]) -> tuple[int, int]:
+        """Shape (out_features, in_features) of a weight, from that of its qweight."""
+        ...
+
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        """The parts that a weight of some shape has; the type of scales may be another."""
+        ...
+
+    def decode(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
+        """The weight of those parts, whose types and shapes were checked; `name` for errors."""
+        ...
+
+
+class WordPackedWeights:
+    """Reads a folder of such weights, tensor by tensor.
+
+    What has no qweight is dense, whatever the config says about it.
+
+    Args:
+        folder: an opened folder.
+        words: how its weights are stored.
+    """
+
+    def __init__(self, folder: SafetensorsFolder, words: WordLayout) -> None:
+        self._folder = folder
+        self._words = words
+        self._stored = frozenset(folder.tensor_names())
+        self._modules = {
+            name.removesuffix(QWEIGHT) for name in self._stored if name.endswith(QWEIGHT)
+        }
+        parts = {module + part for module in self._modules for part in PARTS}
+        packed = {module + WEIGHT for module in self._modules}
+        self._names = sorted(packed | (self._stored - parts))
+
+    def tensor_names(self) -> list[str]:
+        """Every tensor, a packed weight under the name it has in the unquantized model."""
+        return list(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, of a packed weight the unpacked one."""
+        module = self._module(name)
+        if module is None:
+            return self._folder.shape(name)
+        words = self._folder.shape(module + QWEIGHT)
+        if len(words) != 2 or min(words) < 1:
+            raise CheckpointError(f"{module}{QWEIGHT} has shape {words}, which is no matrix")
+        return self._words.shape(words)
+
+    def packed_bits(self, name: str) -> int | None:
+        """Bits of a packed weight's codes, None of a dense tensor."""
+        return None if self._module(name) is None else self._words.bits
+
+    def is_fp8(self, name: str) -> bool:
+        """False: codes are integers."""
+        return False
+
+    def notes(self) -> tuple[str, ...]:
+        """None: nothing is lost."""
+        return ()
+
+    def load(self, name: str) -> Tensor | PackedWeight:
+        """Read one tensor; codes, scales and zero points come back as they were stored."""
+        module = self._module(name)
+        if module is None:
+            return self._folder.load(name)
+        out_features, in_features = self.shape(name)
+        layout = self._words.layout((out_features, in_features))
+        parts = {part: self._part(module + part, *expected) for part, expected in layout.items()}
+        if not torch.isfinite(parts[SCALES]).all():
+            raise CheckpointError(f"{module}{SCALES} holds NaN or infinity; quantize again")
+        g_idx = module + G_IDX
+        if g_idx in self._stored and self._folder.shape(g_idx) != (0,):
+            parts[G_IDX] = self._part(g_idx, torch.int32, (in_features,))
+        return self._words.decode(module, parts)
+
+    def _module(self, name: str) -> str | None:
+        module = name.removesuffix(WEIGHT)
+        return module if module != name and module in self._modules else None
+
+    def _part(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._stored:
+            raise CheckpointError(f"{name} is missing; download or quantize the model again")
+        found = self._folder.dtype(name), self._folder.shape(name)
+        right = found[0] == dtype or (name.endswith(SCALES) and found[0] in SCALE_DTYPES)
+        if not right or found[1] != shape:
+            raise CheckpointError(
+                f"{name} is {found[0]} of shape {found[1]}, but config.json and its neighbours ask"
+                f" for {dtype} of {shape}; download or quantize the model again"
+            )
+        return self._folder.load(name)
