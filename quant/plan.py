@@ -126,8 +126,10 @@ def make_plan(
         tensors.append(_planned(slot, fitted, dtype))
     if all(tensor.scheme is None for tensor in tensors):
         raise QuantizeError(f"nothing to quantize: every linear weight is {'; '.join(reasons)}")
-    notes = tuple(f"{len(names)} weights {reason}" for reason, names in reasons.items())
-    return QuantizePlan(dtype, tuple(tensors), tuple(kept), notes)
+    notes = [f"{len(names)} weights {reason}" for reason, names in reasons.items()]
+    if Role.EMBEDDING in (ends or {}):
+        notes.append("the embedding is quantized, which only appliance reads")
+    return QuantizePlan(dtype, tuple(tensors), tuple(kept), tuple(notes))
 
 
 def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, WeightScheme]:

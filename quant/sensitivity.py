@@ -12,8 +12,8 @@ import torch
 
 from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_cache import KVFormat
-from appliance.kernels.packed import PackedWeight
 from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.weight import dense
 from appliance.model.embedding import Embedding
 from appliance.model.loader import LayerBuilder
 from appliance.model.reader import ModelReader
@@ -86,7 +86,7 @@ class Variants:
         """Mean KL divergence of each variant, in the order in which they were begun."""
         norm = self._reader.first_norm(len(self._source.spec.layers))
         _, matrix = self._reader.embedding_and_head()
-        head = matrix.dequantize() if isinstance(matrix, PackedWeight) else matrix.float()
+        head = dense(matrix, torch.float32)
         softcap = self._source.spec.logit_softcap
         tokens = self._streams[0].shape[0]
         sums = [0.0] * (len(self._streams) - 1)
