@@ -129,10 +129,12 @@ def make_plan(
         found[slot.name] = fitted
     if not any(found.values()):
         raise QuantizeError(f"nothing to quantize: every linear weight is {'; '.join(reasons)}")
-    notes = tuple(f"{len(names)} weights {reason}" for reason, names in reasons.items())
+    notes = [f"{len(names)} weights {reason}" for reason, names in reasons.items()]
+    if Role.EMBEDDING in ends:
+        notes.append("the embedding is quantized, which only appliance reads")
     store = choose_store(options.format, slots, found)
     tensors = tuple(_planned(slot, found[slot.name], dtype, store) for slot in slots)
-    return QuantizePlan(dtype, tensors, tuple(kept), notes, store)
+    return QuantizePlan(dtype, tensors, tuple(kept), tuple(notes), store)
 
 
 def choose_store(

@@ -18,22 +18,16 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from closeness import compare, dense_decoder
 from conditions import ROOT, conditions, write_result
-from cpu_quality import CPU, Comparison, cut_windows, read_text, run
+from cpu_quality import cut_windows, read_text
 
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
-from appliance.kernels.backend import select_backend
-from appliance.kernels.kv_cache import KVFormat
-from appliance.model.loader import load_decoder
-from appliance.model.source import open_model
 from appliance.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from appliance.model.decoder import Decoder
 
 ASYMMETRIC = ["--no-symmetric"]
 ROWS: dict[str, list[str]] = {
@@ -78,7 +72,7 @@ def main() -> None:
     extra = [] if options.calibration is None else ["--calibration", str(options.calibration)]
     if options.calibration_tokens is not None:
         extra += ["--calibration-tokens", str(options.calibration_tokens)]
-    base = _decoder(model)
+    base = dense_decoder(model)
     result: dict[str, Any] = {
         "benchmark": "quantize",
         "conditions": conditions(),
@@ -96,7 +90,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="bench-quantize-") as folder:
             out = Path(folder) / "out"
             row = _quantize(model, out, [*arguments, *extra], len(base.layers))
-            row |= _compare(base, _decoder(out), windows)
+            row |= compare(base, dense_decoder(out), windows)
             row["megabytes"] = round(sum(p.stat().st_size for p in out.rglob("*")) / 1e6, 1)
         print(name, row, file=sys.stderr)
         result["rows"][name] = row
@@ -124,20 +118,6 @@ def _quantize(model: Path, out: Path, arguments: list[str], layers: int) -> dict
         "sizes": next((line for line in lines if "bits per quantized weight" in line), ""),
         "notes": [line for line in lines if line.startswith("note: ")],
     }
-
-
-def _decoder(path: Path) -> Decoder:
-    return load_decoder(open_model(path), select_backend(CPU, "reference"), CPU, torch.float32)
-
-
-def _compare(base: Decoder, candidate: Decoder, windows: list[list[int]]) -> dict[str, Any]:
-    comparison = Comparison()
-    for window in windows:
-        exact, ours = (run(d, window, KVFormat.FP32, len(window)) for d in (base, candidate))
-        comparison.add(exact, ours, window)
-    found = comparison.summary()
-    found.pop("seconds")
-    return found
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+"""How close a quantized model's answers are to those of the model it was made from, in float32."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from cpu_quality import CPU, Comparison, run
+
+from appliance.kernels.backend import select_backend
+from appliance.kernels.kv_cache import KVFormat
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+from appliance.quant.block import observing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.model.decoder import Decoder
+
+
+def dense_decoder(path: Path) -> Decoder:
+    """A model whose weights, dequantized once, and activations are float32."""
+    return load_decoder(open_model(path), observing(select_backend(CPU)), CPU, torch.float32)
+
+
+def compare(base: Decoder, candidate: Decoder, windows: list[list[int]]) -> dict[str, Any]:
+    """KL divergence, same-top and perplexity over windows of tokens."""
+    comparison = Comparison()
+    with torch.inference_mode():
+        for window in windows:
+            exact, ours = (run(d, window, KVFormat.FP32, len(window)) for d in (base, candidate))
+            comparison.add(exact, ours, window)
+    found = comparison.summary()
+    found.pop("seconds")
+    return found
