@@ -71,7 +71,7 @@ class GGUFFile:
     def losses(self) -> dict[str, float]:
         """Relative errors of what was loaded and not kept exactly, by type.
 
-        Root mean square of the errors over that of the weights, in the first million weights of
-        each matrix.
+        Root mean square of the errors over that of the weights, in the first 262,144 weights
+        of each matrix.
         """
         return {name: loss.relative for name, loss in self._losses.items()}

@@ -6,6 +6,7 @@ than a piece of it in memory.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +19,17 @@ from appliance.gguf.types import DENSE_TYPES
 from appliance.kernels.packed import PackedWeight
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import Tensor
 
     from appliance.gguf.header import TensorInfo
 
-PIECE_ELEMENTS = 1 << 20  # converted at once; each takes about 20 bytes for a moment
+READ_AT_ONCE = 1 << 20  # elements
+# Elements that torch works on with one thread: its threads would wait for each other after every
+# operation, which takes several times as long as the work where others use the cores too.
+CONVERTED_AT_ONCE = 1 << 15
+MEASURED = 1 << 18  # elements at the start of a matrix whose loss is measured
 
 
 def read_tensor(
@@ -34,7 +38,7 @@ def read_tensor(
     """Read one tensor of the file that `identity` describes.
 
     Returns:
-        The tensor and, if it was not kept exactly, what that did to its first piece.
+        The tensor and, if it was not kept exactly, what that did to its first rows.
     """
     if info.type.name in DENSE_TYPES:
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
@@ -45,26 +49,25 @@ def read_tensor(
             f"tensor {info.name!r} of {path} has type {info.type.name} and shape {info.shape}; "
             "only matrices are quantized in the files that are read here"
         )
-    whole: PackedWeight | None = None
-    loss: Loss | None = None
-    for start, blocks in _pieces(path, identity, info):
-        if info.type.name in LOSSLESS:
-            piece = LOSSLESS[info.type.name](blocks)
-        else:
-            try:
-                piece, exact = convert(info.type.name, blocks)
-            except NotImplementedError as error:
-                raise UnsupportedModelError(
-                    f"tensor {info.name!r} of {path} has type {info.type.name}, which cannot be "
-                    "dequantized here; use a file quantized as Q4_0, Q4_1, Q4_K, Q5_K, Q6_K or Q8_0"
-                ) from error
-            if loss is None:
-                loss = Loss.between(exact(), piece.dequantize())
-        if whole is None:
-            whole = _room_for(info.shape[0], piece)
-        for part in ("codes", "scale", "offset"):
-            getattr(whole, part)[start : start + len(blocks)] = getattr(piece, part)
-    assert whole is not None
+    num_rows, width = info.shape
+    starts = range(0, num_rows, max(1, READ_AT_ONCE // width))
+    step = max(1, CONVERTED_AT_ONCE // width)
+    first, _ = _converted(path, info, _rows(path, identity, info, 0, 1), measure=False)
+    whole = _room_for(num_rows, first)
+
+    def convert_rows(start: int) -> Loss | None:
+        """Read some rows and convert a few of them at a time; of the first, what was lost."""
+        blocks = _rows(path, identity, info, start, min(starts.step, num_rows - start))
+        lost: Loss | None = None
+        for at in range(0, len(blocks), step):
+            measure = start + at < MEASURED // width
+            piece, loss = _converted(path, info, blocks[at : at + step], measure=measure)
+            _put(whole, start + at, piece)
+            lost = loss if lost is None or loss is None else lost + loss
+        return lost
+
+    with ThreadPoolExecutor(max(1, min(torch.get_num_threads(), len(starts)))) as workers:
+        loss, *_ = workers.map(convert_rows, starts)
     if not (whole.scale.isfinite().all() and whole.offset.isfinite().all()):
         raise CheckpointError(
             f"tensor {info.name!r} of {path} has infinite or undefined scales; "
@@ -73,17 +76,37 @@ def read_tensor(
     return whole, loss
 
 
-def _pieces(path: Path, identity: FileIdentity, info: TensorInfo) -> Iterator[tuple[int, Tensor]]:
-    """First rows and (rows, blocks, bytes of a block) uint8, which the next piece overwrites."""
-    num_rows, width = info.shape
-    at_once = max(1, PIECE_ELEMENTS // width)
-    row_bytes = info.nbytes // num_rows
-    raw = torch.empty(min(at_once, num_rows) * row_bytes, dtype=torch.uint8)
-    for start in range(0, num_rows, at_once):
-        rows = min(at_once, num_rows - start)
-        piece = raw[: rows * row_bytes]
-        read_into(path, identity, info.offset + start * row_bytes, piece.numpy().data)
-        yield start, piece.view(rows, -1, info.type.block_bytes)
+def _rows(path: Path, identity: FileIdentity, info: TensorInfo, start: int, count: int) -> Tensor:
+    """Some rows of a matrix: (count, blocks, bytes of a block) uint8."""
+    row_bytes = info.nbytes // info.shape[0]
+    raw = torch.empty(count * row_bytes, dtype=torch.uint8)
+    read_into(path, identity, info.offset + start * row_bytes, raw.numpy().data)
+    return raw.view(count, -1, info.type.block_bytes)
+
+
+def _converted(
+    path: Path, info: TensorInfo, blocks: Tensor, *, measure: bool
+) -> tuple[PackedWeight, Loss | None]:
+    """Rows in packed form and, if it is to be measured and there may be any, their loss."""
+    if info.type.name in LOSSLESS:
+        return LOSSLESS[info.type.name](blocks), None
+    try:
+        piece, exact = convert(info.type.name, blocks)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(
+            f"tensor {info.name!r} of {path} has type {info.type.name}, which cannot be "
+            "dequantized here; use a file quantized as Q4_0, Q4_1, Q4_K, Q5_K, Q6_K or Q8_0"
+        ) from error
+    return piece, Loss.between(exact(), piece.dequantize()) if measure else None
+
+
+def _put(whole: PackedWeight, start: int, piece: PackedWeight) -> None:
+    rows = slice(start, start + piece.shape[0])
+    whole.codes[rows], whole.scale[rows], whole.offset[rows] = (
+        piece.codes,
+        piece.scale,
+        piece.offset,
+    )
 
 
 def _room_for(num_rows: int, piece: PackedWeight) -> PackedWeight:

@@ -103,7 +103,8 @@ def test_pieces_make_the_same_weight(
 ) -> None:
     file = GGUFFile(write(tmp_path / "model.gguf", {"w": (name, random_blocks(name, rows=7))}))
     whole = file.load("w")
-    monkeypatch.setattr(tensors, "PIECE_ELEMENTS", 2 * 3 * 256 + 100)  # two rows at a time
+    monkeypatch.setattr(tensors, "READ_AT_ONCE", 4 * 3 * 256 + 100)
+    monkeypatch.setattr(tensors, "CONVERTED_AT_ONCE", 3 * 3 * 256)  # of seven
     pieces = file.load("w")
     assert isinstance(whole, PackedWeight)
     assert isinstance(pieces, PackedWeight)
@@ -122,9 +123,9 @@ def test_memory_beside_the_result_does_not_grow_with_the_matrix(
         return real(name, blocks)
 
     monkeypatch.setattr(tensors, "convert", watched)
-    monkeypatch.setattr(tensors, "PIECE_ELEMENTS", 8 * 3 * 256)
+    monkeypatch.setattr(tensors, "CONVERTED_AT_ONCE", 8 * 3 * 256)
     file.load("w")
-    assert sizes == [8 * 3 * 210] * 8
+    assert sizes == [3 * 210] + [8 * 3 * 210] * 8  # the first row says what the result is like
 
 
 def test_largest_weights_and_zeros_are_kept() -> None:
