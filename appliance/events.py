@@ -8,6 +8,8 @@ the name is a key of `EVENTS` and the JSON is that struct:
     delta       blocks that changed since the last snapshot or delta of the same epoch
     stats       once a second
     sequences   all live sequences, when they change, at most five times a second
+    log         warnings and errors: the latest at the start, then each as it comes
+    job         how far a long task such as a quantize run has come, when one is going on
 
 Lines that start with a colon are keep-alive comments. A delta whose epoch is not that of the last
 snapshot is to be ignored. A leaf: imports neither torch nor numpy.
@@ -23,7 +25,9 @@ import msgspec
 
 from appliance.stats import EngineStats, SequenceView
 
+PROTOCOL = 2  # grows with what the feed can tell; readers ignore what they do not know
 NO_OWNER = 0xFFFF
+MAX_SHOWN_AGE = 0xFFFF  # seconds
 MAX_SHOWN_REFERENCES = 0xFF
 
 
@@ -33,6 +37,8 @@ class BlockState(IntEnum):
     FREE = 0  # nothing
     CACHED = 1  # content kept for reuse, referenced by no sequence
     ACTIVE = 2  # referenced by at least one sequence
+    WRITING = 3  # active, and the open last block of a sequence: tokens are being written to it
+    SWAPPED = 4  # kept for a sequence whose content is in host memory
 
 
 def pack_cell(state: int, precision: int, references: int, owner: int) -> int:
@@ -49,9 +55,18 @@ def unpack_cell(cell: int) -> tuple[BlockState, int, int, int]:
     return BlockState(cell & 0xF), cell >> 4 & 0xF, cell >> 8 & 0xFF, cell >> 16
 
 
+class QualityFact(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the quality card: what quantizing cost."""
+
+    name: str  # such as "mean KL divergence"
+    value: float
+    note: str = ""  # against what it was measured
+
+
 class Info(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that stay until the engine restarts, and how the engine is."""
 
+    protocol: int = 1  # `PROTOCOL` of the server
     version: str  # of the appliance
     model: str  # id under which it is served
     state: str  # loading, ready, restarting, failed
@@ -73,6 +88,8 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     load_seconds: float = 0.0
     precisions: tuple[str, ...] = ()  # names of the cells' precision index
     notes: tuple[str, ...] = ()  # fallbacks taken, in words
+    quality: tuple[QualityFact, ...] = ()  # of the quality card beside the weights
+    prompts_shown: bool = False  # whether the server was started to show prompts
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,12 +99,20 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     cells: str  # base64 of zlib of num_blocks little-endian 32-bit words, see `pack_cell`
+    # The same of num_blocks little-endian 16-bit words: seconds since the block last changed
+    # hands, at most `MAX_SHOWN_AGE`. Empty if the server cannot tell.
+    ages: str = ""
 
     @classmethod
-    def of(cls, epoch: int, block_size: int, words: bytes) -> Snapshot:
-        """Pack little-endian 32-bit words."""
-        cells = base64.b64encode(zlib.compress(words, level=1)).decode("ascii")
-        return cls(epoch=epoch, num_blocks=len(words) // 4, block_size=block_size, cells=cells)
+    def of(cls, epoch: int, block_size: int, words: bytes, ages: bytes = b"") -> Snapshot:
+        """Pack little-endian 32-bit words, and little-endian 16-bit ages if there are any."""
+        return cls(
+            epoch=epoch,
+            num_blocks=len(words) // 4,
+            block_size=block_size,
+            cells=_deflate(words),
+            ages=_deflate(ages) if ages else "",
+        )
 
     def words(self) -> bytes:
         """The cells as `num_blocks` little-endian 32-bit words.
@@ -95,14 +120,29 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ValueError: they are not what the geometry says.
         """
-        size = self.num_blocks * 4
-        try:
-            words = zlib.decompressobj().decompress(base64.b64decode(self.cells), size + 1)
-        except zlib.error as error:
-            raise ValueError(f"the cells of the snapshot do not decompress: {error}") from error
-        if len(words) != size:
-            raise ValueError(f"the snapshot has {len(words)} bytes of cells, expected {size}")
-        return words
+        return _inflate(self.cells, self.num_blocks * 4, "cells")
+
+    def age_words(self) -> bytes:
+        """The ages as `num_blocks` little-endian 16-bit words; empty if there are none.
+
+        Raises:
+            ValueError: they are not what the geometry says.
+        """
+        return _inflate(self.ages, self.num_blocks * 2, "ages") if self.ages else b""
+
+
+def _deflate(words: bytes) -> str:
+    return base64.b64encode(zlib.compress(words, level=1)).decode("ascii")
+
+
+def _inflate(packed: str, size: int, what: str) -> bytes:
+    try:
+        words = zlib.decompressobj().decompress(base64.b64decode(packed), size + 1)
+    except zlib.error as error:
+        raise ValueError(f"the {what} of the snapshot do not decompress: {error}") from error
+    if len(words) != size:
+        raise ValueError(f"the snapshot has {len(words)} bytes of {what}, expected {size}")
+    return words
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
@@ -129,6 +169,33 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
     count: int = 0
 
 
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU at one moment; None for what its driver does not tell."""
+
+    name: str
+    utilization: float | None = None  # share of one
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    temperature_celsius: float | None = None
+    sm_clock_mhz: int | None = None
+    throttled: tuple[str, ...] = ()  # why its clocks are held down, in words
+    joules_per_token: float | None = None  # over the last minute
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server costs the machine it runs on."""
+
+    cpu_cores: int = 0
+    cpu_used: float = 0.0  # cores that the server's processes kept busy, 0 to `cpu_cores`
+    engine_rss_bytes: int = 0
+    api_rss_bytes: int = 0
+    memory_total_bytes: int = 0
+    memory_available_bytes: int = 0
+    gpus: tuple[Gpu, ...] = ()
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of the engine and of the API process at one moment."""
 
@@ -143,6 +210,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens_per_second: float
     time_to_first_token: Quantiles
     inter_token_latency: Quantiles
+    end_to_end: Quantiles = Quantiles()  # of requests that came to their end
+    queue_wait: Quantiles = Quantiles()
+    machine: Machine | None = None
 
 
 class Sequences(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +221,50 @@ class Sequences(msgspec.Struct, frozen=True, kw_only=True):
     sequences: tuple[SequenceView, ...]
 
 
-Event = Info | Snapshot | Delta | Stats | Sequences
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A warning or an error of the server."""
+
+    time: float  # Unix seconds
+    level: str  # WARNING, ERROR or CRITICAL
+    source: str  # name of the logger
+    message: str
+
+
+class Log(msgspec.Struct, frozen=True, kw_only=True):
+    """Lines that were not sent before on this connection, oldest first."""
+
+    lines: tuple[LogLine, ...]
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A long task on the server's machine; `done` equal to `total` is its end."""
+
+    name: str  # such as "quantize SmolLM2-135M"
+    stage: str
+    done: int
+    total: int
+    seconds_left: float | None = None
+
+
+class TableEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One block of a block table; in JSON [block, hash, references, precision]."""
+
+    block: int  # physical
+    hash: str  # hexadecimal, of all tokens up to its end; empty while it is not full
+    references: int
+    precision: int  # index into `Info.precisions`
+
+
+class BlockTable(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of GET /admin/v1/sequences/{request_id}/{index}/blocks, in logical order."""
+
+    request_id: str
+    index: int
+    num_tokens: int  # in the cache
+    blocks: tuple[TableEntry, ...]
+
+
+Event = Info | Snapshot | Delta | Stats | Sequences | Log | Job
 
 EVENTS: dict[str, type[Event]] = {
     "info": Info,
@@ -159,6 +272,8 @@ EVENTS: dict[str, type[Event]] = {
     "delta": Delta,
     "stats": Stats,
     "sequences": Sequences,
+    "log": Log,
+    "job": Job,
 }
 NAMES: dict[type[Event], str] = {kind: name for name, kind in EVENTS.items()}
 

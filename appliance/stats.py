@@ -36,6 +36,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_decode_tokens: int = 0  # rows of the last step that extend an answer
     step_seconds: float = 0.0  # the last step, wall clock
     model_seconds: float = 0.0  # of which inside the model and sampler
+    swapped_out_total: int = 0  # blocks moved to host memory
+    swapped_in_total: int = 0
+    draft_tokens_total: int = 0  # guessed by speculative decoding; 0 while it is off
+    accepted_tokens_total: int = 0  # of these, right
 
     @property
     def kv_usage(self) -> float:
@@ -62,3 +66,5 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     blocks: int
     age_seconds: float
+    model: str = ""
+    prompt: str = ""  # its beginning, only if the server was started to show prompts
