@@ -23,7 +23,8 @@ from enum import IntEnum
 
 import msgspec
 
-from appliance.stats import EngineStats, SequenceView
+from appliance.stats import EngineStats, SequenceView, StepView
+from appliance.stats import LogLine as LogLine
 
 PROTOCOL = 2  # grows with what the feed can tell; readers ignore what they do not know
 NO_OWNER = 0xFFFF
@@ -58,7 +59,7 @@ def unpack_cell(cell: int) -> tuple[BlockState, int, int, int]:
 class QualityFact(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the quality card: what quantizing cost."""
 
-    name: str  # such as "mean KL divergence"
+    name: str  # such as kld_mean, see `appliance.server.quality`
     value: float
     note: str = ""  # against what it was measured
 
@@ -181,6 +182,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     temperature_celsius: float | None = None
     sm_clock_mhz: int | None = None
     throttled: tuple[str, ...] = ()  # why its clocks are held down, in words
+    energy_joules: float | None = None  # since the driver was loaded
     joules_per_token: float | None = None  # over the last minute
 
 
@@ -189,6 +191,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     cpu_cores: int = 0
     cpu_used: float = 0.0  # cores that the server's processes kept busy, 0 to `cpu_cores`
+    engine_cpu_seconds: float = 0.0  # since its process began; likewise the next
+    api_cpu_seconds: float = 0.0
     engine_rss_bytes: int = 0
     api_rss_bytes: int = 0
     memory_total_bytes: int = 0
@@ -213,21 +217,13 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     end_to_end: Quantiles = Quantiles()  # of requests that came to their end
     queue_wait: Quantiles = Quantiles()
     machine: Machine | None = None
+    steps: tuple[StepView, ...] = ()  # run since the previous stats event, the latest of them
 
 
 class Sequences(msgspec.Struct, frozen=True, kw_only=True):
     """Every sequence that runs or waits."""
 
     sequences: tuple[SequenceView, ...]
-
-
-class LogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A warning or an error of the server."""
-
-    time: float  # Unix seconds
-    level: str  # WARNING, ERROR or CRITICAL
-    source: str  # name of the logger
-    message: str
 
 
 class Log(msgspec.Struct, frozen=True, kw_only=True):

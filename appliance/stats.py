@@ -53,6 +53,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_tokens / slots if slots else 1.0
 
 
+class StepView(msgspec.Struct, frozen=True, array_like=True):
+    """One step that was run; in JSON [number, prefill, decode, sequences, seconds]."""
+
+    number: int  # of the engine process, from 1
+    prefill_tokens: int  # rows of sequences that had more than one
+    decode_tokens: int  # sequences with one row: they extend an answer or end a prompt
+    sequences: int  # in all
+    seconds: float
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A warning or an error of the server."""
+
+    time: float  # Unix seconds
+    level: str  # WARNING, ERROR or CRITICAL
+    source: str  # name of the logger
+    message: str
+
+
 class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     """One live sequence as the dashboard shows it."""
 
@@ -66,5 +85,8 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     blocks: int
     age_seconds: float
+    computed_tokens: int = 0  # in the cache; fewer than the prompt has while it is in prefill
+    preemptions: int = 0
+    tokens_per_second: float = 0.0  # generated, over the last second or two
     model: str = ""
     prompt: str = ""  # its beginning, only if the server was started to show prompts

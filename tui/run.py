@@ -8,6 +8,9 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from textual import constants
 
 from appliance.errors import ConfigError
 from appliance.tui.app import DashboardApp
@@ -16,6 +19,11 @@ from appliance.tui.controls import Controls
 from appliance.tui.display import Display
 from appliance.tui.recording import Recorder, ReplayFeed
 from appliance.tui.server import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +43,20 @@ class TopOptions:
     theme: str = "dark"
 
 
-def run_dashboard(url: str, api_key: str | None, options: TopOptions | None = None) -> int:
+def run_dashboard(
+    url: str,
+    api_key: str | None,
+    options: TopOptions | None = None,
+    *,
+    while_true: Callable[[], bool] | None = None,
+) -> int:
     """Show the dashboard of a server until the person quits.
 
     Args:
         url: the server, with or without scheme and `/v1`.
         api_key: the server's key, if it wants one.
         options: everything else.
+        while_true: asked a few times a second; once it is not, the dashboard ends.
 
     Returns:
         What the process should exit with.
@@ -50,7 +65,7 @@ def run_dashboard(url: str, api_key: str | None, options: TopOptions | None = No
         ConfigError: an option makes no sense, or there is no terminal to draw on.
     """
     app = make_app(url, api_key, options or TopOptions())
-    return asyncio.run(show(app))
+    return asyncio.run(_show(app, while_true))
 
 
 def make_app(url: str, api_key: str | None, options: TopOptions) -> DashboardApp:
@@ -82,17 +97,27 @@ def require_terminal() -> None:
     # Textual draws on the error stream, so that is the one that must be a terminal.
     if sys.__stdin__ is None or sys.__stderr__ is None:
         raise ConfigError("appliance top needs a terminal")
-    if not (sys.__stdin__.isatty() and sys.__stderr__.isatty()):
+    in_browser = constants.DRIVER is not None  # of textual-serve, which draws by itself
+    if not (in_browser or (sys.__stdin__.isatty() and sys.__stderr__.isatty())):
         raise ConfigError(
             "appliance top needs a terminal; GET /metrics has the numbers for scripts"
         )
 
 
-async def show(app: DashboardApp) -> int:
+async def _show(app: DashboardApp, while_true: Callable[[], bool] | None) -> int:
     """Run it until the person quits or a signal ends it; returns the exit code."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP):
         # Textual gives the terminal back when the app exits, but not when a signal ends it.
         loop.add_signal_handler(number, partial(app.exit, return_code=128 + number))
+    watching = None if while_true is None else asyncio.create_task(_leave(app, while_true))
     await app.run_async()
+    if watching is not None:
+        watching.cancel()
     return app.return_code or 0
+
+
+async def _leave(app: DashboardApp, while_true: Callable[[], bool]) -> None:
+    while while_true():  # noqa: ASYNC110  (nothing tells when it changes)
+        await asyncio.sleep(_POLL_SECONDS)
+    app.exit()

@@ -25,6 +25,8 @@ from appliance.tui.blocks import Blocks
 from appliance.tui.history import History
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from appliance.stats import SequenceView
 
 
@@ -68,7 +70,7 @@ class Histories:
     inter_token: History = field(default_factory=History)
     inter_token_p99: History = field(default_factory=History)
     kv_usage: History = field(default_factory=History)  # share of one
-    prefill_rows: History = field(default_factory=History)  # of the latest step
+    prefill_rows: History = field(default_factory=History)  # mean of a second's steps
     decode_rows: History = field(default_factory=History)
     waiting: History = field(default_factory=History)  # requests
     hit_rate: History = field(default_factory=History)  # of tokens looked up since the last event
@@ -76,7 +78,7 @@ class Histories:
 
     def push(self, stats: Stats, before: Stats | None) -> Histories:
         """These histories and the numbers of one more moment."""
-        engine = stats.engine
+        engine, ran = stats.engine, stats.steps
         earlier = before.engine if before is not None else engine
         looked_up = engine.prefix_queries_total - earlier.prefix_queries_total
         hits = engine.prefix_hits_total - earlier.prefix_hits_total
@@ -89,8 +91,8 @@ class Histories:
             inter_token=self.inter_token.push(stats.inter_token_latency.p50),
             inter_token_p99=self.inter_token_p99.push(stats.inter_token_latency.p99),
             kv_usage=self.kv_usage.push(engine.kv_usage),
-            prefill_rows=self.prefill_rows.push(engine.step_prefill_tokens),
-            decode_rows=self.decode_rows.push(engine.step_decode_tokens),
+            prefill_rows=self.prefill_rows.push(_mean(step.prefill_tokens for step in ran)),
+            decode_rows=self.decode_rows.push(_mean(step.decode_tokens for step in ran)),
             waiting=self.waiting.push(stats.requests_waiting),
             # Counters start again with another engine; nothing looked up says nothing new.
             hit_rate=self.hit_rate.push(
@@ -98,6 +100,12 @@ class Histories:
             ),
             steps=self.steps.push(steps / seconds if seconds > 0 else 0.0),
         )
+
+
+def _mean(values: Iterable[int]) -> float:
+    """Of what a second's steps held; 0 for a second without steps."""
+    kept = list(values)
+    return sum(kept) / len(kept) if kept else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

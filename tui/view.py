@@ -146,11 +146,6 @@ _SORTS: dict[Sort, tuple[Callable[[SequenceView], Any], bool]] = {
     Sort.PROMPT: (lambda one: one.prompt_tokens, True),
     Sort.CACHED: (lambda one: one.cached_tokens, True),
     Sort.GENERATED: (lambda one: one.output_tokens, True),
-    Sort.SPEED: (lambda one: speed(one), True),
+    Sort.SPEED: (lambda one: one.tokens_per_second, True),
     Sort.BLOCKS: (lambda one: one.blocks, True),
 }
-
-
-def speed(sequence: SequenceView) -> float:
-    """Generated tokens per second, over the life of a sequence."""
-    return sequence.output_tokens / sequence.age_seconds if sequence.age_seconds > 0 else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,6 +59,9 @@ def serve(
         typer.Option(help="CPU instructions: auto, avx512, avxvnni, avx2, scalar [auto]."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with these settings.")] = None,
+    top: Annotated[
+        bool, typer.Option("--top", help="Show the dashboard here; the server ends with it.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Serve a model behind an OpenAI-compatible endpoint.
@@ -97,6 +101,11 @@ def serve(
         },
         config,
     )
+    if top:
+        from appliance.commands.serve_top import serve_with_dashboard
+
+        arguments = [word for word in sys.argv[1:] if word != "--top"]
+        raise typer.Exit(serve_with_dashboard(settings.server, arguments))
     with ProgressLine() as progress:
 
         def say_ready(url: str, name: str, info: EngineInfo) -> None:

@@ -26,7 +26,7 @@ from appliance.events import (
     encode_event,
     pack_cell,
 )
-from appliance.stats import EngineStats, SequenceView
+from appliance.stats import EngineStats, SequenceView, StepView
 
 FREE = pack_cell(0, 0, 0, NO_OWNER)
 CACHED = pack_cell(1, 0, 0, NO_OWNER)
@@ -94,6 +94,8 @@ class SyntheticEngine:
                     cached_tokens=16 * (slot % 5) * 8,
                     output_tokens=BLOCK_SIZE * len(blocks),
                     blocks=len(blocks),
+                    computed_tokens=BLOCK_SIZE * len(blocks),
+                    tokens_per_second=30 + slot + self._random.random(),
                     age_seconds=now - self._born[slot][1],
                 )
                 for slot, blocks in sorted(self._blocks.items())
@@ -145,6 +147,10 @@ class SyntheticEngine:
             inter_token_latency=Quantiles(p50=around(0.02, 0.03), p90=0.04, p99=0.06, count=900),
             end_to_end=Quantiles(p50=around(8, 10), p90=14.0, p99=20.0, count=40),
             queue_wait=Quantiles(p50=around(0.0, 0.01), p90=0.2, p99=0.5, count=50),
+            steps=tuple(
+                StepView(at, self._random.choice((0, 128, 384)), self._num_sequences, 24, 0.025)
+                for at in range(40)
+            ),
             machine=Machine(cpu_cores=16, cpu_used=around(5, 9), engine_rss_bytes=6 * 2**30),
         )
 

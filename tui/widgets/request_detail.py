@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from appliance.tui import numbers, palette
-from appliance.tui.view import speed
 from appliance.tui.widgets.model import wrapped
 from appliance.tui.widgets.panel import HEADLINE, Panel, pair
 
@@ -30,7 +29,7 @@ class RequestDetail(Panel):
         if one is None:
             return [Text("No request is in focus; ↓ chooses one.", palette.MUTED)]
         slots = one.blocks * info.block_size if info else 0
-        held = min(slots, one.prompt_tokens + one.output_tokens)
+        held = min(slots, one.computed_tokens)
         each = info.kv_bytes / info.num_blocks if info and info.num_blocks else 0
         lines = [
             *wrapped(one.request_id, width, f"bold {palette.BRIGHT}"),
@@ -42,7 +41,8 @@ class RequestDetail(Panel):
             pair("prompt", numbers.count(one.prompt_tokens), width, note="tokens"),
             pair("from the cache", numbers.count(one.cached_tokens), width, note="tokens"),
             pair("generated", numbers.count(one.output_tokens), width, note="tokens"),
-            pair("tokens a second", numbers.rate(speed(one)), width),
+            pair("tokens a second", numbers.rate(one.tokens_per_second), width),
+            pair("preempted", numbers.count(one.preemptions), width),
             pair("blocks", numbers.count(one.blocks), width),
         ]
         if slots and one.blocks:

@@ -11,7 +11,6 @@ from appliance.tui import numbers, palette
 from appliance.tui.look import SequenceKey, Sort
 from appliance.tui.messages import SequenceChosen, SortChosen
 from appliance.tui.state import is_running
-from appliance.tui.view import speed
 from appliance.tui.widgets.panel import Panel
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
             numbers.count(sequence.prompt_tokens),
             numbers.count(sequence.cached_tokens),
             numbers.count(sequence.output_tokens),
-            numbers.rate(speed(sequence)) if sequence.output_tokens else "-",
+            numbers.rate(sequence.tokens_per_second) if sequence.output_tokens else "-",
             numbers.count(sequence.blocks),
             numbers.clock(sequence.age_seconds),
         ),
