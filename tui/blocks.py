@@ -6,7 +6,7 @@ Knows the words of `appliance.events`, nothing of screens or networks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,16 +18,20 @@ if TYPE_CHECKING:
     from appliance.events import Delta, Snapshot
 
 _MAX_CELL = 0xFFFFFFFF
+_NOT_HELD = (BlockState.FREE, BlockState.CACHED, BlockState.SWAPPED)
+_HELD = np.array([state not in _NOT_HELD for state in range(16)])
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """How many blocks are in which state; shared ones are counted as active too."""
+    """How many blocks are in which state; those written to and shared are active too."""
 
     free: int = 0
     cached: int = 0
     active: int = 0
     shared: int = 0
+    writing: int = 0
+    swapped: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,33 +41,50 @@ class Blocks:
     epoch: int
     block_size: int  # token slots
     cells: NDArray[np.uint32]  # (num_blocks,), read-only, see `events.pack_cell`
+    changed: NDArray[np.float32]  # (num_blocks,), read-only: when each last changed hands, seconds
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> Blocks:
+    def of(cls, snapshot: Snapshot, now: float = 0.0) -> Blocks:
         """The map a snapshot describes.
 
+        Args:
+            snapshot: all blocks; where it tells no ages, they begin now.
+            now: seconds of the clock that ages are counted on.
+
         Raises:
-            ValueError: its cells are not what its geometry says.
+            ValueError: its cells or ages are not what its geometry says.
         """
         cells = np.frombuffer(snapshot.words(), dtype="<u4").astype(np.uint32)
-        cells.flags.writeable = False
-        return cls(snapshot.epoch, snapshot.block_size, cells)
+        changed = np.full(cells.size, now, dtype=np.float32)
+        if ages := snapshot.age_words():
+            changed -= np.frombuffer(ages, dtype="<u2")
+        return cls(snapshot.epoch, snapshot.block_size, _frozen(cells), _frozen(changed))
 
-    def after(self, delta: Delta) -> Blocks:
+    def after(self, delta: Delta, now: float = 0.0) -> Blocks:
         """The map once the runs of a delta of the same epoch are written over it.
 
         Raises:
             ValueError: a run lies outside the map or holds no 32-bit word.
         """
         assert delta.epoch == self.epoch
-        cells = self.cells.copy()
+        cells, changed = self.cells.copy(), self.changed.copy()
         for run in delta.runs:
             end = run.start + run.length
             if not (0 <= run.start <= end <= cells.size and 0 <= run.cell <= _MAX_CELL):
                 raise ValueError(f"the delta writes {run} into a map of {cells.size} blocks")
             cells[run.start : end] = run.cell
-        cells.flags.writeable = False
-        return replace(self, cells=cells)
+            changed[run.start : end] = now
+        return replace(self, cells=_frozen(cells), changed=_frozen(changed))
+
+    def aged_like(self, before: Blocks) -> Blocks:
+        """This map, where blocks that are the same in an earlier one are as old as there."""
+        same = self.cells == before.cells
+        return replace(self, changed=_frozen(np.where(same, before.changed, self.changed)))
+
+    def part(self, span: range) -> Blocks:
+        """The map of some neighbours only; shares memory with this one."""
+        within = slice(span.start, span.stop)
+        return replace(self, cells=self.cells[within], changed=self.changed[within])
 
     @property
     def num_blocks(self) -> int:
@@ -81,6 +102,11 @@ class Blocks:
         return self.cells >> np.uint32(8) & np.uint32(0xFF)
 
     @property
+    def precisions(self) -> NDArray[np.uint32]:
+        """Index into `Info.precisions` per block."""
+        return self.cells >> np.uint32(4) & np.uint32(0xF)
+
+    @property
     def owners(self) -> NDArray[np.uint32]:
         """Slot of the owning sequence, or `NO_OWNER`, per block."""
         return self.cells >> np.uint32(16)
@@ -88,10 +114,17 @@ class Blocks:
     def counts(self) -> BlockCounts:
         """Blocks per state."""
         per_state = np.bincount(self.states, minlength=16)
-        shared = np.count_nonzero((self.states == BlockState.ACTIVE) & (self.references > 1))
+        held = _HELD[self.states]
         return BlockCounts(
             free=int(per_state[BlockState.FREE]),
             cached=int(per_state[BlockState.CACHED]),
-            active=int(per_state[BlockState.ACTIVE]),
-            shared=int(shared),
+            active=int(np.count_nonzero(held)),
+            shared=int(np.count_nonzero(held & (self.references > 1))),
+            writing=int(per_state[BlockState.WRITING]),
+            swapped=int(per_state[BlockState.SWAPPED]),
         )
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    array.flags.writeable = False
+    return array

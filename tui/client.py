@@ -6,7 +6,6 @@ Hands on `Event`s and `Connection`s; knows nothing of what is drawn.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 import time
@@ -15,22 +14,27 @@ from typing import TYPE_CHECKING
 import httpx
 import msgspec
 
-from appliance.errors import ConfigError
 from appliance.events import Delta, Snapshot, decode_event
+from appliance.tui.foreign import MetricsReader
+from appliance.tui.server import CONNECT_TIMEOUT
 from appliance.tui.sse import FrameDecoder
 from appliance.tui.state import Connection, FeedItem, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from appliance.tui.server import Server
+
 logger = logging.getLogger(__name__)
 
 EVENTS_PATH = "/admin/v1/events"
+METRICS_PATH = "/metrics"
+METRICS_SECONDS = 1.0
 FIRST_RETRY = 0.5  # seconds; doubles with every failure in a row
 LAST_RETRY = 8.0
-CONNECT_TIMEOUT = 5.0
 SILENCE_TIMEOUT = 20.0  # stats come every second, and comments while there is nothing to tell
 MAX_STRAY_DELTAS = 10  # of an epoch that no snapshot announced, before the feed is read anew
+_HEADERS = {"Accept": "text/event-stream"}
 
 
 class FeedError(Exception):
@@ -42,43 +46,18 @@ class FeedError(Exception):
         self.reason = reason
 
 
-def server_url(text: str) -> httpx.URL:
-    """The address of a server as people write it: with or without scheme, slash or `/v1`.
-
-    Raises:
-        ConfigError: it is no http address.
-    """
-    try:
-        url = httpx.URL(text if "://" in text else f"http://{text}")
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"--url {text!r} is no address: {error}") from error
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"--url {text!r} is no address; write it like http://127.0.0.1:8080")
-    path = url.path.rstrip("/").removesuffix("/v1")
-    return url.copy_with(path=path or "/", query=None, fragment=None)
-
-
 class EventFeed:
     """One server's feed.
 
     Args:
-        url: the server, see `server_url`.
-        api_key: sent as a bearer token if there is one.
+        server: whose.
         first_retry: seconds before the first new attempt.
-
-    Raises:
-        ConfigError: the address is none, or the key cannot be sent.
     """
 
-    def __init__(self, url: str, api_key: str | None, *, first_retry: float = FIRST_RETRY) -> None:
-        if api_key and not (api_key.isascii() and api_key.isprintable()):
-            raise ConfigError("the API key may hold printable ASCII characters only")
-        self.url = server_url(url)
-        self._events_url = self.url.copy_with(path=self.url.path.rstrip("/") + EVENTS_PATH)
+    def __init__(self, server: Server, *, first_retry: float = FIRST_RETRY) -> None:
+        self.server = server
+        self.name = str(server.url).rstrip("/")
         self._first_retry = self._retry = first_retry
-        self._headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
 
     async def follow(self, publish: Callable[[FeedItem], None]) -> None:
         """Publish what the server sends, and every change of the connection, until cancelled.
@@ -87,7 +66,7 @@ class EventFeed:
             publish: called in order; may raise ValueError for an event that makes no sense, and
                 the feed is then read anew.
         """
-        async with self._client() as client:
+        async with self.server.client(SILENCE_TIMEOUT) as client:
             while True:
                 try:
                     await self._read(client, publish)
@@ -95,15 +74,10 @@ class EventFeed:
                     phase, reason = error.phase, error.reason
                 except (msgspec.MsgspecError, ValueError) as error:
                     phase, reason = Phase.LOST, f"the feed cannot be read: {error}"
-                logger.info("feed of %s: %s", self.url, reason)
+                logger.info("feed of %s: %s", self.name, reason)
                 retry, self._retry = self._retry, min(2 * self._retry, LAST_RETRY)
                 publish(Connection(phase, reason, time.monotonic() + retry))
                 await asyncio.sleep(retry)
-
-    def _client(self) -> httpx.AsyncClient:
-        timeout = httpx.Timeout(CONNECT_TIMEOUT, read=SILENCE_TIMEOUT)
-        # A proxy from the environment cannot reach this machine's loopback.
-        return httpx.AsyncClient(timeout=timeout, trust_env=not _is_loopback(self.url.host))
 
     async def _read(self, client: httpx.AsyncClient, publish: Callable[[FeedItem], None]) -> None:
         """Connect once and publish until the feed ends.
@@ -118,8 +92,11 @@ class EventFeed:
         epoch: int | None = None
         strays = 0
         try:
-            async with client.stream("GET", self._events_url, headers=self._headers) as response:
+            url = self.server.path(EVENTS_PATH)
+            async with client.stream("GET", url, headers=_HEADERS) as response:
                 answered = True
+                if response.status_code in (404, 405):
+                    await self._read_metrics(client, publish)
                 _require_feed(response)
                 publish(Connection(Phase.LIVE))
                 async for received in response.aiter_bytes():
@@ -138,6 +115,33 @@ class EventFeed:
             raise FeedError(Phase.LOST, _in_words(error, answered=answered)) from error
         cut = frames.in_frame
         raise FeedError(Phase.LOST, "cut in the middle of a frame" if cut else "the feed ended")
+
+    async def _read_metrics(
+        self, client: httpx.AsyncClient, publish: Callable[[FeedItem], None]
+    ) -> None:
+        """Publish the numbers of another make of server, if it has any; else return.
+
+        Raises:
+            FeedError: it stopped to tell them.
+            httpx.RequestError: the same.
+        """
+        reader = MetricsReader()
+        while True:
+            async with client.stream("GET", self.server.path(METRICS_PATH)) as response:
+                kind = response.headers.get("content-type", "")
+                readable = response.is_success and kind.startswith("text/plain")
+                text = (await response.aread()).decode(errors="replace") if readable else ""
+            events = reader.read(text, time.time())
+            if not events and not reader.scrapes:
+                return
+            if not events:
+                raise FeedError(Phase.LOST, f"{METRICS_PATH} answered {response.status_code}")
+            if reader.scrapes == 1:
+                publish(Connection(Phase.LIVE))
+                self._retry = self._first_retry
+            for event in events:
+                publish(event)
+            await asyncio.sleep(METRICS_SECONDS)
 
 
 def _require_feed(response: httpx.Response) -> None:
@@ -180,10 +184,3 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
             for one in error.exceptions:
                 yield from _causes(one)
         error = error.__cause__ or error.__context__
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

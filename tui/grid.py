@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NO_BLOCK = -1
+_PLACE_BITS = 20
+_MAX_PLACE = 2**_PLACE_BITS - 1  # of a block in its bucket; in a larger one the rest counts as last
 _STRETCH = 1.6  # a tile may be this much off square if that leaves fewer pixels without a block
 
 
@@ -43,6 +45,11 @@ class Grid:
         """Mean size of a bucket; below one when blocks are tiles."""
         return self.num_blocks / self.num_pixels if self.num_pixels else 0.0
 
+    @property
+    def tile_columns(self) -> int:
+        """Tiles beside each other, when blocks are tiles."""
+        return _tile_counts(self)[0] if self.num_blocks and self.num_pixels else 1
+
     def blocks_at(self, x: int, y: int) -> range:
         """The blocks under one pixel: none, one, or a bucket."""
         pixel = y * self.width + x
@@ -53,11 +60,19 @@ class Grid:
         block = int(_tiles(self)[y, x])
         return range(0) if block == NO_BLOCK else range(block, block + 1)
 
-    def shown(self, ranks: NDArray[np.uint64]) -> NDArray[np.int64]:
+    def pixel_of(self, block: int) -> tuple[int, int]:
+        """Row and column of the pixel that a block lies under; of a tile, its corner."""
+        if self.dense:
+            pixel = int(np.searchsorted(_bucket_starts(self), block, side="right")) - 1
+            return divmod(pixel, self.width)
+        rows, columns = np.nonzero(_tiles(self) == block)
+        return int(rows[0]), int(columns[0])
+
+    def shown(self, ranks: NDArray[np.uint32]) -> NDArray[np.int64]:
         """The block that stands for each pixel: of its bucket, the first with the highest rank.
 
         Args:
-            ranks: (num_blocks,) importance of each block, below 2**32.
+            ranks: (num_blocks,) importance of each block, below 2**12.
 
         Returns:
             (height, width) block indices, or `NO_BLOCK`.
@@ -65,17 +80,28 @@ class Grid:
         assert ranks.shape == (self.num_blocks,)
         if not self.dense or not self.num_pixels:
             return _tiles(self)
-        # One maximum per bucket finds the block too: it rides in the low bits, counted backwards.
-        backwards = np.arange(self.num_blocks - 1, -1, -1, dtype=np.uint64)
-        best = np.maximum.reduceat(ranks << np.uint64(32) | backwards, _bucket_starts(self))
-        blocks = self.num_blocks - 1 - (best & np.uint64(0xFFFFFFFF)).astype(np.int64)
-        return blocks.reshape(self.height, self.width)
+        # One maximum per bucket finds the block too: its place rides in the low bits, backwards.
+        starts, backwards = _bucket_starts(self), _backwards(self)
+        best = np.maximum.reduceat(ranks << np.uint32(_PLACE_BITS) | backwards, starts)
+        blocks = starts + _MAX_PLACE - (best & np.uint32(_MAX_PLACE))
+        shown: NDArray[np.int64] = blocks.reshape(self.height, self.width)
+        return shown
 
 
 @lru_cache(maxsize=4)
 def _bucket_starts(grid: Grid) -> NDArray[np.int64]:
     """(num_pixels,) first block of each bucket; strictly increasing."""
     return np.arange(grid.num_pixels, dtype=np.int64) * grid.num_blocks // grid.num_pixels
+
+
+@lru_cache(maxsize=4)
+def _backwards(grid: Grid) -> NDArray[np.uint32]:
+    """(num_blocks,) `_MAX_PLACE` less the place of each block in its bucket."""
+    starts = _bucket_starts(grid)
+    sizes = np.diff(starts, append=grid.num_blocks)
+    places = np.arange(grid.num_blocks) - np.repeat(starts, sizes)
+    backwards: NDArray[np.uint32] = (_MAX_PLACE - np.minimum(places, _MAX_PLACE)).astype(np.uint32)
+    return backwards
 
 
 @lru_cache(maxsize=4)

@@ -9,13 +9,50 @@ CAPACITY = 600  # ten minutes at one value a second
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """A ring of values, oldest first; pushing returns a new one."""
+    """A ring of values, oldest first; pushing returns a new one.
+
+    Attributes:
+        values: the latest.
+        pushed: how many there ever were.
+    """
 
     values: tuple[float, ...] = ()
+    pushed: int = 0
 
     def push(self, value: float) -> History:
         """This history and one more value; the oldest leaves when the ring is full."""
-        return History((*self.values[-(CAPACITY - 1) :], value))
+        return History((*self.values[-(CAPACITY - 1) :], value), self.pushed + 1)
+
+    def columns(self, width: int, span: int) -> list[float]:
+        """Means of neighbours, so that `span` values fill `width` columns of a graph.
+
+        Neighbours are cut at fixed places: a column that is full stays as it is and moves as a
+        whole, so that a graph changes seldom. Until there are `span` values, columns stand for
+        fewer: one, two, four and so on.
+
+        Args:
+            width: most columns.
+            span: values that these should cover.
+        """
+        if width <= 0:
+            return []
+        most, each = max(1, -(-span // width)), 1
+        while each < most and self.pushed > width * each:
+            each = min(2 * each, most)
+        oldest = self.pushed - len(self.values)
+        first = max(oldest, (max(0, self.pushed - 1) // each - width + 1) * each)
+        columns, start = [], first
+        while start < self.pushed:
+            end = min(self.pushed, (start // each + 1) * each)
+            part = self.values[start - oldest : end - oldest]
+            columns.append(sum(part) / len(part))
+            start = end
+        return columns[-width:]
+
+    @property
+    def latest(self) -> float:
+        """The newest value, 0 if there is none."""
+        return self.values[-1] if self.values else 0.0
 
     @property
     def peak(self) -> float:

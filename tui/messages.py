@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from textual.message import Message
 
 if TYPE_CHECKING:
-    from appliance.tui.view import SequenceKey
+    from appliance.tui.look import SequenceKey, Sort
 
 
 class SequenceChosen(Message):
@@ -20,3 +20,39 @@ class SequenceChosen(Message):
     def __init__(self, key: SequenceKey | None) -> None:
         super().__init__()
         self.key = key
+
+
+class BlockChosen(Message):
+    """Somebody pointed at a block.
+
+    Attributes:
+        block: the first one under the mouse.
+    """
+
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self.block = block
+
+
+class SortChosen(Message):
+    """Somebody pointed at the heading of a column.
+
+    Attributes:
+        sort: the order that stands for it.
+    """
+
+    def __init__(self, sort: Sort) -> None:
+        super().__init__()
+        self.sort = sort
+
+
+class QueryTyped(Message):
+    """Somebody typed what the table must contain.
+
+    Attributes:
+        query: the words.
+    """
+
+    def __init__(self, query: str) -> None:
+        super().__init__()
+        self.query = query

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def notice(view: View) -> list[str]:
     """Lines to show, the first one as a heading; empty when there is a map to show."""
-    connection, info = view.connection_state.connection, view.state.info
+    connection, info = view.latest.connection, view.state.info
     if view.state.blocks is not None and (info is None or info.state != "failed"):
         return []
     match connection.phase:
@@ -24,6 +24,8 @@ def notice(view: View) -> list[str]:
             heading = f"No connection to {view.url}"
         case Phase.UNAUTHORIZED:
             heading = f"{view.url} wants another key"
+        case Phase.ENDED:
+            return ["The recording holds no block map", connection.reason]
         case Phase.FOREIGN:
             heading = f"{view.url} is not an appliance"
     return [heading, connection.reason, "", view.retry_words]
@@ -33,6 +35,11 @@ def _engine(view: View) -> list[str]:
     info = view.state.info
     if info is None:
         return ["Connected", "waiting for the server to tell about its engine"]
+    if view.state.reduced:
+        return [
+            f"{info.model} runs on another make of server",
+            "It tells its numbers, but not what each block holds.",
+        ]
     match info.state:
         case "failed":
             return ["The engine failed", info.reason]

@@ -13,11 +13,17 @@ FREE = "#232b38"
 CACHED = "#4b586c"
 ACTIVE = "#9fb4cc"
 SHARED = "#ffffff"
+WRITING = "#46c46b"
+SWAPPED = "#783018"
+CURSOR = "#ff3fae"
 
 OWNER_HUES = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#d55e00", "#0072b2")
 
 # Reference counts 1, 2, 3 and 4, 5 to 8, more: each step is lighter, none repeats a state.
 REFERENCE_STEPS = ("#5a1fd0", "#b02fc0", "#e86a80", "#ffb050", "#fff6a8")
+
+# Since a block changed hands: below a second, ten seconds, a minute, ten minutes, longer.
+AGE_STEPS = REFERENCE_STEPS[::-1]
 
 TEXT = "#c8d3e0"
 MUTED = "#8494a8"
@@ -28,27 +34,46 @@ ACCENT = "#56b4e9"
 GOOD = "#3fb68b"
 WARNING = "#e69f00"
 BAD = "#ff6b5e"
+FOCUSED = "#1f2a3a"  # behind the line in focus
+PROMPT_ROWS = "#2f6f99"
 TOKENS_OUT = "#3fb68b"
 TOKENS_IN = "#56b4e9"
 
-THEME = Theme(
-    name="appliance",
-    dark=True,
-    primary=ACCENT,
-    secondary=MUTED,
-    accent=ACCENT,
-    foreground=TEXT,
-    background=BACKGROUND,
-    surface=BACKGROUND,
-    panel=BACKGROUND,
-    success=GOOD,
-    warning=WARNING,
-    error=BAD,
-    variables={
-        "footer-background": BACKGROUND,
-        "footer-key-foreground": ACCENT,
-        "footer-description-foreground": MUTED,
-    },
+
+def _theme(
+    name: str, *, dark: bool = True, background: str = BACKGROUND, text: str = TEXT
+) -> Theme:
+    return Theme(
+        name=name,
+        dark=dark,
+        primary=ACCENT,
+        secondary=MUTED,
+        accent=ACCENT,
+        foreground=text,
+        background=background,
+        surface=background,
+        panel=background,
+        success=GOOD,
+        warning=WARNING,
+        error=BAD,
+        variables={
+            "footer-background": background,
+            "footer-key-foreground": ACCENT,
+            "footer-description-foreground": MUTED,
+        },
+    )
+
+
+def theme_name(name: str) -> str:
+    """What Textual calls a theme of ours."""
+    return f"appliance-{name}"
+
+
+# What Textual draws by itself, such as the command palette; see `scheme` for all else.
+THEMES = (
+    _theme(theme_name("dark")),
+    _theme(theme_name("black"), background="#000000"),
+    _theme(theme_name("light"), dark=False, background="#f7f9fc", text="#29323d"),
 )
 
 

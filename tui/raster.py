@@ -5,6 +5,7 @@ Pure functions on arrays; the widget only turns the result into terminal cells.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ class ColorMode(Enum):
     OWNER = "owner"
     STATE = "state"
     REFERENCES = "references"
+    PRECISION = "precision"
+    AGE = "age"
 
     @property
     def next(self) -> ColorMode:
@@ -35,38 +38,88 @@ class ColorMode(Enum):
         return modes[(modes.index(self) + 1) % len(modes)]
 
 
-# Indices into PAINT.
-NONE, FREE, CACHED, ACTIVE, SHARED = range(5)
-OWNER = 5
+# Indices into PAINT, in the order in which a bucket prefers them.
+NONE, FREE, CACHED, SWAPPED, ACTIVE, WRITING, SHARED = range(7)
+OWNER = 7
 REFERENCE = OWNER + len(palette.OWNER_HUES)
+AGE = REFERENCE + len(palette.REFERENCE_STEPS)
+CURSOR = AGE + len(palette.AGE_STEPS)
 _BRIGHT = (
     palette.BACKGROUND,
     palette.FREE,
     palette.CACHED,
+    palette.SWAPPED,
     palette.ACTIVE,
+    palette.WRITING,
     palette.SHARED,
     *palette.OWNER_HUES,
     *palette.REFERENCE_STEPS,
+    *palette.AGE_STEPS,
+    palette.CURSOR,
 )
 DIMMED = len(_BRIGHT)  # added to an index, the dimmed form of that colour
 PAINT = (*_BRIGHT, *(palette.dimmed(color) for color in _BRIGHT))
+# One letter for each, where one block is one cell or a terminal has no colours.
+_STEPS = "".join(map(str, range(1, 1 + len(palette.REFERENCE_STEPS))))
+LETTERS = " .:s#w*" + "#" * len(palette.OWNER_HUES) + _STEPS + _STEPS[::-1] + "X"
+LETTERS += " .:" + "-" * (DIMMED - 3)
+_LETTER_OF = np.array([ord(letter) for letter in LETTERS], dtype=np.uint32)
+_DIGITS = np.array([ord(digit) for digit in "0123456789ABCDEF"], dtype=np.uint32)
 
-_MAX_STATE = 15
+AGE_LIMITS = (1.0, 10.0, 60.0, 600.0)  # seconds: where the next step of `palette.AGE_STEPS` begins
 _STEP_OF_REFERENCES = np.array([0, 0, 1, 2, 2, 3, 3, 3, 3] + [4] * 247, dtype=np.uint8)
+_HOLDS_TOKENS = CACHED  # the first of the looks that do
 
 
-def appearance(blocks: Blocks) -> NDArray[np.uint8]:
-    """(num_blocks,) FREE, CACHED, ACTIVE or SHARED; a state this version cannot name is active."""
-    of_state = np.full(_MAX_STATE + 1, ACTIVE, dtype=np.uint8)
+@dataclass(frozen=True, slots=True)
+class Emphasis:
+    """What to bring out of a map.
+
+    Attributes:
+        slot: owner slot of the sequence in focus, all others dimmed; None brings out all.
+        table: its physical blocks where they are known, shared ones too.
+        stale: the map is not current; all of it is dimmed.
+    """
+
+    slot: int | None = None
+    table: frozenset[int] = frozenset()
+    stale: bool = False
+
+    def moved(self, by: int) -> Emphasis:
+        """The same for a part of the map."""
+        return self if not by else replace(self, table=frozenset(at + by for at in self.table))
+
+
+def _looks_table() -> NDArray[np.uint8]:
+    """(2**16,) looks by the lower half of a cell; a state this version cannot name is active."""
+    cells = np.arange(2**16, dtype=np.uint32)
+    of_state = np.full(16, ACTIVE, dtype=np.uint8)
     of_state[BlockState.FREE] = FREE
     of_state[BlockState.CACHED] = CACHED
-    looks = of_state[blocks.states]
-    looks[(looks == ACTIVE) & (blocks.references > 1)] = SHARED
+    of_state[BlockState.SWAPPED] = SWAPPED
+    of_state[BlockState.WRITING] = WRITING
+    looks: NDArray[np.uint8] = of_state[cells & 0xF]
+    looks[(looks == ACTIVE) & (cells >> 8 > 1)] = SHARED
+    return looks
+
+
+_LOOKS = _looks_table()
+_RANKS = _LOOKS.astype(np.uint32) << 8 | np.arange(2**16, dtype=np.uint32) >> 8
+_FOCUSED_RANK = np.uint32(1 << 11)
+
+
+def appearance(cells: NDArray[np.uint32]) -> NDArray[np.uint8]:
+    """FREE to SHARED for each cell."""
+    looks: NDArray[np.uint8] = _LOOKS[cells & np.uint32(0xFFFF)]
     return looks
 
 
 def pixels(
-    blocks: Blocks, grid: Grid, mode: ColorMode, *, focus: int | None = None, stale: bool = False
+    blocks: Blocks,
+    grid: Grid,
+    mode: ColorMode,
+    emphasis: Emphasis = Emphasis(),
+    now: float = 0.0,
 ) -> NDArray[np.uint8]:
     """The picture of the block map.
 
@@ -74,38 +127,86 @@ def pixels(
         blocks: what to draw.
         grid: where each block lies.
         mode: what colours mean.
-        focus: owner slot to bring out, everything else dimmed; None brings out all.
-        stale: the map is not current; all of it is dimmed.
+        emphasis: what to bring out.
+        now: seconds of the clock of `blocks.changed`.
 
     Returns:
         (grid.height, grid.width) indices into `PAINT`.
     """
     if not blocks.num_blocks:
         return np.full((grid.height, grid.width), NONE, dtype=np.uint8)
-    looks = appearance(blocks)
-    references = blocks.references
-    focused = (looks >= ACTIVE) & (blocks.owners == focus) if focus is not None else None
-    # In a bucket the focused sequence wins, then shared > active > cached > free.
-    ranks = looks.astype(np.uint64) << np.uint64(8) | references
+    # In a bucket the focused sequence wins, then what is most in use.
+    ranks = _RANKS[blocks.cells & np.uint32(0xFFFF)]
+    focused = _focused(blocks, emphasis)
     if focused is not None:
-        ranks |= focused.astype(np.uint64) << np.uint64(16)
-
+        ranks = ranks | focused * _FOCUSED_RANK
     shown = grid.shown(ranks)
-    index = _colors(blocks, looks, mode)[shown]
-    if stale:
+    index = _colors(blocks.cells[shown], blocks.changed[shown], mode, now)
+    if emphasis.stale:
         index = index + np.uint8(DIMMED)
     elif focused is not None:
         index = np.where(focused[shown], index, index + np.uint8(DIMMED))
     return np.where(shown == NO_BLOCK, np.uint8(NONE), index)
 
 
-def _colors(blocks: Blocks, looks: NDArray[np.uint8], mode: ColorMode) -> NDArray[np.uint8]:
-    """(num_blocks,) index into `PAINT` of each block by itself."""
-    if mode is ColorMode.STATE:
-        return looks
+def letters(
+    picture: NDArray[np.uint8], blocks: Blocks, grid: Grid, mode: ColorMode
+) -> NDArray[np.uint32]:
+    """A letter for each pixel, where there are no half blocks; by owner, that of its slot.
+
+    Args:
+        picture: (grid.height, grid.width) indices into `PAINT`, of these blocks.
+        blocks: what is drawn.
+        grid: where each block lies.
+        mode: what the picture shows.
+
+    Returns:
+        (grid.height, grid.width) code points.
+    """
+    drawn = _LETTER_OF[picture]
+    if mode not in (ColorMode.OWNER, ColorMode.PRECISION) or not blocks.num_blocks:
+        return drawn
+    cells = blocks.cells[grid.shown(_RANKS[blocks.cells & np.uint32(0xFFFF)])]
+    named = (picture >= OWNER) & (picture < REFERENCE)
     if mode is ColorMode.OWNER:
-        owners = blocks.owners
-        hues = (OWNER + owners % len(palette.OWNER_HUES)).astype(np.uint8)
-        return np.where((looks == ACTIVE) & (owners != NO_OWNER), hues, looks)
-    steps = REFERENCE + _STEP_OF_REFERENCES[blocks.references]
-    return np.where(looks >= ACTIVE, steps, looks).astype(np.uint8)
+        names = ord("a") + (cells >> np.uint32(16)) % 26
+    else:
+        names = _DIGITS[cells >> np.uint32(4) & np.uint32(0xF)]
+    return np.where(named, names, drawn).astype(np.uint32)
+
+
+def _focused(blocks: Blocks, emphasis: Emphasis) -> NDArray[np.bool_] | None:
+    """(num_blocks,) whether a block belongs to the sequence in focus; None if none is."""
+    if emphasis.slot is None:
+        return None
+    owned: NDArray[np.bool_] = (blocks.owners == emphasis.slot) & (
+        appearance(blocks.cells) >= SWAPPED
+    )
+    if emphasis.table:
+        at = np.fromiter(emphasis.table, dtype=np.int64)
+        owned[at[(at >= 0) & (at < blocks.num_blocks)]] = True
+    return owned
+
+
+def _colors(
+    cells: NDArray[np.uint32], changed: NDArray[np.float32], mode: ColorMode, now: float
+) -> NDArray[np.uint8]:
+    """Index into `PAINT` of each cell by itself."""
+    looks = appearance(cells)
+    match mode:
+        case ColorMode.STATE:
+            return looks
+        case ColorMode.OWNER:
+            owners = cells >> np.uint32(16)
+            hues = (OWNER + owners % len(palette.OWNER_HUES)).astype(np.uint8)
+            owned = ((looks == ACTIVE) | (looks == WRITING)) & (owners != NO_OWNER)
+            return np.where(owned, hues, looks)
+        case ColorMode.REFERENCES:
+            steps = REFERENCE + _STEP_OF_REFERENCES[cells >> np.uint32(8) & np.uint32(0xFF)]
+            return np.where(looks >= ACTIVE, steps, looks).astype(np.uint8)
+        case ColorMode.PRECISION:
+            index = (cells >> np.uint32(4) & np.uint32(0xF)) % len(palette.OWNER_HUES)
+            return np.where(looks >= _HOLDS_TOKENS, OWNER + index, looks).astype(np.uint8)
+        case ColorMode.AGE:
+            steps = AGE + np.searchsorted(AGE_LIMITS, now - changed, side="right")
+            return np.where(looks >= _HOLDS_TOKENS, steps, looks).astype(np.uint8)

@@ -9,11 +9,24 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from appliance.events import Delta, Event, Info, Sequences, Snapshot, Stats
+from appliance.events import (
+    BlockTable,
+    Delta,
+    Event,
+    Info,
+    Job,
+    Log,
+    LogLine,
+    Sequences,
+    Snapshot,
+    Stats,
+)
 from appliance.tui.blocks import Blocks
 from appliance.tui.history import History
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from appliance.stats import SequenceView
 
 
@@ -25,6 +38,7 @@ class Phase(Enum):
     LOST = "lost"  # was refused, cut, or fell silent
     UNAUTHORIZED = "wrong key"  # the server wants another key
     FOREIGN = "not ours"  # something answers, but not an appliance
+    ENDED = "ended"  # a recording was played to its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,8 @@ class Connection:
     retry_at: float = 0.0
 
 
-FeedItem = Event | Connection
+FeedItem = Event | BlockTable | Connection
+MAX_LOG_LINES = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +66,46 @@ class Histories:
 
     prompt_rate: History = field(default_factory=History)  # tokens per second
     generation_rate: History = field(default_factory=History)
-    inter_token: History = field(default_factory=History)  # median, seconds
+    first_token: History = field(default_factory=History)  # median, seconds
+    inter_token: History = field(default_factory=History)
+    inter_token_p99: History = field(default_factory=History)
     kv_usage: History = field(default_factory=History)  # share of one
+    prefill_rows: History = field(default_factory=History)  # mean of a second's steps
+    decode_rows: History = field(default_factory=History)
+    waiting: History = field(default_factory=History)  # requests
+    hit_rate: History = field(default_factory=History)  # of tokens looked up since the last event
+    steps: History = field(default_factory=History)  # per second
 
-    def push(self, stats: Stats) -> Histories:
+    def push(self, stats: Stats, before: Stats | None) -> Histories:
         """These histories and the numbers of one more moment."""
+        engine, ran = stats.engine, stats.steps
+        earlier = before.engine if before is not None else engine
+        looked_up = engine.prefix_queries_total - earlier.prefix_queries_total
+        hits = engine.prefix_hits_total - earlier.prefix_hits_total
+        seconds = stats.time - before.time if before is not None else 0.0
+        steps = max(0, engine.steps_total - earlier.steps_total)
         return Histories(
             prompt_rate=self.prompt_rate.push(stats.prompt_tokens_per_second),
             generation_rate=self.generation_rate.push(stats.generation_tokens_per_second),
+            first_token=self.first_token.push(stats.time_to_first_token.p50),
             inter_token=self.inter_token.push(stats.inter_token_latency.p50),
-            kv_usage=self.kv_usage.push(stats.engine.kv_usage),
+            inter_token_p99=self.inter_token_p99.push(stats.inter_token_latency.p99),
+            kv_usage=self.kv_usage.push(engine.kv_usage),
+            prefill_rows=self.prefill_rows.push(_mean(step.prefill_tokens for step in ran)),
+            decode_rows=self.decode_rows.push(_mean(step.decode_tokens for step in ran)),
+            waiting=self.waiting.push(stats.requests_waiting),
+            # Counters start again with another engine; nothing looked up says nothing new.
+            hit_rate=self.hit_rate.push(
+                hits / looked_up if looked_up > 0 <= hits else self.hit_rate.latest
+            ),
+            steps=self.steps.push(steps / seconds if seconds > 0 else 0.0),
         )
+
+
+def _mean(values: Iterable[int]) -> float:
+    """Of what a second's steps held; 0 for a second without steps."""
+    kept = list(values)
+    return sum(kept) / len(kept) if kept else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +118,14 @@ class DashboardState:
     stats: Stats | None = None
     sequences: tuple[SequenceView, ...] = ()  # running ones first, oldest first
     history: Histories = field(default_factory=Histories)
+    log: tuple[LogLine, ...] = ()  # oldest first, at most `MAX_LOG_LINES`
+    job: Job | None = None
+    table: BlockTable | None = None  # of the sequence that was in focus last
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the server is not ours and tells no more than its metrics do."""
+        return self.info is not None and self.info.protocol == 0
 
     @property
     def current(self) -> bool:
@@ -82,27 +134,48 @@ class DashboardState:
         return self.connection.phase is Phase.LIVE and ready
 
 
-def reduce(state: DashboardState, item: FeedItem) -> DashboardState:
+def reduce(state: DashboardState, item: FeedItem, now: float = 0.0) -> DashboardState:
     """The state after one more item of the feed.
+
+    Args:
+        state: what is known so far.
+        item: what arrived.
+        now: when it did, in seconds of the clock that the ages of blocks are counted on.
 
     Raises:
         ValueError: the item contradicts itself or the map it is to change.
     """
     match item:
         case Connection():
-            return replace(state, connection=item)
+            # Each connection tells the log from its beginning.
+            log = () if item.phase is Phase.LIVE else state.log
+            return replace(state, connection=item, log=log)
         case Info():
             return replace(state, info=item)
         case Snapshot():
-            return replace(state, blocks=Blocks.of(item))
+            return replace(state, blocks=_map_of(item, state.blocks, now))
         case Delta():
             if state.blocks is None or state.blocks.epoch != item.epoch:
                 return state
-            return replace(state, blocks=state.blocks.after(item))
+            return replace(state, blocks=state.blocks.after(item, now))
         case Stats():
-            return replace(state, stats=item, history=state.history.push(item))
+            return replace(state, stats=item, history=state.history.push(item, state.stats))
         case Sequences():
             return replace(state, sequences=_in_order(item.sequences))
+        case Log():
+            return replace(state, log=(*state.log, *item.lines)[-MAX_LOG_LINES:])
+        case Job():
+            return replace(state, job=item)
+        case BlockTable():
+            return replace(state, table=item)
+
+
+def _map_of(snapshot: Snapshot, before: Blocks | None, now: float) -> Blocks:
+    """The map of a snapshot; where it tells no ages, blocks that are as they were keep theirs."""
+    blocks = Blocks.of(snapshot, now)
+    if snapshot.ages or before is None or before.num_blocks != blocks.num_blocks:
+        return blocks
+    return blocks.aged_like(before)
 
 
 def is_running(sequence: SequenceView) -> bool:

@@ -2,53 +2,73 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from appliance.events import NO_OWNER
-from appliance.tui.raster import ColorMode
+from appliance.tui.look import Look, SequenceKey, Sort
+from appliance.tui.raster import Emphasis
 from appliance.tui.state import DashboardState, Phase, is_running
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.events import BlockTable
     from appliance.stats import SequenceView
+    from appliance.tui.raster import ColorMode
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceKey:
-    """Names one sequence over its life; slots are handed on."""
-
-    request_id: str
-    choice: int
-
-    @classmethod
-    def of(cls, sequence: SequenceView) -> SequenceKey:
-        """The key of a sequence."""
-        return cls(sequence.request_id, sequence.index)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class View:
     """Everything a widget may read when it draws.
 
     Attributes:
         url: the server, as it was given.
-        state: what the server has told; stands still while paused.
-        connection_state: the same, always current.
-        mode: what the colours of the block map mean.
-        focus: the sequence to bring out.
-        paused: whether the picture stands still on request.
+        latest: what the server has told by now.
+        look: how the person looks at it.
         now: monotonic seconds.
+        lettered: whether the map must do without half blocks or without colours.
+        recording: whether the feed is being written to a file.
     """
 
     url: str
-    state: DashboardState
-    connection_state: DashboardState
-    mode: ColorMode = ColorMode.OWNER
-    focus: SequenceKey | None = None
-    paused: bool = False
+    latest: DashboardState
+    look: Look = field(default_factory=Look)
     now: float = 0.0
+    lettered: bool = False
+    recording: bool = False
 
     @property
+    def state(self) -> DashboardState:
+        """What is shown: the latest, unless the picture stands still."""
+        return self.latest if self.look.held is None else self.look.held.state
+
+    @property
+    def clock(self) -> float:
+        """The moment that is shown, in seconds of the monotonic clock."""
+        return self.now if self.look.held is None else self.look.held.at
+
+    @property
+    def paused(self) -> bool:
+        """Whether the picture stands still on request."""
+        return self.look.held is not None
+
+    @property
+    def mode(self) -> ColorMode:
+        """What the colours of the block map mean."""
+        return self.look.mode
+
+    @property
+    def focus(self) -> SequenceKey | None:
+        """The sequence to bring out."""
+        return self.look.focus
+
+    def whole(self) -> View:
+        """The same, but the block map with all blocks and without a cursor."""
+        return replace(self, look=replace(self.look, level=0, cursor=None))
+
+    @cached_property
     def focused(self) -> SequenceView | None:
         """The sequence in focus, if it still lives."""
         for sequence in self.state.sequences:
@@ -57,31 +77,75 @@ class View:
         return None
 
     @property
-    def focus_slot(self) -> int | None:
-        """Owner slot to bring out in the block map; `NO_OWNER` if the sequence holds no block."""
-        sequence = self.focused
-        if sequence is None:
+    def table(self) -> BlockTable | None:
+        """The block table of the sequence in focus, once it is known."""
+        table, focus = self.state.table, self.focus
+        if table is None or focus is None:
             return None
-        return sequence.slot if is_running(sequence) else NO_OWNER
+        return table if SequenceKey(table.request_id, table.index) == focus else None
+
+    @cached_property
+    def emphasis(self) -> Emphasis:
+        """What to bring out of the block map."""
+        sequence, table = self.focused, self.table
+        slot = None
+        if sequence is not None:
+            slot = sequence.slot if is_running(sequence) else NO_OWNER
+        blocks = frozenset(entry.block for entry in table.blocks) if table else frozenset()
+        return Emphasis(slot, blocks, stale=not self.latest.current)
+
+    @cached_property
+    def listed(self) -> tuple[SequenceView, ...]:
+        """The sequences of the table, in its order."""
+        words = self.look.query.casefold().split()
+        kept = (
+            one for one in self.state.sequences if all(word in _searchable(one) for word in words)
+        )
+        if self.look.sort is Sort.AGE:
+            ordered = list(kept)  # as the state has them
+            return tuple(reversed(ordered) if self.look.ascending else ordered)
+        key, largest_first = _SORTS[self.look.sort]
+        return tuple(sorted(kept, key=key, reverse=largest_first is not self.look.ascending))
 
     @property
     def retry_words(self) -> str:
         """When the next attempt to connect is."""
-        seconds = round(self.connection_state.connection.retry_at - self.now)
+        seconds = round(self.latest.connection.retry_at - self.now)
         return f"retrying in {seconds} s" if seconds > 0 else "retrying now"
 
     @property
     def connection_words(self) -> str:
         """How the connection is, in a few words."""
-        connection = self.connection_state.connection
-        match connection.phase:
+        match self.latest.connection.phase:
             case Phase.CONNECTING:
                 return "connecting"
             case Phase.LIVE:
-                return "paused" if self.paused else "live"
+                if self.look.held is None:
+                    return "live"
+                back = round(self.now - self.look.held.at)
+                return f"paused, {back} s ago" if back > 1 else "paused"
             case Phase.LOST:
                 return f"lost, {self.retry_words}"
             case Phase.UNAUTHORIZED:
                 return f"wrong key, {self.retry_words}"
             case Phase.FOREIGN:
                 return f"not an appliance, {self.retry_words}"
+            case Phase.ENDED:
+                return "end of the recording"
+
+
+def _searchable(sequence: SequenceView) -> str:
+    words = (sequence.request_id, sequence.owner, sequence.status, sequence.model)
+    return " ".join(words).casefold()
+
+
+_SORTS: dict[Sort, tuple[Callable[[SequenceView], Any], bool]] = {
+    Sort.REQUEST: (lambda one: one.request_id, False),
+    Sort.OWNER: (lambda one: one.owner, False),
+    Sort.STATE: (lambda one: one.status, False),
+    Sort.PROMPT: (lambda one: one.prompt_tokens, True),
+    Sort.CACHED: (lambda one: one.cached_tokens, True),
+    Sort.GENERATED: (lambda one: one.output_tokens, True),
+    Sort.SPEED: (lambda one: one.tokens_per_second, True),
+    Sort.BLOCKS: (lambda one: one.blocks, True),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,6 +70,9 @@ def serve(
         ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with these settings.")] = None,
+    top: Annotated[
+        bool, typer.Option("--top", help="Show the dashboard here; the server ends with it.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Serve a model behind an OpenAI-compatible endpoint.
@@ -114,6 +118,11 @@ def serve(
     conditions = None
     if settings.server.min_quality is not None:
         conditions = parse_min_quality(settings.server.min_quality)
+    if top:
+        from appliance.commands.serve_top import serve_with_dashboard
+
+        arguments = [word for word in sys.argv[1:] if word != "--top"]
+        raise typer.Exit(serve_with_dashboard(settings.server, arguments))
     with ProgressLine() as progress:
         resolved = resolve_model(settings.engine.model, cache_dir=cache_dir(), progress=progress)
         quality = quality_of(resolved.path, conditions)

@@ -159,6 +159,7 @@ INFO = Info(
     max_num_seqs=32,
     kv_bytes=3 * 2**30,
     weight_bytes=2**27,
+    precisions=("int8", "fp16"),
 )
 STATS = Stats(
     time=0.0,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from appliance.errors import ConfigError
 from appliance.events import Delta, Run, Snapshot
 from appliance.tui import client
-from appliance.tui.client import EventFeed, server_url
+from appliance.tui.client import EventFeed
+from appliance.tui.server import Server
 from appliance.tui.state import Connection, DashboardState, Phase, reduce
 from tests.tui.conftest import CACHED, FREE, INFO, STATS, Answer, Ending, EventServer, snapshot
 
@@ -49,7 +49,7 @@ class Follower:
 @asynccontextmanager
 async def follow(url: str, key: str | None = None) -> AsyncIterator[Follower]:
     follower = Follower()
-    feed = EventFeed(url, key, first_retry=0.01)
+    feed = EventFeed(Server.at(url, key), first_retry=0.01)
     task = asyncio.create_task(feed.follow(follower.take))
     try:
         yield follower
@@ -203,7 +203,7 @@ async def test_it_tries_less_often_until_it_succeeds(
         Answer((snapshot([FREE]),), ending=Ending.FINISH),
         failing,
     ]
-    feed = EventFeed(event_server.url, None)
+    feed = EventFeed(Server.at(event_server.url, None))
     task = asyncio.create_task(feed.follow(lambda item: None))
     async with asyncio.timeout(10):
         while len(event_server.requests) < 10:
@@ -212,29 +212,3 @@ async def test_it_tries_less_often_until_it_succeeds(
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert pauses[:9] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 0.5, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "url"),
-    [
-        ("127.0.0.1:8080", "http://127.0.0.1:8080/"),
-        ("http://box.local:8080/", "http://box.local:8080/"),
-        ("https://box/v1", "https://box/"),
-        ("https://box/llm/v1/", "https://box/llm"),
-        ("http://[::1]:9", "http://[::1]:9/"),
-    ],
-)
-def test_addresses_as_people_write_them(text: str, url: str) -> None:
-    assert str(server_url(text)) == url
-
-
-@pytest.mark.parametrize("text", ["", "http://", "ftp://box", "http://box:port", "http://[::1"])
-def test_no_addresses(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no address"):
-        server_url(text)
-
-
-@pytest.mark.parametrize("key", ["two\nlines", "schlüssel"])
-def test_a_key_that_cannot_be_sent(key: str) -> None:
-    with pytest.raises(ConfigError, match="printable ASCII"):
-        EventFeed("http://127.0.0.1:1", key)

@@ -61,10 +61,18 @@ def lab(color: str, simulation: Array) -> Array:
     "colors",
     [
         (*palette.OWNER_HUES, palette.FREE, palette.CACHED, palette.SHARED),
-        (palette.FREE, palette.CACHED, palette.ACTIVE, palette.SHARED),
+        (
+            palette.FREE,
+            palette.CACHED,
+            palette.ACTIVE,
+            palette.SHARED,
+            palette.WRITING,
+            palette.SWAPPED,
+        ),
+        (*palette.OWNER_HUES, palette.FREE, palette.CACHED, palette.SHARED, palette.SWAPPED),
         (palette.FREE, palette.CACHED, *palette.REFERENCE_STEPS),
     ],
-    ids=["owner", "state", "references"],
+    ids=["owner", "state", "swapped", "references"],
 )
 def test_colours_of_one_mode_are_told_apart(colors: tuple[str, ...], deficiency: str) -> None:
     seen = {color: lab(color, SIMULATIONS[deficiency]) for color in colors}

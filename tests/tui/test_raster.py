@@ -6,7 +6,7 @@ from appliance.events import NO_OWNER, pack_cell
 from appliance.tui import raster
 from appliance.tui.blocks import Blocks
 from appliance.tui.grid import Grid
-from appliance.tui.raster import ColorMode, pixels
+from appliance.tui.raster import ColorMode, Emphasis, pixels
 from tests.tui.conftest import CACHED, FREE, active, snapshot
 
 CELLS = [FREE, CACHED, active(1), active(2), active(9), active(1, 2), active(1, 4), active(1, 255)]
@@ -15,7 +15,7 @@ CELLS = [FREE, CACHED, active(1), active(2), active(9), active(1, 2), active(1, 
 def row(mode: ColorMode, focus: int | None = None, *, stale: bool = False) -> list[int]:
     """One pixel for each of CELLS."""
     blocks = Blocks.of(snapshot(CELLS))
-    picture = pixels(blocks, Grid(len(CELLS), len(CELLS), 1), mode, focus=focus, stale=stale)
+    picture = pixels(blocks, Grid(len(CELLS), len(CELLS), 1), mode, Emphasis(focus, stale=stale))
     assert picture.dtype == np.uint8
     return [int(index) for index in picture[0]]
 
@@ -65,7 +65,7 @@ def test_a_bucket_shows_its_most_used_block() -> None:
     blocks = Blocks.of(snapshot([FREE, CACHED, active(1), active(1), active(2, 2), active(3)]))
     picture = pixels(blocks, Grid(6, 3, 1), ColorMode.OWNER)
     assert picture.tolist() == [[raster.CACHED, raster.OWNER + 1, raster.SHARED]]
-    picture = pixels(blocks, Grid(6, 3, 1), ColorMode.OWNER, focus=3)
+    picture = pixels(blocks, Grid(6, 3, 1), ColorMode.OWNER, Emphasis(3))
     assert picture[0, 2] == raster.OWNER + 3, "the focused sequence is seen in any bucket"
 
 
@@ -82,7 +82,7 @@ def test_no_blocks_no_colours() -> None:
 
 def test_there_is_a_colour_for_every_index() -> None:
     assert len(raster.PAINT) == 2 * raster.DIMMED <= 256
-    assert raster.REFERENCE + 5 == raster.DIMMED
+    assert len(raster.LETTERS) == len(raster.PAINT)
 
 
 def test_modes_go_round() -> None:

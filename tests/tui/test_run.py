@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from appliance.errors import ConfigError
-from appliance.tui.app import run_dashboard
+from appliance.tui.run import run_dashboard
 from tests.tui.conftest import CACHED, INFO, STATS, Answer, EventServer, snapshot
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = """
 import sys
-from appliance.tui.app import run_dashboard
+from appliance.tui.run import run_dashboard
 if "crash" in sys.argv:
-    from appliance.tui.screens.dashboard import DashboardScreen
+    from appliance.tui.app import DashboardApp
     def crash(self):
         raise RuntimeError("planted")
-    DashboardScreen.action_next_mode = crash
+    DashboardApp.action_next_mode = crash
 code = run_dashboard(sys.argv[1], "key")
 heavy = [n for n in sys.modules if n.split(".")[0] in ("torch", "transformers", "triton")]
 ours = [n for n in sys.modules if n.startswith(("appliance.engine", "appliance.model"))]

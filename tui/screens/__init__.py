@@ -1,1 +1,1 @@
-"""Screens that lie over the dashboard."""
+"""The pages of the dashboard, and what lies over them."""

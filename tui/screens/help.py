@@ -10,32 +10,43 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from appliance.tui import palette
+from appliance.tui.raster import ACTIVE, CACHED, FREE, LETTERS, OWNER, PAINT, SHARED, WRITING
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.binding import BindingType
 
 _KEYS = (
-    ("c", "colour the map by owner, by state, by references"),
-    ("↓ tab", "focus the next sequence, all others dimmed"),
-    ("↑ shift+tab", "focus the previous one"),
+    ("1 2 3 4 5", "overview, map, requests, model and memory, log"),
+    ("c", "colour the map by owner, state, references, precision, age"),
+    ("tab shift+tab", "focus the next or previous sequence, all others dimmed"),
     ("click", "on a block or a line: focus its sequence"),
     ("esc", "show all again"),
     ("p", "hold the picture still; the feed goes on"),
-    ("?", "this help"),
-    ("q", "quit"),
+    ("[ ]  { }", "go back or forward by five seconds, by a minute"),
+    ("x", "abort the request in focus, after a question"),
+    ("map: + -", "look closer, down to one block a cell, or from farther away"),
+    ("map: arrows", "move the cursor; enter focuses the owner of its block"),
+    ("requests:", "s sorts, r reverses, / filters"),
+    ("ctrl+p", "all commands, and themes"),
+    ("? q", "this help, quit"),
 )
 _COLORS = (
-    (palette.FREE, "free: holds nothing"),
-    (palette.CACHED, "cached: no sequence uses it, but its tokens can be used again"),
-    (palette.ACTIVE, "active: in use; by owner, only if the one who took it has ended"),
-    (palette.OWNER_HUES[0], "owned: in use by one sequence, a hue for each; hues repeat"),
-    (palette.SHARED, "shared: used by several sequences at once"),
+    (FREE, "free: holds nothing"),
+    (CACHED, "cached: no sequence uses it, but its tokens can be used again"),
+    (ACTIVE, "active: in use; by owner, only if the one who took it has ended"),
+    (OWNER, "owned: in use by one sequence, a hue for each; hues repeat"),
+    (WRITING, "being written: the open last block of a sequence, by state"),
+    (SHARED, "shared: used by several sequences at once"),
 )
 
 
 class HelpScreen(ModalScreen[None]):
-    """A box over the dashboard; any of its keys closes it."""
+    """A box over the dashboard; any of its keys closes it.
+
+    Args:
+        lettered: whether the map shows letters.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,question_mark,enter,q", "dismiss", "Close"),
@@ -43,31 +54,35 @@ class HelpScreen(ModalScreen[None]):
     DEFAULT_CSS = f"""
     HelpScreen {{ align: center middle; background: {palette.BACKGROUND} 70%; }}
     HelpScreen > VerticalScroll {{
-        width: 76; max-width: 100%; height: auto; max-height: 100%;
+        width: 80; max-width: 100%; height: auto; max-height: 100%;
         border: round {palette.ACCENT}; background: {palette.BACKGROUND};
-        border-title-style: bold; border-title-color: {palette.BRIGHT}; padding: 1 2;
+        border-title-style: bold; border-title-color: {palette.BRIGHT}; padding: 0 1;
     }}
     """
+
+    def __init__(self, lettered: bool = False) -> None:
+        super().__init__()
+        self._lettered = lettered
 
     def compose(self) -> ComposeResult:
         """The box."""
         with VerticalScroll() as box:
             box.border_title = "appliance top"
-            yield Static(_text())
+            yield Static(_text(self._lettered))
 
 
-def _text() -> Text:
+def _text(lettered: bool) -> Text:
     lines = [
-        Text.assemble((f"{key:<13}", f"bold {palette.ACCENT}"), (what, palette.TEXT))
+        Text.assemble((f"{key:<15}", f"bold {palette.ACCENT}"), (what, palette.TEXT))
         for key, what in _KEYS
     ]
     lines.append(Text())
-    lines += [Text.assemble(("■  ", color), (what, palette.TEXT)) for color, what in _COLORS]
-    lines.append(Text())
+    for index, what in _COLORS:
+        swatch = ("a" if index == OWNER else LETTERS[index]) if lettered else "■"
+        lines.append(Text.assemble((f"{swatch}  ", PAINT[index]), (what, palette.TEXT)))
     lines.append(
         Text(
-            "A cell of the map is two pixels, one above the other, in the order of memory. A pixel "
-            "that stands for several blocks shows the most used of them.",
+            "Two pixels a cell, in order of memory; of several blocks, the most used.",
             palette.MUTED,
         )
     )

@@ -33,14 +33,20 @@ class Cache(Panel):
         engine = view.state.stats.engine
         info = view.state.info
         held = f"of {numbers.size(info.kv_bytes)}" if info and info.kv_bytes else ""
-        return [
+        lines = [
             pair("in use", numbers.percent(engine.kv_usage), width, note=held, color=HEADLINE),
             _bar(engine, width),
-            pair("slots that hold tokens", numbers.percent(engine.kv_utilization), width),
             _prefix_hits(engine, width),
-            pair("preemptions", numbers.count(engine.preemptions_total), width),
-            pair("aborted", numbers.count(engine.aborted_total), width),
         ]
+        if not view.state.reduced:
+            slots = numbers.percent(engine.kv_utilization)
+            lines.append(pair("slots that hold tokens", slots, width))
+        lines.append(pair("preemptions", numbers.count(engine.preemptions_total), width))
+        if engine.swapped_out_total or engine.swapped_in_total:
+            words = f"{engine.swapped_out_total:,} + {engine.swapped_in_total:,}"
+            lines.append(pair("blocks swapped out + in", words, width))
+        lines.append(pair("aborted", numbers.count(engine.aborted_total), width))
+        return lines
 
 
 def _prefix_hits(engine: EngineStats, width: int) -> Text:

@@ -21,6 +21,7 @@ _DOTS = {
     Phase.LOST: ("○", palette.BAD),
     Phase.UNAUTHORIZED: ("○", palette.BAD),
     Phase.FOREIGN: ("○", palette.BAD),
+    Phase.ENDED: ("■", palette.MUTED),
 }
 
 
@@ -33,13 +34,18 @@ class Header(Lines):
         """The model, the connection, and the up-time."""
         stats = view.state.stats
         uptime = int(stats.uptime_seconds) if stats else None
-        return view.state.info, uptime, view.connection_words, view.paused, view.url
+        return (
+            view.state.info, uptime, view.connection_words, view.paused, view.url,
+            view.look.message, view.recording, view.latest.connection.phase,
+        )  # fmt: skip
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
         """Name and model on the left, connection on the right."""
         right = _connection(view, with_url=width >= 120)
         line = Text.assemble((_NAME, f"bold {palette.ACCENT}"))
-        if view.state.info is not None:
+        if view.look.message:
+            line.append(f"  {view.look.message}", f"bold {palette.WARNING}")
+        elif view.state.info is not None:
             line.append(f"  {view.state.info.model}", f"bold {palette.BRIGHT}")
             for fact, color in _facts(view.state.info):
                 if line.cell_len + len(fact) + 3 + right.cell_len + 2 > width:
@@ -52,7 +58,7 @@ class Header(Lines):
 
 def _facts(info: Info) -> list[tuple[str, str]]:
     """What to say of the model, with a colour each, the most important first."""
-    facts = []
+    facts = [("its metrics only", palette.WARNING)] if info.protocol == 0 else []
     if info.state != "ready":
         facts.append((info.state, palette.BAD if info.state == "failed" else palette.WARNING))
     if info.restarts:
@@ -72,14 +78,14 @@ def _facts(info: Info) -> list[tuple[str, str]]:
 
 
 def _connection(view: View, *, with_url: bool) -> Text:
-    dot, color = _DOTS[view.connection_state.connection.phase]
-    if view.paused and view.connection_state.connection.phase is Phase.LIVE:
+    dot, color = _DOTS[view.latest.connection.phase]
+    if view.paused and view.latest.connection.phase is Phase.LIVE:
         dot, color = "‖", palette.WARNING
-    line = Text()
+    line = Text("● recording  ", palette.BAD) if view.recording else Text()
     if with_url:
         line.append(f"{view.url}  ", palette.MUTED)
     line.append(f"{dot} {view.connection_words} ", color)
     stats = view.state.stats
-    if stats is not None and view.connection_state.connection.phase is Phase.LIVE:
+    if stats is not None and view.latest.connection.phase is Phase.LIVE:
         line.append(f" up {numbers.clock(int(stats.uptime_seconds))} ", palette.MUTED)
     return line

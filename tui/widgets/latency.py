@@ -20,7 +20,7 @@ class Latency(Panel):
     """A small table of quantiles over the last minute."""
 
     TITLE = "Latency, last minute"
-    DEFAULT_CSS = "Latency { height: 5; }"
+    DEFAULT_CSS = "Latency { height: 7; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
         """The numbers of the last second."""
@@ -36,6 +36,8 @@ class Latency(Panel):
             heading,
             _quantiles("first token", stats.time_to_first_token if stats else None, width),
             _quantiles("between tokens", stats.inter_token_latency if stats else None, width),
+            _quantiles("whole request", stats.end_to_end if stats else None, width),
+            _quantiles("in the queue", stats.queue_wait if stats else None, width),
         ]
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.text import Text
 
 from appliance.tui import numbers, palette
-from appliance.tui.raster import ColorMode
+from appliance.tui.raster import AGE_LIMITS, FREE, LETTERS, PAINT, ColorMode, appearance
 from appliance.tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
-    from appliance.tui.blocks import BlockCounts
+    from appliance.tui.blocks import BlockCounts, Blocks
     from appliance.tui.view import View
 
 _SWATCH = "■"
 _REFERENCES = ("1", "2", "3-4", "5-8", "9+")
+_AGES = ("<1 s", "<10 s", "<1 min", "<10 min", "older")
+assert len(_AGES) == len(AGE_LIMITS) + 1
 
 
 class Legend(Lines):
@@ -24,15 +27,16 @@ class Legend(Lines):
     DEFAULT_CSS = "Legend { height: 1; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The block map, the mode and the focus."""
-        return view.state.blocks, view.mode, view.focus
+        """The block map, the mode and what the server calls its precisions."""
+        precisions = view.state.info.precisions if view.state.info else ()
+        return view.state.blocks, view.mode, precisions, view.lettered
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Swatches on the left; on the right how many blocks a pixel stands for, if it fits."""
+        """Swatches on the left; on the right how many blocks there are, if it fits."""
         blocks = view.state.blocks
         if blocks is None:
             return []
-        line = Text("  ").join(_entries(view.mode, blocks.counts()))
+        line = Text("  ").join(_entries(view, blocks))
         total = Text(
             f"{numbers.count(blocks.num_blocks)} blocks of {blocks.block_size} tokens",
             palette.MUTED,
@@ -43,27 +47,63 @@ class Legend(Lines):
         return [line]
 
 
-def _entries(mode: ColorMode, counts: BlockCounts) -> list[Text]:
-    entries = [
-        _entry(palette.FREE, "free", counts.free),
-        _entry(palette.CACHED, "cached", counts.cached),
-    ]
-    match mode:
+def _entries(view: View, blocks: Blocks) -> list[Text]:
+    counts = blocks.counts()
+
+    def entry(color: str, name: str, number: int | None = None) -> Text:
+        swatch = LETTERS[PAINT.index(color)] if view.lettered else _SWATCH
+        words = name if number is None else f"{name} {numbers.count(number)}"
+        return Text.assemble((swatch, color), (f" {words}", palette.TEXT))
+
+    free = entry(palette.FREE, "free", counts.free)
+    cached = entry(palette.CACHED, "cached", counts.cached)
+    shared = entry(palette.SHARED, "shared", counts.shared)
+    swapped = [entry(palette.SWAPPED, "swapped", counts.swapped)] if counts.swapped else []
+    match view.mode:
         case ColorMode.OWNER:
-            hues = Text().join(Text(_SWATCH, hue) for hue in palette.OWNER_HUES)
             owned = f" owned {numbers.count(counts.active - counts.shared)}"
-            entries.append(hues.append(owned, palette.TEXT))
-            entries.append(_entry(palette.SHARED, "shared", counts.shared))
+            if view.lettered:
+                hues = Text("a-z", palette.TEXT)
+            else:
+                hues = Text().join(Text(_SWATCH, hue) for hue in palette.OWNER_HUES)
+            return [free, cached, *swapped, hues.append(owned, palette.TEXT), shared]
         case ColorMode.STATE:
-            entries.append(_entry(palette.ACTIVE, "active", counts.active - counts.shared))
-            entries.append(_entry(palette.SHARED, "shared", counts.shared))
+            plain = counts.active - counts.shared - counts.writing
+            writing = [entry(palette.WRITING, "written", counts.writing)] if counts.writing else []
+            active = entry(palette.ACTIVE, "active", plain)
+            return [free, cached, *swapped, active, *writing, shared]
         case ColorMode.REFERENCES:
-            steps = zip(palette.REFERENCE_STEPS, _REFERENCES, strict=True)
-            used = Text("used by ", palette.MUTED)
-            entries.append(used.append_text(Text(" ").join(_entry(*step) for step in steps)))
-    return entries
+            return [free, cached, _steps("used by", palette.REFERENCE_STEPS, _REFERENCES, entry)]
+        case ColorMode.PRECISION:
+            return [free, *_precisions(view, blocks, counts, entry)]
+        case ColorMode.AGE:
+            return [free, _steps("changed", palette.AGE_STEPS, _AGES, entry)]
 
 
-def _entry(color: str, name: str, number: int | None = None) -> Text:
-    words = name if number is None else f"{name} {numbers.count(number)}"
-    return Text.assemble((_SWATCH, color), (f" {words}", palette.TEXT))
+def _steps(title: str, colors: tuple[str, ...], names: tuple[str, ...], entry: _Entry) -> Text:
+    steps = Text(" ").join(entry(*step) for step in zip(colors, names, strict=True))
+    return Text(f"{title} ", palette.MUTED).append_text(steps)
+
+
+def _precisions(view: View, blocks: Blocks, counts: BlockCounts, entry: _Entry) -> list[Text]:
+    """The formats that blocks have, the most frequent first."""
+    names = view.state.info.precisions if view.state.info else ()
+    held = appearance(blocks.cells) != FREE
+    per_index = np.bincount(blocks.precisions[held], minlength=1).tolist()
+    order = sorted(range(len(per_index)), key=lambda index: -per_index[index])
+    return [
+        entry(
+            palette.owner_hue(index),
+            names[index] if index < len(names) else f"format {index}",
+            per_index[index],
+        )
+        for index in order
+        if per_index[index]
+    ]
+
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class _Entry(Protocol):
+        def __call__(self, color: str, name: str, number: int | None = None) -> Text: ...

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from rich.segment import Segment
 from textual.geometry import Region
 from textual.strip import Strip
-from textual.widget import Widget
+
+from appliance.tui.wire import PaintsItself
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from appliance.tui.view import View
 
 
-class Lines(Widget):
+class Lines(PaintsItself):
     """Base of the panels; a subclass says what its lines are and what they depend on."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
@@ -34,37 +35,41 @@ class Lines(Widget):
         """What `draw` depends on: as long as these are equal, nothing is drawn."""
         raise NotImplementedError
 
-    def present(self, view: View) -> None:
-        """Show another view."""
+    def present(self, view: View) -> list[Region]:
+        """Show another view; tells what changed."""
         self._view = view
         if not self.size:
-            return  # hidden, or not laid out yet
+            return []  # hidden, or not laid out yet
         source = (*self.reads(view), self.size, self.rich_style)
         if source == self._drawn_from:
-            return
+            return []
         self._drawn_from = source
         old, self._strips = self._strips, self._build(view)
         if len(old) != len(self._strips):
             self.refresh()
-            return
+            return []
         regions = []
         for y, (before, after) in enumerate(zip(old, self._strips, strict=True)):
             span = changed_span(before, after)
             if span is not None:
                 regions.append(Region(span[0], y, span[1] - span[0], 1))
-        if regions:
-            self.refresh(*regions)
+        return regions
 
     def on_resize(self) -> None:
         """Draw again at the new size."""
         if self._view is not None:
             self.present(self._view)
+            self.refresh()
 
     def render_line(self, y: int) -> Strip:
         """One line, for the compositor."""
         if y < len(self._strips):
             return self._strips[y]
         return Strip.blank(self.size.width, self.rich_style)
+
+    def span(self, y: int, left: int, right: int) -> list[Segment]:
+        """Some cells of one line."""
+        return list(self._strips[y].crop(left, right))
 
     def _build(self, view: View) -> list[Strip]:
         width, height = self.size

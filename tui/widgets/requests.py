@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from appliance.tui import numbers, palette
-from appliance.tui.messages import SequenceChosen
+from appliance.tui.look import SequenceKey, Sort
+from appliance.tui.messages import SequenceChosen, SortChosen
 from appliance.tui.state import is_running
-from appliance.tui.view import SequenceKey
 from appliance.tui.widgets.panel import Panel
 
 if TYPE_CHECKING:
@@ -21,27 +21,27 @@ if TYPE_CHECKING:
 
 _BAR = "━"
 _MIN_BAR = 16  # cells; narrower terminals have none
-_FOCUSED = "on #1f2a3a"
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
     """One column: numbers end at the right edge, words begin at the left."""
 
-    title: str
+    sort: Sort  # its heading, and the order that it stands for
     width: int
     right: bool = True
 
 
 _COLUMNS = (
-    Column("request", 26, right=False),
-    Column("owner", 12, right=False),
-    Column("state", 8, right=False),
-    Column("prompt", 8),
-    Column("cached", 8),
-    Column("generated", 10),
-    Column("blocks", 8),
-    Column("age", 9),
+    Column(Sort.REQUEST, 26, right=False),
+    Column(Sort.OWNER, 12, right=False),
+    Column(Sort.STATE, 8, right=False),
+    Column(Sort.PROMPT, 8),
+    Column(Sort.CACHED, 8),
+    Column(Sort.GENERATED, 10),
+    Column(Sort.SPEED, 7),
+    Column(Sort.BLOCKS, 8),
+    Column(Sort.AGE, 9),
 )
 _MARK = 4  # focus mark and swatch
 _FIXED = _MARK + sum(column.width for column in _COLUMNS)
@@ -53,57 +53,84 @@ class RequestTable(Panel):
     TITLE = "Requests"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The sequences and the focus."""
-        return view.state.sequences, view.focus, view.state.stats is None
+        """The sequences and how they are listed."""
+        look = view.look
+        return (
+            view.state.sequences, look.focus, look.sort, look.ascending, look.query,
+            view.state.stats is None, view.latest.reduced,
+        )  # fmt: skip
 
     def on_click(self, event: Click) -> None:
         """Tell which sequence was clicked."""
         at = event.get_content_offset(self)
         if self._view is None or at is None:
             return
+        if at.y == 0:
+            if (sort := _sort_at(at.x)) is not None:
+                self.post_message(SortChosen(sort))
+            return
         room = _room(self._view, self.size.height)
         index = _first_shown(self._view, room) + at.y - 1
-        if 0 < at.y <= room and index < len(self._view.state.sequences):
-            chosen = self._view.state.sequences[index]
+        if 0 < at.y <= room and index < len(self._view.listed):
+            chosen = self._view.listed[index]
             self.post_message(SequenceChosen(SequenceKey.of(chosen)))
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
         """A heading, then as many sequences as fit."""
-        sequences = view.state.sequences
+        sequences = view.listed
         if not sequences:
-            words = "" if view.state.stats is None else "No requests at the moment."
-            return [_heading(width), Text(words, palette.MUTED)]
+            return [_heading(view, width), Text(_why_none(view), palette.MUTED)]
         room = _room(view, height)
         first = _first_shown(view, room)
         shown = sequences[first : first + room]
         longest = max(one.prompt_tokens + one.output_tokens for one in sequences)
-        lines = [_heading(width), *(_row(view, one, width, longest) for one in shown)]
+        lines = [_heading(view, width), *(_row(view, one, width, longest) for one in shown)]
         if hidden := len(sequences) - len(shown):
             lines.append(Text(f"{' ' * _MARK}and {numbers.count(hidden)} more", palette.MUTED))
         return lines
 
 
+def _why_none(view: View) -> str:
+    if view.latest.reduced:
+        return "This make of server does not tell its requests one by one."
+    if view.look.query and view.state.sequences:
+        return f"No request contains {view.look.query!r}; esc shows all."
+    return "" if view.state.stats is None else "No requests at the moment."
+
+
 def _room(view: View, height: int) -> int:
     """Lines for sequences: all below the heading, or all but one that tells how many more."""
     room = max(0, height - 1)
-    return room if len(view.state.sequences) <= room else max(0, room - 1)
+    return room if len(view.listed) <= room else max(0, room - 1)
 
 
 def _first_shown(view: View, room: int) -> int:
     """Index of the first sequence in the window."""
-    for index, sequence in enumerate(view.state.sequences):
+    for index, sequence in enumerate(view.listed):
         if SequenceKey.of(sequence) == view.focus:
             return max(0, index - room + 1)
     return 0
 
 
-def _heading(width: int) -> Text:
+def _sort_at(x: int) -> Sort | None:
+    """The column under a cell of the heading."""
+    right = _MARK
+    for column in _COLUMNS:
+        right += column.width
+        if _MARK <= x < right:
+            return column.sort
+    return None
+
+
+def _heading(view: View, width: int) -> Text:
     line = Text(" " * _MARK)
     for column in _COLUMNS:
-        line.append(_fitted(column.title, column))
+        chosen = column.sort is view.look.sort
+        arrow = ("▲" if view.look.ascending else "▼") if chosen else ""
+        color = palette.BRIGHT if chosen else palette.MUTED
+        line.append(_fitted(column.sort.value + arrow, column), color)
     if width - _FIXED >= _MIN_BAR:
-        line.append("   cached, prompt, generated")
-    line.stylize(palette.MUTED)
+        line.append("   cached, prompt, generated", palette.MUTED)
     return line
 
 
@@ -123,6 +150,7 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
             numbers.count(sequence.prompt_tokens),
             numbers.count(sequence.cached_tokens),
             numbers.count(sequence.output_tokens),
+            numbers.rate(sequence.tokens_per_second) if sequence.output_tokens else "-",
             numbers.count(sequence.blocks),
             numbers.clock(sequence.age_seconds),
         ),
@@ -134,7 +162,7 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
         line.append("   ").append_text(_bar(sequence, room - 3, longest, hue))
     if focused:
         line.append(" " * max(0, width - line.cell_len))
-        line.stylize(_FOCUSED)
+        line.stylize(f"on {palette.FOCUSED}")
     return line
 
 

@@ -1,8 +1,10 @@
-"""A bar graph of recent values in one colour on the background: few bytes over a slow line."""
+"""Bar graphs of recent values in one or two colours: few bytes over a slow line."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,6 +27,39 @@ def sparkline(values: Sequence[float], width: int, height: int, top: float) -> l
     for line in reversed(range(height)):
         bars = "".join(_EIGHTHS[min(max(step - 8 * line, 0), 8)] for step in steps)
         lines.append(bars.rjust(width))
+    return lines
+
+
+def stacked(
+    lower: Sequence[float], upper: Sequence[float], width: int, height: int, top: float,
+    colors: tuple[str, str],
+) -> list[Text]:  # fmt: skip
+    """Lines of a bar graph in which each bar has two parts, the newest at the right edge.
+
+    Args:
+        lower: oldest first; only the last `width` are drawn.
+        upper: what stands on top of each.
+        width: cells.
+        height: lines; each shows eight steps.
+        top: sum that fills the whole height.
+        colors: of the lower and the upper part.
+    """
+    count = min(len(lower), len(upper), max(0, width))
+    below = [_steps(value, 8 * height, top) for value in lower[len(lower) - count :]]
+    sums = zip(lower[len(lower) - count :], upper[len(upper) - count :], strict=True)
+    ends = [_steps(one + other, 8 * height, top) for one, other in sums]
+    lines = []
+    for line in reversed(range(height)):
+        text = Text(" " * (width - count))
+        for first, last in zip(below, ends, strict=True):
+            low, high = (min(max(step - 8 * line, 0), 8) for step in (first, last))
+            if low == 0:
+                text.append(_EIGHTHS[high], colors[1])
+            elif high == 8:  # the parts meet here: one is drawn on the other
+                text.append(_EIGHTHS[low], f"{colors[0]} on {colors[1]}")
+            else:
+                text.append(_EIGHTHS[high], colors[0])
+        lines.append(text)
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Tokens per second out and in, now and over the last minute or two."""
+"""Tokens per second out and in, now and over the last minutes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from appliance.tui.widgets.sparkline import sparkline
 if TYPE_CHECKING:
     from appliance.tui.history import History
     from appliance.tui.view import View
+
+GRAPH_SECONDS = 300  # what the width of a graph stands for
 
 
 class Throughput(Panel):
@@ -36,10 +38,10 @@ class Throughput(Panel):
 
 
 def _graph(name: str, history: History, color: str, width: int, height: int) -> list[Text]:
-    shown = history.values[-width:]
+    shown = history.columns(width, GRAPH_SECONDS)
     top = max(shown, default=0.0)
-    now = numbers.rate(shown[-1]) if shown else "-"
+    now = numbers.rate(history.latest) if shown else "-"
     heading = Text.assemble((f"{name:<4}", palette.MUTED), (now, f"bold {color}"))
-    peak = f"peak {numbers.rate(top)}"
+    peak = f"peak {numbers.rate(history.peak)}"
     heading.append(peak.rjust(max(0, width - heading.cell_len)), palette.MUTED)
     return [heading, *(Text(line, color) for line in sparkline(shown, width, height, top))]

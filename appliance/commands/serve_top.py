@@ -1,0 +1,78 @@
+"""`appliance serve --top`: the server in another process, and its dashboard on this terminal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from appliance.tui.run import TopOptions, require_terminal, run_dashboard
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.config import ServerConfig
+
+_LAST_LINES = 20
+_PATIENCE = 45.0  # seconds; a server lets streams in flight end for a while
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # as reached from here
+
+
+def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
+    """Serve for as long as the dashboard is looked at.
+
+    Args:
+        server: where it will listen.
+        arguments: of `appliance`, so that it serves without a dashboard.
+
+    Returns:
+        What the process should exit with.
+
+    Raises:
+        ConfigError: there is no terminal to draw on.
+    """
+    require_terminal()
+    descriptor, name = tempfile.mkstemp(prefix="appliance-serve-", suffix=".log")
+    log = Path(name)
+    with os.fdopen(descriptor, "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "appliance", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # signals of the terminal are the dashboard's
+        )
+    host = _ANY_ADDRESS.get(server.host, server.host)
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    try:
+        code = run_dashboard(
+            f"http://{host}:{server.port}",
+            server.api_key,
+            TopOptions(),
+            while_true=lambda: process.poll() is None,
+        )
+    finally:
+        ended_by_itself = process.poll() is not None
+        _end(process)
+    if not ended_by_itself:
+        log.unlink(missing_ok=True)
+        return code
+    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    typer.echo("\n".join(["the server ended; the last it said:", *lines, f"all: {log}"]), err=True)
+    return process.returncode if process.returncode > 0 else 1
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+    try:
+        process.wait(timeout=_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,139 @@
+"""Pictures of the dashboard in front of a real server that really works, as SVG and PNG.
+
+Starts a server with the model, keeps some requests running that share a beginning, and saves what
+`appliance top` shows. PNGs are made where rsvg-convert is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+from conditions import ROOT
+from load import Endpoint
+from processes import Server as ServerProcess
+from prompts import prompt_of
+
+from appliance.tui.app import DashboardApp
+from appliance.tui.client import EventFeed
+from appliance.tui.controls import Controls
+from appliance.tui.display import Colors, Display
+from appliance.tui.server import Server
+
+FOLDER = ROOT / "tui" / "screenshots"
+PAGES = {
+    "dashboard": ((160, 48), "", "dark"),
+    "large": ((240, 67), "tab tab", "dark"),
+    "small": ((80, 24), "", "dark"),
+    "map": ((160, 48), "2 tab plus right right right down", "dark"),
+    "age": ((160, 48), "c c c c", "dark"),
+    "requests": ((160, 48), "3 tab s s s s s", "dark"),
+    "model": ((120, 40), "4", "dark"),
+    "light": ((160, 48), "", "light"),
+}
+
+
+async def keep_asking(client: httpx.AsyncClient, stop: asyncio.Event, seed: int) -> None:
+    """One person who asks again as soon as an answer is there."""
+    chance = random.Random(seed)
+    while not stop.is_set():
+        question = prompt_of(chance.randrange(20, 300), 160, chance.randrange(10**6))
+        body = {
+            "model": "any", "messages": [{"role": "user", "content": question}],
+            "max_tokens": chance.randrange(100, 600), "temperature": 1.0, "ignore_eos": True,
+            "stream": True,
+        }  # fmt: skip
+        try:
+            async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                async for _ in answer.aiter_bytes():
+                    if stop.is_set():
+                        return
+        except httpx.HTTPError:
+            if not stop.is_set():
+                raise
+
+
+async def take(url: str, name: str, folder: Path, seconds: float) -> None:
+    """One picture."""
+    size, keys, theme = PAGES[name]
+    server = Server.at(url, None)
+    app = DashboardApp(
+        EventFeed(server),
+        controls=Controls(server),
+        display=Display(Colors.TRUECOLOR, theme=theme),
+    )
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause(seconds)
+        if keys:
+            await pilot.press(*keys.split())
+        await pilot.pause(2.5)
+        app.paint()
+        await pilot.pause(0.2)
+        # Without this, converters drop the spaces that hold columns apart.
+        drawn = app.export_screenshot(title="").replace("<text ", '<text xml:space="preserve" ')
+    path = folder / f"{name}.svg"
+    path.write_text(drawn)
+    if converter := shutil.which("rsvg-convert"):
+        arguments = [converter, "-o", path.with_suffix(".png"), path]
+        await asyncio.to_thread(subprocess.run, arguments, check=True)
+    print(path)
+
+
+async def run(options: argparse.Namespace) -> None:
+    """Serve, ask, and take all pictures."""
+    if options.url:
+        await with_load(options.url, options)
+        return
+    command = [sys.executable, "-m", "appliance", "serve", str(options.model), "--device", "cpu"]
+    command += ["--port", str(options.port), "--kv-cache-memory", options.kv_cache_memory]
+    endpoint = Endpoint("127.0.0.1", options.port)
+    server = ServerProcess(command, {"PYTHONPATH": str(ROOT)}, endpoint)
+    try:
+        await server.healthy()
+        await with_load(f"http://127.0.0.1:{options.port}", options)
+    finally:
+        server.stop()
+
+
+async def with_load(url: str, options: argparse.Namespace) -> None:
+    """Take all pictures of a server while people ask it."""
+    stop = asyncio.Event()
+    async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
+        people = [
+            asyncio.create_task(keep_asking(client, stop, seed))
+            for seed in range(options.concurrency)
+        ]
+        await asyncio.sleep(options.warm_up)
+        for name in options.page or PAGES:
+            await take(url, name, options.folder, options.seconds)
+        stop.set()
+        await asyncio.gather(*people)
+
+
+def main() -> None:
+    """Take the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path, nargs="?", help="GGUF file or folder")
+    parser.add_argument("--url", help="a server that runs already, instead of a model")
+    parser.add_argument("--page", action="append", choices=PAGES, help="only these [all]")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--port", type=int, default=8139)
+    parser.add_argument("--kv-cache-memory", default="400MiB")
+    parser.add_argument("--concurrency", type=int, default=14)
+    parser.add_argument("--warm-up", type=float, default=20.0, help="seconds of work before")
+    parser.add_argument("--seconds", type=float, default=30.0, help="watched before each picture")
+    options = parser.parse_args()
+    if (options.model is None) is (options.url is None):
+        parser.error("name a model or --url, not both")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    asyncio.run(run(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What is told of the connection, in place of the map or beside it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from appliance.tui import palette
+from appliance.tui.state import Phase
+from tests.tui.conftest import (
+    CACHED,
+    INFO,
+    STATS,
+    Answer,
+    EventServer,
+    snapshot,
+)
+from tests.tui.piloting import (
+    LARGE,
+    SMALL,
+    colors,
+    dashboard,
+    screen_text,
+    shown,
+)
+
+
+async def test_a_lost_server_leaves_a_dim_picture_and_comes_back(event_server: EventServer) -> None:
+    async with dashboard(event_server) as (app, pilot):
+        await event_server.stop()
+        await shown(app, pilot, lambda: app.state.connection.phase is Phase.LOST)
+        assert "lost, retrying" in screen_text(app)
+        seen = colors(app)
+        assert palette.dimmed(palette.owner_hue(1)) in seen
+        assert palette.owner_hue(1) not in seen
+        event_server.answers = [Answer((INFO, snapshot([CACHED] * 4096, epoch=1), STATS))]
+        await event_server.start()
+        await shown(app, pilot, lambda: app.state.current)
+        await shown(app, pilot, lambda: app.state.blocks and app.state.blocks.counts().cached)
+        assert "● live" in screen_text(app)
+        assert palette.CACHED in colors(app)
+
+
+@pytest.mark.parametrize("size", [LARGE, SMALL])
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Answer(status="401 Unauthorized"), ["wants another key", "APPLIANCE_API_KEY"]),
+        (Answer(content_type="text/html"), ["is not an appliance", "200 text/html", "retrying"]),
+        (Answer(), ["Connected", "waiting for the server"]),
+        (
+            Answer((msgspec.structs.replace(INFO, state="loading"),)),
+            ["SmolLM2-135M-Instruct is loading"],
+        ),
+        (
+            Answer((msgspec.structs.replace(INFO, state="failed", reason="no memory"),)),
+            ["The engine failed", "no memory"],
+        ),
+    ],
+)
+async def test_what_is_wrong_stands_in_place_of_the_map(
+    event_server: EventServer, answer: Answer, words: list[str], size: tuple[int, int]
+) -> None:
+    async with dashboard(event_server, size, answer) as (app, pilot):
+        await shown(app, pilot, lambda: words[0] in screen_text(app))
+        text = screen_text(app)
+    for word in words:
+        assert word in text
+
+
+async def test_nobody_there(event_server: EventServer) -> None:
+    await event_server.stop()
+    async with dashboard(event_server, SMALL, Answer()) as (app, pilot):
+        await shown(app, pilot, lambda: app.state.connection.phase is Phase.LOST)
+        text = screen_text(app)
+    assert f"No connection to {event_server.url}" in text
+    assert "connection refused; is the server running?" in text
+
+
+async def test_a_restarting_engine_is_told_and_its_old_map_dimmed(
+    event_server: EventServer,
+) -> None:
+    async with dashboard(event_server) as (app, pilot):
+        event_server.send(msgspec.structs.replace(INFO, state="restarting", restarts=1))
+        await shown(app, pilot, lambda: not app.state.current)
+        assert "restarting · restarted 1 x" in screen_text(app)
+        assert palette.owner_hue(1) not in colors(app)

@@ -1,0 +1,75 @@
+"""What the dashboard asks a server for: a sequence's block table, and the end of a request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from appliance.events import BlockTable
+
+if TYPE_CHECKING:
+    from appliance.tui.look import SequenceKey
+    from appliance.tui.server import Server
+
+_TIMEOUT = 5.0  # seconds
+
+
+class ControlError(Exception):
+    """The server did not do what it was asked; the message is for the person."""
+
+
+class Controls:
+    """Asks one server; each question is a request of its own."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def abort(self, request_id: str) -> None:
+        """End a request in any phase.
+
+        Raises:
+            ControlError: it was not ended, and why.
+        """
+        await self._ask("POST", f"/admin/v1/requests/{quote(request_id, safe='')}/abort")
+
+    async def block_table(self, key: SequenceKey) -> BlockTable:
+        """The block table of a sequence.
+
+        Raises:
+            ControlError: there is none to be had, and why.
+        """
+        path = f"/admin/v1/sequences/{quote(key.request_id, safe='')}/{key.choice}/blocks"
+        answer = await self._ask("GET", path)
+        try:
+            return msgspec.json.decode(answer.content, type=BlockTable)
+        except msgspec.MsgspecError as error:
+            raise ControlError(f"the block table cannot be read: {error}") from error
+
+    async def _ask(self, method: str, path: str) -> httpx.Response:
+        try:
+            async with self._server.client(_TIMEOUT) as client:
+                answer = await client.request(method, self._server.path(path))
+        except httpx.RequestError as error:
+            raise ControlError(str(error) or type(error).__name__) from error
+        if answer.status_code == 200:
+            return answer
+        raise ControlError(_words(answer))
+
+
+class _ErrorText(msgspec.Struct):
+    message: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorText
+
+
+def _words(answer: httpx.Response) -> str:
+    try:
+        said = msgspec.json.decode(answer.content, type=_ErrorBody).error.message
+    except msgspec.MsgspecError:
+        said = ""
+    return said or f"the server answered {answer.status_code} {answer.reason_phrase}"

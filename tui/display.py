@@ -1,0 +1,70 @@
+"""What the terminal can show: how many colours, and whether more than ASCII."""
+
+from __future__ import annotations
+
+import locale
+from dataclasses import dataclass
+from enum import Enum
+
+from rich.color import ColorSystem
+
+from appliance.errors import ConfigError
+from appliance.tui.scheme import SCHEMES
+
+
+class Colors(Enum):
+    """Choices of `--colors`."""
+
+    AUTO = "auto"
+    TRUECOLOR = "truecolor"
+    EIGHT_BIT = "256"
+    STANDARD = "16"
+    NONE = "none"
+
+
+_SYSTEMS = {
+    Colors.TRUECOLOR: ColorSystem.TRUECOLOR,
+    Colors.EIGHT_BIT: ColorSystem.EIGHT_BIT,
+    Colors.STANDARD: ColorSystem.STANDARD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """How to draw.
+
+    Attributes:
+        colors: how many; AUTO asks the terminal's environment.
+        ascii: whether only ASCII may be drawn.
+        theme: a key of `SCHEMES`.
+    """
+
+    colors: Colors = Colors.AUTO
+    ascii: bool = False
+    theme: str = "dark"
+
+    @classmethod
+    def of(cls, colors: str, theme: str) -> Display:
+        """From what a person typed, and the locale.
+
+        Raises:
+            ConfigError: a name is unknown.
+        """
+        try:
+            chosen = Colors(colors)
+        except ValueError as error:
+            names = ", ".join(one.value for one in Colors)
+            raise ConfigError(f"--colors {colors!r}: choose one of {names}") from error
+        if theme not in SCHEMES:
+            raise ConfigError(f"--theme {theme!r}: choose one of {', '.join(SCHEMES)}")
+        return cls(chosen, ascii=not locale_is_utf8(), theme=theme)
+
+    @property
+    def system(self) -> ColorSystem | None:
+        """The colours to send; None leaves it to the terminal's environment."""
+        return _SYSTEMS.get(self.colors)
+
+
+def locale_is_utf8() -> bool:
+    """Whether the terminal was said to show UTF-8; Python's own UTF-8 mode says nothing of it."""
+    return locale.nl_langinfo(locale.CODESET).upper().replace("-", "") == "UTF8"

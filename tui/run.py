@@ -1,0 +1,123 @@
+"""Runs the dashboard on the terminal it was started from, and leaves that clean."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from textual import constants
+
+from appliance.errors import ConfigError
+from appliance.tui.app import DashboardApp
+from appliance.tui.client import EventFeed
+from appliance.tui.controls import Controls
+from appliance.tui.display import Display
+from appliance.tui.recording import Recorder, ReplayFeed
+from appliance.tui.server import Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class TopOptions:
+    """What `appliance top` can be told besides the server.
+
+    Attributes:
+        record: file to write the feed to.
+        replay: recording to play instead of asking a server.
+        colors: see `appliance.tui.display.Colors`.
+        theme: see `appliance.tui.scheme.SCHEMES`.
+    """
+
+    record: Path | None = None
+    replay: Path | None = None
+    colors: str = "auto"
+    theme: str = "dark"
+
+
+def run_dashboard(
+    url: str,
+    api_key: str | None,
+    options: TopOptions | None = None,
+    *,
+    while_true: Callable[[], bool] | None = None,
+) -> int:
+    """Show the dashboard of a server until the person quits.
+
+    Args:
+        url: the server, with or without scheme and `/v1`.
+        api_key: the server's key, if it wants one.
+        options: everything else.
+        while_true: asked a few times a second; once it is not, the dashboard ends.
+
+    Returns:
+        What the process should exit with.
+
+    Raises:
+        ConfigError: an option makes no sense, or there is no terminal to draw on.
+    """
+    app = make_app(url, api_key, options or TopOptions())
+    return asyncio.run(_show(app, while_true))
+
+
+def make_app(url: str, api_key: str | None, options: TopOptions) -> DashboardApp:
+    """The dashboard of a server or of a recording, not yet shown.
+
+    Raises:
+        ConfigError: an option makes no sense, or there is no terminal to draw on.
+    """
+    display = Display.of(options.colors, options.theme)
+    if options.replay is not None:
+        if options.record is not None:
+            raise ConfigError("--record and --replay exclude each other")
+        feed = ReplayFeed(options.replay)
+        require_terminal()
+        return DashboardApp(feed, display=display)
+    server = Server.at(url, api_key)
+    require_terminal()
+    live = EventFeed(server)
+    recorder = None if options.record is None else Recorder(options.record, live.name)
+    return DashboardApp(live, controls=Controls(server), recorder=recorder, display=display)
+
+
+def require_terminal() -> None:
+    """Make sure that there is something to draw on.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    # Textual draws on the error stream, so that is the one that must be a terminal.
+    if sys.__stdin__ is None or sys.__stderr__ is None:
+        raise ConfigError("appliance top needs a terminal")
+    in_browser = constants.DRIVER is not None  # of textual-serve, which draws by itself
+    if not (in_browser or (sys.__stdin__.isatty() and sys.__stderr__.isatty())):
+        raise ConfigError(
+            "appliance top needs a terminal; GET /metrics has the numbers for scripts"
+        )
+
+
+async def _show(app: DashboardApp, while_true: Callable[[], bool] | None) -> int:
+    """Run it until the person quits or a signal ends it; returns the exit code."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Textual gives the terminal back when the app exits, but not when a signal ends it.
+        loop.add_signal_handler(number, partial(app.exit, return_code=128 + number))
+    watching = None if while_true is None else asyncio.create_task(_leave(app, while_true))
+    await app.run_async()
+    if watching is not None:
+        watching.cancel()
+    return app.return_code or 0
+
+
+async def _leave(app: DashboardApp, while_true: Callable[[], bool]) -> None:
+    while while_true():  # noqa: ASYNC110  (nothing tells when it changes)
+        await asyncio.sleep(_POLL_SECONDS)
+    app.exit()

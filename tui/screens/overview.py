@@ -1,0 +1,76 @@
+"""The first page: block map, numbers and sequences at a glance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+
+from appliance.tui import palette
+from appliance.tui.screens.page import Page
+from appliance.tui.widgets.block_map import BlockMap
+from appliance.tui.widgets.cache import Cache
+from appliance.tui.widgets.engine import Engine
+from appliance.tui.widgets.latency import Latency
+from appliance.tui.widgets.legend import Legend
+from appliance.tui.widgets.machine import MachinePanel
+from appliance.tui.widgets.requests import RequestTable
+from appliance.tui.widgets.throughput import Throughput
+from appliance.tui.widgets.trends import Trends
+
+if TYPE_CHECKING:
+    from textual.app import ComposeResult
+
+    from appliance.tui.view import View
+
+
+class Overview(Page):
+    """On a small terminal the map and two lines."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("down", "app.focus_sequence(1)", "Next", show=False),
+        Binding("up", "app.focus_sequence(-1)", "Previous", show=False),
+    ]
+    DEFAULT_CSS = f"""
+    Overview {{
+        #body {{ height: 1fr; }}
+        #map-panel {{
+            border: round {palette.FAINT}; border-title-style: bold;
+            border-title-color: {palette.TEXT}; padding: 0 1;
+        }}
+        BlockMap {{ height: 1fr; }}
+        #numbers {{ width: 44; }}
+        Trends {{ width: 44; display: none; }}
+        Throughput {{ height: 1fr; min-height: 6; }}
+        RequestTable {{ height: 10; }}
+        StatusLine {{ display: none; }}
+        &.-short RequestTable, &.-short Engine, &.-short MachinePanel {{ display: none; }}
+        &.-short Throughput {{ min-height: 4; }}
+        &.-narrow #numbers {{ display: none; }}
+        &.-narrow StatusLine {{ display: block; }}
+        &.-narrow #map-panel {{ padding: 0; }}
+        &.-huge Trends {{ display: block; }}
+        &.-high RequestTable {{ height: 16; }}
+    }}
+    """
+
+    def body(self) -> ComposeResult:
+        """Map and numbers side by side, sequences below."""
+        with Horizontal(id="body"):
+            with Vertical(id="map-panel"):
+                yield BlockMap()
+                yield Legend()
+            yield Trends()
+            with Vertical(id="numbers"):
+                yield Throughput()
+                yield Latency()
+                yield Cache()
+                yield Engine()
+                yield MachinePanel()
+        yield RequestTable()
+
+    def paint(self, view: View, *, panels: bool = True) -> None:
+        """Show another view; here the map is always whole and without a cursor."""
+        self.entitle("#map-panel", f"KV blocks by {view.mode.value}")
+        super().paint(view.whole(), panels=panels)

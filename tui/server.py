@@ -1,0 +1,73 @@
+"""A server as the dashboard knows it: where it is and how to ask it."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+import httpx
+
+from appliance.errors import ConfigError
+
+CONNECT_TIMEOUT = 5.0  # seconds
+
+
+def server_url(text: str) -> httpx.URL:
+    """The address of a server as people write it: with or without scheme, slash or `/v1`.
+
+    Raises:
+        ConfigError: it is no http address.
+    """
+    try:
+        url = httpx.URL(text if "://" in text else f"http://{text}")
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--url {text!r} is no address: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"--url {text!r} is no address; write it like http://127.0.0.1:8080")
+    path = url.path.rstrip("/").removesuffix("/v1")
+    return url.copy_with(path=path or "/", query=None, fragment=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One server.
+
+    Attributes:
+        url: its root, see `server_url`.
+        headers: that go with every request; the key is among them.
+    """
+
+    url: httpx.URL
+    headers: dict[str, str] = field(repr=False)  # no key in any traceback
+
+    @classmethod
+    def at(cls, url: str, api_key: str | None) -> Server:
+        """The server at an address.
+
+        Raises:
+            ConfigError: the address is none, or the key cannot be sent.
+        """
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("the API key may hold printable ASCII characters only")
+        key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        return cls(server_url(url), {"Cache-Control": "no-store", **key})
+
+    def path(self, path: str) -> httpx.URL:
+        """The address of something on it."""
+        return self.url.copy_with(raw_path=(self.url.path.rstrip("/") + path).encode("ascii"))
+
+    def client(self, read_timeout: float) -> httpx.AsyncClient:
+        """A client for it; close it after use."""
+        return httpx.AsyncClient(
+            headers=self.headers,
+            timeout=httpx.Timeout(CONNECT_TIMEOUT, read=read_timeout),
+            # A proxy from the environment cannot reach this machine's loopback.
+            trust_env=not _is_loopback(self.url.host),
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,100 @@
+"""The block table of the sequence in focus: logical to physical."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.text import Text
+
+from appliance.tui import numbers, palette
+from appliance.tui.widgets.panel import Panel, pair
+
+if TYPE_CHECKING:
+    from appliance.events import BlockTable
+    from appliance.stats import SequenceView
+    from appliance.tui.view import View
+
+
+class BlockTablePanel(Panel):
+    """The newest blocks of one sequence, with what the server tells of each."""
+
+    TITLE = "Sequence in focus"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """The focused sequence and its table; without one, its blocks on the map."""
+        blocks = view.state.blocks if view.table is None else None
+        cursor = view.look.cursor
+        return view.focused, view.table, blocks, cursor, view.latest.reduced
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """Facts of the sequence, then its blocks."""
+        sequence = view.focused
+        if sequence is None:
+            return [Text("tab chooses a sequence;", palette.MUTED),
+                    Text("all others are then dimmed.", palette.MUTED)]  # fmt: skip
+        lines = _facts(sequence, width)
+        room = max(0, height - len(lines) - 2)
+        if view.table is not None:
+            return [*lines, Text(), *_entries(view, view.table, width, room)]
+        return [*lines, Text(), *_from_map(view, sequence, room + 1)]
+
+
+def _facts(sequence: SequenceView, width: int) -> list[Text]:
+    hue = palette.owner_hue(sequence.slot)
+    name = Text.assemble(("■ ", hue), (sequence.request_id, f"bold {palette.BRIGHT}"))
+    if sequence.index:
+        name.append(f" #{sequence.index}", palette.TEXT)
+    name.truncate(width, overflow="ellipsis")
+    cached = f"{numbers.count(sequence.cached_tokens)} cached"
+    return [
+        name,
+        pair("owner", sequence.owner or "-", width),
+        pair("prompt", numbers.count(sequence.prompt_tokens), width, note=cached),
+        pair("generated", numbers.count(sequence.output_tokens), width),
+        pair("blocks", numbers.count(sequence.blocks), width, note=sequence.status),
+        pair("age", numbers.clock(sequence.age_seconds), width),
+    ]
+
+
+def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]:
+    """A heading and the last blocks, or those around the cursor."""
+    names = view.state.info.precisions if view.state.info else ()
+    first = max(0, len(table.blocks) - room)
+    for place, entry in enumerate(table.blocks):
+        if entry.block == view.look.cursor:
+            first = min(max(0, place - room // 2), first)
+    lines = [Text(f"{'logical':>7} {'physical':>9} {'refs':>5} {'hash':<9} KV", palette.MUTED)]
+    for place in range(first, min(len(table.blocks), first + room)):
+        entry = table.blocks[place]
+        index = entry.precision
+        color = palette.SHARED if entry.references > 1 else palette.TEXT
+        line = Text(
+            f"{place:>7,} {entry.block:>9,} {entry.references:>5} {entry.hash[:8] or 'open':<9} "
+            f"{names[index] if index < len(names) else index}",
+            color,
+        )
+        if entry.block == view.look.cursor:
+            line.stylize(f"on {palette.FOCUSED}")
+        line.truncate(width, overflow="ellipsis")
+        lines.append(line)
+    return lines
+
+
+def _from_map(view: View, sequence: SequenceView, room: int) -> list[Text]:
+    """Where no table is told: the blocks that the sequence took, in physical order."""
+    blocks = view.state.blocks
+    if blocks is None or view.emphasis.slot is None:
+        return []
+    own = np.flatnonzero((blocks.owners == view.emphasis.slot) & (blocks.references > 0)).tolist()
+    lines = [Text("taken by it, in physical order", palette.MUTED)]
+    runs: list[list[int]] = []
+    for block in own:
+        if runs and runs[-1][1] == block:
+            runs[-1][1] = block + 1
+        else:
+            runs.append([block, block + 1])
+    for start, end in runs[: max(0, room - 1)]:
+        words = f"{start:,}" if end == start + 1 else f"{start:,} to {end - 1:,}"
+        lines.append(Text(f"  {words}", palette.TEXT))
+    return lines

@@ -1,0 +1,57 @@
+"""Warnings and errors of the server as they come."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from appliance.tui import palette
+from appliance.tui.widgets.panel import Panel
+
+if TYPE_CHECKING:
+    from appliance.events import LogLine
+    from appliance.tui.view import View
+
+_COLORS = {"WARNING": palette.WARNING, "ERROR": palette.BAD, "CRITICAL": palette.BAD}
+_CLOCK = 9  # cells of the time of day
+
+
+class LogPanel(Panel):
+    """The newest line at the bottom; long ones are wrapped."""
+
+    TITLE = "Warnings and errors"
+    DEFAULT_CSS = "LogPanel { height: 1fr; }"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """The lines, and how far they are scrolled back."""
+        return view.state.log, view.look.log_back, view.latest.reduced
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """As many as fit."""
+        log = view.state.log
+        if not log:
+            words = "Nothing to tell: no warning and no error so far."
+            if view.latest.reduced:
+                words = "This make of server does not send its log."
+            return [Text(words, palette.MUTED)]
+        back = min(view.look.log_back, len(log) - 1)
+        lines: list[Text] = []
+        for entry in reversed(log[: len(log) - back]):
+            lines = [*_entry(entry, width), *lines]
+            if len(lines) >= height:
+                break
+        return lines[-height:]
+
+
+def _entry(entry: LogLine, width: int) -> list[Text]:
+    when = time.strftime("%H:%M:%S", time.localtime(entry.time))
+    color = _COLORS.get(entry.level, palette.TEXT)
+    room = max(10, width - _CLOCK - 9)
+    words = textwrap.wrap(f"{entry.source}: {entry.message}", room) or [""]
+    first = Text.assemble(
+        (f"{when} ", palette.MUTED), (f"{entry.level:<8} ", color), (words[0], palette.TEXT)
+    )
+    return [first, *(Text(" " * (_CLOCK + 9) + more, palette.TEXT) for more in words[1:])]

@@ -1,0 +1,69 @@
+"""What the machine does: its GPUs, or without one the processor and memory of the server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.tui import numbers, palette
+from appliance.tui.widgets.panel import HEADLINE, Panel, pair
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from appliance.events import Gpu, Machine
+    from appliance.tui.view import View
+
+
+class MachinePanel(Panel):
+    """A few lines a GPU; quiet where there is none."""
+
+    TITLE = "Machine"
+    DEFAULT_CSS = "MachinePanel { height: 6; }"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """What the server told last."""
+        return (view.state.stats,)
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """GPUs if there are any, else processor and memory."""
+        stats = view.state.stats
+        if stats is None or stats.machine is None:
+            return [pair("the server does not tell", "", width)]
+        machine = stats.machine
+        lines = [line for gpu in machine.gpus for line in gpu_lines(gpu, width)]
+        return lines or machine_lines(machine, width)
+
+
+def machine_lines(machine: Machine, width: int) -> list[Text]:
+    """Processor and memory."""
+    cores = f"of {machine.cpu_cores} cores" if machine.cpu_cores else "cores"
+    free = numbers.size(machine.memory_available_bytes)
+    total = f"of {numbers.size(machine.memory_total_bytes)}"
+    return [
+        pair("CPU", f"{machine.cpu_used:.1f}", width, note=cores, color=HEADLINE),
+        pair("engine memory", numbers.size(machine.engine_rss_bytes), width, note="RSS"),
+        pair("API memory", numbers.size(machine.api_rss_bytes), width, note="RSS"),
+        *([pair("free memory", free, width, note=total)] if machine.memory_total_bytes else []),
+    ]
+
+
+def gpu_lines(gpu: Gpu, width: int) -> list[Text]:
+    """What the driver tells of one GPU."""
+    busy = "-" if gpu.utilization is None else f"{gpu.utilization:.0%}"
+    lines = [pair(gpu.name, busy, width, color=HEADLINE)]
+    if gpu.memory_used_bytes is not None and gpu.memory_total_bytes is not None:
+        of = f"of {numbers.size(gpu.memory_total_bytes)}"
+        lines.append(pair("memory", numbers.size(gpu.memory_used_bytes), width, note=of))
+    if gpu.power_watts is not None:
+        limit = f"of {gpu.power_limit_watts:.0f} W" if gpu.power_limit_watts else ""
+        heat = "" if gpu.temperature_celsius is None else f"  {gpu.temperature_celsius:.0f} °C"
+        lines.append(pair("power", f"{gpu.power_watts:.0f} W{heat}", width, note=limit))
+    clock = "-" if gpu.sm_clock_mhz is None else f"{gpu.sm_clock_mhz:,} MHz"
+    held = ", ".join(gpu.throttled)
+    color = palette.WARNING if held else palette.TEXT
+    lines.append(
+        pair("clock", clock, width, note=f"held down: {held}" if held else "", color=color)
+    )
+    if gpu.joules_per_token is not None:
+        lines.append(pair("energy", f"{gpu.joules_per_token:.2f} J/token", width))
+    return lines

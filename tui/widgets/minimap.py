@@ -1,0 +1,47 @@
+"""One line with all blocks on it, and above them which part the block map shows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from appliance.tui import palette
+from appliance.tui.grid import Grid
+from appliance.tui.raster import LETTERS, PAINT, pixels
+from appliance.tui.widgets.block_map import BlockMap
+from appliance.tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from appliance.tui.view import View
+
+
+class Minimap(Lines):
+    """The whole cache in a line; the window stands out above it."""
+
+    DEFAULT_CSS = "Minimap { height: 1; }"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """The block map and the window on it."""
+        look = view.look
+        return view.state.blocks, look.level, look.cursor, look.mode, view.emphasis, view.lettered
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """A line when less than all is seen; else it says how to."""
+        blocks = view.state.blocks
+        if blocks is None or not blocks.num_blocks:
+            return []
+        port = self.screen.query_one(BlockMap).viewport(view)
+        if not port.zoomed:
+            return [Text("all blocks; + looks closer, arrows move the cursor", palette.NOTE)]
+        grid = Grid(blocks.num_blocks, width, 1)
+        row = pixels(blocks, grid, view.mode, view.emphasis, view.clock)[0].tolist()
+        line = Text()
+        for x, index in enumerate(row):
+            under = grid.blocks_at(x, 0)
+            seen = under.start < port.span.stop and under.stop > port.span.start
+            if view.lettered:
+                line.append(LETTERS[index], f"{PAINT[index]}{' reverse' if seen else ''}")
+            else:
+                line.append("▀", f"{palette.CURSOR if seen else palette.FAINT} on {PAINT[index]}")
+        return [line]

@@ -1,0 +1,134 @@
+"""What is loaded, what quantizing it cost, and where the memory went."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from appliance.tui import numbers, palette
+from appliance.tui.widgets.machine import gpu_lines, machine_lines
+from appliance.tui.widgets.panel import HEADLINE, Panel, pair
+
+if TYPE_CHECKING:
+    from appliance.events import Info, Stats
+    from appliance.tui.view import View
+
+_BAR = "━"
+
+
+class ModelPanel(Panel):
+    """What is served, and how."""
+
+    TITLE = "Model"
+    DEFAULT_CSS = "ModelPanel { height: 1fr; }"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """What was loaded."""
+        return view.state.info, view.state.job
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """Names and facts, the quality card, notes, and a long task if one goes on."""
+        info = view.state.info
+        if info is None:
+            return []
+        facts = [
+            ("architecture", info.architecture),
+            ("device", info.device),
+            ("backend", info.backend),
+            ("weights", info.weight_format),
+            ("KV cache", ", ".join(info.precisions) or info.kv_format),
+            ("context", f"{info.context_length:,} tokens" if info.context_length else ""),
+            ("sequences at once", numbers.count(info.max_num_seqs) if info.max_num_seqs else ""),
+            ("loaded in", numbers.duration(info.load_seconds) if info.load_seconds else ""),
+            ("restarts", str(info.restarts) if info.restarts else ""),
+            ("server version", info.version),
+        ]
+        lines = [pair(info.model, info.state, width, color=HEADLINE)]
+        lines += [pair(name, value, width) for name, value in facts if value]
+        if info.quality:
+            lines += [Text(), Text("quality card", f"bold {palette.TEXT}")]
+            lines += [
+                pair(fact.name, f"{fact.value:.5g}", width, note=fact.note) for fact in info.quality
+            ]
+        for note in info.notes:
+            lines += [Text(), *wrapped(f"note: {note}", width, palette.WARNING)]
+        job = view.state.job
+        if job is not None and job.done < job.total:
+            left = "" if job.seconds_left is None else f"{numbers.clock(job.seconds_left)} left"
+            lines += [Text(), Text(job.name, f"bold {palette.BRIGHT}")]
+            lines.append(pair(job.stage, f"{job.done:,} of {job.total:,}", width, note=left))
+            done = round(width * job.done / job.total)
+            lines.append(
+                Text.assemble((_BAR * done, palette.ACCENT), (_BAR * (width - done), palette.FAINT))
+            )
+        return lines
+
+
+class MemoryPanel(Panel):
+    """The plan beside what is used."""
+
+    TITLE = "Memory"
+    DEFAULT_CSS = "MemoryPanel { height: 1fr; }"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """What was planned, and what is measured."""
+        return view.state.info, view.state.stats
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """The plan as a bar with its parts, then what is measured."""
+        info, stats = view.state.info, view.state.stats
+        lines: list[Text] = []
+        if info is not None and info.memory_bytes:
+            lines = _plan(info, width)
+        if stats is None:
+            return lines
+        if not view.state.reduced:
+            lines += [Text(), Text("measured", f"bold {palette.TEXT}"), *_cache(info, stats, width)]
+        if stats.machine is not None:
+            for gpu in stats.machine.gpus:
+                lines += gpu_lines(gpu, width)
+            lines += machine_lines(stats.machine, width)
+        return lines
+
+
+def _plan(info: Info, width: int) -> list[Text]:
+    parts = [
+        ("weights", info.weight_bytes, palette.ACCENT),
+        ("KV cache", info.kv_bytes, palette.WRITING),
+        ("workspace", info.workspace_bytes, palette.WARNING),
+    ]
+    rest = max(0, info.memory_bytes - sum(size for _, size, _ in parts))
+    bar, seen, drawn = Text(), 0, 0
+    for _, size, color in (*parts, ("left", rest, palette.FREE)):
+        seen += size
+        end = min(width, round(width * seen / info.memory_bytes))
+        bar.append(_BAR * max(0, end - drawn), color)
+        drawn = max(drawn, end)
+    lines = [pair("planned of", numbers.size(info.memory_bytes), width, color=HEADLINE), bar]
+    for name, size, color in parts:
+        line = Text.assemble(("■ ", color))
+        lines.append(line.append_text(pair(name, numbers.size(size), width - 2)))
+    lines.append(pair("left for all else", numbers.size(rest), width))
+    return lines
+
+
+def _cache(info: Info | None, stats: Stats, width: int) -> list[Text]:
+    engine = stats.engine
+    lines = []
+    if info is not None and engine.blocks_total and info.kv_bytes:
+        each = info.kv_bytes / engine.blocks_total
+        for name, blocks in (
+            ("KV held by sequences", engine.blocks_active),
+            ("KV kept for reuse", engine.blocks_cached),
+            ("KV free", engine.blocks_free),
+        ):
+            share = numbers.percent(blocks / engine.blocks_total)
+            lines.append(pair(name, numbers.size(round(each * blocks)), width, note=share))
+    return lines
+
+
+def wrapped(words: str, width: int, color: str) -> list[Text]:
+    """Lines of at most `width` cells, cut between words, and within them if need be."""
+    return [Text(line, color) for line in textwrap.wrap(words, max(1, width))]

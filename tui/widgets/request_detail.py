@@ -1,0 +1,56 @@
+"""All that is known of the sequence in focus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from appliance.tui import numbers, palette
+from appliance.tui.widgets.model import wrapped
+from appliance.tui.widgets.panel import HEADLINE, Panel, pair
+
+if TYPE_CHECKING:
+    from appliance.tui.view import View
+
+
+class RequestDetail(Panel):
+    """Names and numbers; the prompt only where the server was started to show it."""
+
+    TITLE = "Request"
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """The sequence in focus."""
+        return view.focused, view.state.info
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """One line a fact."""
+        one, info = view.focused, view.state.info
+        if one is None:
+            return [Text("No request is in focus; ↓ chooses one.", palette.MUTED)]
+        slots = one.blocks * info.block_size if info else 0
+        held = min(slots, one.computed_tokens)
+        each = info.kv_bytes / info.num_blocks if info and info.num_blocks else 0
+        lines = [
+            *wrapped(one.request_id, width, f"bold {palette.BRIGHT}"),
+            pair("choice", str(one.index), width),
+            pair("key", one.owner or "-", width),
+            pair("model", one.model or (info.model if info else "-"), width),
+            pair("state", one.status, width, color=HEADLINE),
+            pair("age", numbers.clock(one.age_seconds), width),
+            pair("prompt", numbers.count(one.prompt_tokens), width, note="tokens"),
+            pair("from the cache", numbers.count(one.cached_tokens), width, note="tokens"),
+            pair("generated", numbers.count(one.output_tokens), width, note="tokens"),
+            pair("tokens a second", numbers.rate(one.tokens_per_second), width),
+            pair("preempted", numbers.count(one.preemptions), width),
+            pair("blocks", numbers.count(one.blocks), width),
+        ]
+        if slots and one.blocks:
+            lines.append(pair("of their slots in use", numbers.percent(held / slots), width))
+        if each and one.blocks:
+            lines.append(pair("KV memory", numbers.size(round(each * one.blocks)), width))
+        if one.prompt:
+            lines += [Text(), *wrapped(one.prompt, width, palette.TEXT)]
+        elif info is not None and not info.prompts_shown:
+            lines += [Text(), Text("This server does not show prompts.", palette.NOTE)]
+        return lines
