@@ -11,6 +11,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from textual import constants
 from textual.app import App
 
 from appliance.errors import ConfigError
@@ -82,7 +83,8 @@ def run_dashboard(url: str, api_key: str | None) -> int:
     # Textual draws on the error stream, so that is the one that must be a terminal.
     if sys.__stdin__ is None or sys.__stderr__ is None:
         raise ConfigError("appliance top needs a terminal")
-    if not (sys.__stdin__.isatty() and sys.__stderr__.isatty()):
+    in_browser = constants.DRIVER is not None  # of textual-serve, which draws by itself
+    if not (in_browser or (sys.__stdin__.isatty() and sys.__stderr__.isatty())):
         raise ConfigError(
             "appliance top needs a terminal; GET /metrics has the numbers for scripts"
         )
