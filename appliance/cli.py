@@ -1,4 +1,4 @@
-"""The command line: `appliance serve | quantize | top | version`, a file for each command."""
+"""The command line: `appliance COMMAND`, a file for each command."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import typer
 
+from appliance.commands.monitoring import monitoring
 from appliance.commands.quantize import quantize
 from appliance.commands.serve import serve
 from appliance.commands.top import top
@@ -41,5 +42,5 @@ def version() -> None:
     typer.echo(__version__)
 
 
-for command in (serve, quantize, top):
+for command in (serve, quantize, top, monitoring):
     app.command()(command)

@@ -45,8 +45,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tui": set(),
     "output": {"engine.request", "tokenizer"},
     "progress": set(),
+    "monitoring": set(),
     "llm": {"engine", "tokenizer", "output", "config", "hub"},
-    "commands": {"config", "log", "progress", "server", "engine", "quant", "tui", "hub"},
+    "commands": {
+        "config", "log", "progress", "server", "engine", "quant", "tui", "hub", "monitoring",
+    },
     "cli": {"commands"},
     "__init__": {"llm", "engine.request"},
     "__main__": {"cli"},

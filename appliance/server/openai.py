@@ -21,6 +21,7 @@ from appliance.server.prompt import chat_prompt, completion_prompts, prompt_text
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
 from appliance.server.sampling import completion_budget, sampling_params
 from appliance.server.schema import ChatRequest, CompletionRequest
+from appliance.server.state import KEY_NAME
 from appliance.server.stream import EventStream, unless_disconnected
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _submit(
                 logprobs=logprobs,
             ),
             cache_salt=salt,
-            owner="" if state.config.api_key is None else "key",
+            owner="" if state.config.api_key is None else KEY_NAME,
         )
         for number, prompt in enumerate(prompts)
     ]

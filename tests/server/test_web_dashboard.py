@@ -125,6 +125,8 @@ async def test_a_browser_shows_the_dashboard_and_its_process_ends_with_the_tab(
         await page.locator("body.-first-byte").wait_for()
         process = psutil.Process(pid)
         await running.until(lambda: len(process.children(recursive=True)) > 0)
+        watched = b'route="/admin/v1/events",status="200"'
+        await running.until(lambda: watched in running.state.metrics.render(), 20)
         screen = tmp_path / "screen.png"
         size = 0
         async with asyncio.timeout(15):
