@@ -32,8 +32,9 @@ def quantize(
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Quantize a model's weights into a compressed-tensors folder."""
-    from appliance.config import cache_dir
+    from appliance.config import cache_dir, jobs_dir
     from appliance.hub import resolve_model
+    from appliance.jobs import JobFile
     from appliance.progress import ProgressLine
     from appliance.quant.calibration import CalibrationText
     from appliance.quant.options import Method, QuantizeOptions
@@ -48,13 +49,19 @@ def quantize(
         text=CalibrationText(calibration, calibration_tokens, seed=seed),
         overwrite=overwrite,
     )
-    with ProgressLine() as progress:
+    name = f"quantize {Path(model).name or 'the default model'}"
+    with ProgressLine() as progress, JobFile(jobs_dir(), name) as job:
+
+        def tell(stage: str, done: int, total: int) -> None:
+            progress(stage, done, total)
+            job.update(stage, done, total)
+
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
         report = quantize_model(
             resolved.path,
             out,
             options,
-            on_progress=progress,
+            on_progress=tell,
         )
     typer.echo(report.summary(), err=True)
     typer.echo(f"serve it with: appliance serve {out}", err=True)

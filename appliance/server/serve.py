@@ -13,6 +13,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from appliance.config import jobs_dir
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.client import EngineClient
 from appliance.errors import EngineUnavailableError
@@ -106,7 +107,9 @@ class _Server:
         self._socket = sock
         self._url = url_of(settings.server, sock)
         name = settings.server.served_model_name or model.name
-        self._state = ServerState(settings.server, engine, name, Metrics(name), warnings=warnings)
+        self._state = ServerState(
+            settings.server, engine, name, Metrics(name), warnings=warnings, jobs_folder=jobs_dir()
+        )
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 

@@ -13,6 +13,8 @@ from appliance.log import RecentWarnings
 from appliance.server.machine import MachineProbe
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from appliance.config import ServerConfig
     from appliance.engine.messages import EngineInfo, StepReport
     from appliance.engine.process.client import EngineClient
@@ -34,6 +36,7 @@ class ServerState:
         draining: no new requests; those in flight go on.
         closing: streams without an end are to end.
         quality: what the quality card of the model says.
+        jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
         warnings: of this process and the engine's, for whoever watches.
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
@@ -47,6 +50,7 @@ class ServerState:
     closing: bool = False
     started: float = field(default_factory=time.time)  # Unix seconds
     quality: tuple[QualityFact, ...] = ()
+    jobs_folder: Path | None = None
     warnings: RecentWarnings = field(default_factory=RecentWarnings)
     machine: MachineProbe = field(init=False)
     text_pool: ThreadPoolExecutor = field(
