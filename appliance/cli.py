@@ -1,4 +1,4 @@
-"""The command line: a file for each command; this one puts them together."""
+"""The command line: `appliance COMMAND`, a file for each command."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from appliance.commands.card import card
 from appliance.commands.evaluate import evaluate
+from appliance.commands.monitoring import monitoring
 from appliance.commands.quantize import quantize
 from appliance.commands.repack import repack
 from appliance.commands.serve import serve
@@ -44,5 +45,5 @@ def version() -> None:
     typer.echo(__version__)
 
 
-for command in (serve, quantize, repack, evaluate, card, top):
+for command in (serve, quantize, repack, evaluate, card, top, monitoring):
     app.command()(command)

@@ -123,6 +123,11 @@ def cache_dir() -> Path:
     return Path(base) / "appliance"
 
 
+def jobs_dir() -> Path:
+    """Where long tasks of this user tell how far they are, see `appliance.jobs`."""
+    return cache_dir() / "jobs"
+
+
 def config_path() -> Path:
     """The configuration file that is read when none is named."""
     if explicit := os.environ.get(ENV_PREFIX + "CONFIG"):

@@ -54,8 +54,9 @@ def quantize(
 ) -> None:
     """Quantize a model's weights into a folder that can be served."""
     from appliance.commands.quantize_card import make_card_of_run
-    from appliance.config import cache_dir
+    from appliance.config import cache_dir, jobs_dir
     from appliance.hub import resolve_model
+    from appliance.jobs import JobFile
     from appliance.progress import ProgressLine
     from appliance.quant.calibration import CalibrationText
     from appliance.quant.options import Method, QuantizeOptions, WeightFormat, choose_scheme
@@ -74,13 +75,19 @@ def quantize(
         format=WeightFormat.parse(format),
         overwrite=overwrite,
     )
-    with ProgressLine() as progress:
+    name = f"quantize {Path(model).name or 'the default model'}"
+    with ProgressLine() as progress, JobFile(jobs_dir(), name) as job:
+
+        def tell(stage: str, done: int, total: int) -> None:
+            progress(stage, done, total)
+            job.update(stage, done, total)
+
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
         report = quantize_model(
             resolved.path,
             out,
             options,
-            on_progress=progress,
+            on_progress=tell,
         )
     typer.echo(report.summary(), err=True)
     make_card_of_run(report, resolved.path, card_tokens if card else 0)

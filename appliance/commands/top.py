@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from appliance.errors import ConfigError
+
 
 def top(
     url: Annotated[
@@ -18,13 +20,44 @@ def top(
     ] = None,
     colors: Annotated[str, typer.Option(help="auto, truecolor, 256, 16 or none.")] = "auto",
     theme: Annotated[str, typer.Option(help="dark, black or light.")] = "dark",
+    web: Annotated[bool, typer.Option("--web", help="Show it in a browser instead.")] = False,
+    web_host: Annotated[str, typer.Option(help="Address for browsers.")] = "127.0.0.1",
+    web_port: Annotated[int, typer.Option(help="Port for browsers.")] = 8081,
 ) -> None:
     """Watch a running server: block map, throughput, requests.
 
-    A key, if the server wants one, comes from the environment variable APPLIANCE_API_KEY.
+    A key, if the server wants one, comes from the environment variable APPLIANCE_API_KEY. With
+    --web, browsers want the same key; without a key only this machine is let in.
     """
     from appliance.config import api_key_from_environment
     from appliance.tui.run import TopOptions, run_dashboard
 
+    key = api_key_from_environment()
+    if web:
+        show_in_browsers(url, key, web_host, web_port)
+        return
     options = TopOptions(record=record, replay=replay, colors=colors, theme=theme)
-    raise typer.Exit(run_dashboard(url, api_key_from_environment(), options))
+    raise typer.Exit(run_dashboard(url, key, options))
+
+
+def show_in_browsers(url: str, key: str | None, host: str, port: int) -> None:
+    """Serve the dashboard until a signal ends it.
+
+    Raises:
+        ConfigError: the extra is not installed, or the address cannot be had.
+    """
+    from appliance.config import ServerConfig
+    from appliance.server.listener import bind, url_of
+    from appliance.tui.server import server_url
+
+    try:
+        from appliance.server.web_dashboard import WebDashboard
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--web needs {error.name}; install it with: pip install 'appliance[web]'"
+        ) from error
+    config = ServerConfig(host=host, port=port, api_key=key)
+    dashboard = WebDashboard(str(server_url(url)), config)
+    with bind(config) as sock:
+        typer.echo(f"the dashboard of {url} is at {url_of(config, sock)}/", err=True)
+        dashboard.run(sock)

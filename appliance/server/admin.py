@@ -17,6 +17,7 @@ from fastapi import APIRouter, Request, Response
 from appliance.engine.messages import EngineInfo
 from appliance.errors import QueueFullError, RequestError
 from appliance.events import PROTOCOL, BlockTable, Info, Log, Stats, encode_event
+from appliance.jobs import read_jobs
 from appliance.server.errors import json_response
 from appliance.server.openapi import describes
 from appliance.server.sequence_feed import SequenceFeed
@@ -24,7 +25,7 @@ from appliance.server.stream import EventStream
 from appliance.version import __version__
 
 if TYPE_CHECKING:
-    from appliance.events import Event
+    from appliance.events import Event, Job
     from appliance.log import RecentWarnings
     from appliance.server.block_feed import BlockFeed
     from appliance.server.state import ServerState
@@ -116,6 +117,7 @@ class Watcher:
         self._info: Info | None = None
         self._sequences = SequenceFeed(state)
         self._log = LogFeed(state.warnings)
+        self._jobs: dict[int, Job] = {}
         self._next_stats = 0.0
         self._rates = Rates()
         self._last_step: int | None = None
@@ -146,8 +148,16 @@ class Watcher:
         now = time.monotonic()
         if now >= self._next_stats:
             self._next_stats = now + STATS_SECONDS
-            events.append(self._stats())
+            events += [*self._new_jobs(), self._stats()]
         return events
+
+    def _new_jobs(self) -> list[Job]:
+        """Tasks that have come further; one that is gone is told as done."""
+        folder = self._state.jobs_folder
+        before, self._jobs = self._jobs, {} if folder is None else read_jobs(folder)
+        ended = [job for pid, job in before.items() if pid not in self._jobs]
+        changed = [job for pid, job in self._jobs.items() if job != before.get(pid)]
+        return [msgspec.structs.replace(job, done=job.total) for job in ended] + changed
 
     def _stats(self) -> Stats:
         engine, metrics = self._state.engine, self._state.metrics

@@ -20,6 +20,8 @@ from appliance.server.errors import ForbiddenError, error_response
 from appliance.server.page import FILES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from appliance.config import ServerConfig
@@ -42,6 +44,60 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def check_origin(host: str, origins: Iterable[str], *, only_loopback: bool) -> None:
+    """Refuse what a web page of somebody else's, or a name of somebody else's, brings here.
+
+    Args:
+        host: the Host header.
+        origins: all Origin headers.
+        only_loopback: whether the server listens for this machine alone.
+
+    Raises:
+        ForbiddenError: one of them is wrong.
+    """
+    host = host.lower()
+    match = _HOST.fullmatch(host)
+    if only_loopback and (match is None or match["name"] not in _LOOPBACK_NAMES):
+        raise ForbiddenError(
+            "this server answers to localhost, 127.0.0.1 and [::1] only; start it with --host "
+            "to serve under another name",
+            code="host_not_allowed",
+        )
+    for origin in origins:
+        if origin.lower() not in {f"http://{host}", f"https://{host}"}:
+            raise ForbiddenError(
+                "requests from web pages of other origins are not accepted",
+                code="origin_not_allowed",
+            )
+
+
+class KeyCheck:
+    """Knows the server's key by its digest; without a key everything is right."""
+
+    def __init__(self, key: str | None) -> None:
+        self._digest = None if key is None else _digest(key.encode())
+
+    def check(self, authorization: Sequence[str], api_keys: Sequence[str]) -> None:
+        """Compare keys with the server's.
+
+        Args:
+            authorization: all Authorization headers.
+            api_keys: all X-API-Key headers.
+
+        Raises:
+            AuthError: none was given, or one is wrong.
+        """
+        if self._digest is None:
+            return
+        keys = [*map(_bearer_key, authorization), *api_keys]
+        if not keys:
+            raise AuthError("an API key is needed: send it as Authorization: Bearer KEY")
+        # Every one must be right: a second header is no second guess.
+        right = [hmac.compare_digest(_digest(_raw(key)), self._digest) for key in keys]
+        if not all(right):
+            raise AuthError("the API key is wrong")
+
+
 class Door:
     """Checks every request, counts every response and gives it an id.
 
@@ -55,7 +111,7 @@ class Door:
         self._app = app
         self._metrics = metrics
         self._only_loopback = is_loopback(config.host)
-        self._key_digest = None if config.api_key is None else _digest(config.api_key.encode())
+        self._key = KeyCheck(config.api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer why not."""
@@ -76,41 +132,17 @@ class Door:
             await send(message)
 
         try:
-            self._check_host(headers)
+            check_origin(
+                headers.get("host", ""),
+                headers.getlist("origin"),
+                only_loopback=self._only_loopback,
+            )
             if scope["path"] not in OPEN_PATHS:
-                self._check_key(headers)
+                self._key.check(headers.getlist("authorization"), headers.getlist("x-api-key"))
         except RequestError as error:
             await error_response(error)(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)
-
-    def _check_host(self, headers: Headers) -> None:
-        host = headers.get("host", "").lower()
-        match = _HOST.fullmatch(host)
-        if self._only_loopback and (match is None or match["name"] not in _LOOPBACK_NAMES):
-            raise ForbiddenError(
-                "this server answers to localhost, 127.0.0.1 and [::1] only; start it with --host "
-                "to serve under another name",
-                code="host_not_allowed",
-            )
-        for origin in headers.getlist("origin"):
-            if origin.lower() not in {f"http://{host}", f"https://{host}"}:
-                raise ForbiddenError(
-                    "requests from web pages of other origins are not accepted",
-                    code="origin_not_allowed",
-                )
-
-    def _check_key(self, headers: Headers) -> None:
-        if self._key_digest is None:
-            return
-        given = headers.getlist("authorization"), headers.getlist("x-api-key")
-        if sum(map(len, given)) == 0:
-            raise AuthError("an API key is needed: send it as Authorization: Bearer KEY")
-        keys = [_bearer_key(value) for value in given[0]] + given[1]
-        # Every one must be right: a second header is no second guess.
-        right = [hmac.compare_digest(_digest(_raw(key)), self._key_digest) for key in keys]
-        if not all(right):
-            raise AuthError("the API key is wrong")
 
 
 def _bearer_key(value: str) -> str:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from appliance.engine.process.supervisor import EngineState
 from appliance.server.families import counter, gauge
+from appliance.server.state import KEY_NAME
 from appliance.version import __version__
 
 if TYPE_CHECKING:
@@ -87,10 +88,11 @@ class EngineCollector(Collector):
         )
 
     def _requests(self) -> Iterator[Metric]:
-        counts = Counter(
-            (request.owner or "none", "running" if started else "waiting")
-            for request, started in self._state.engine.open_requests()
-        )
+        # Zeros too, so that no series ends when nobody asks for anything.
+        key = "none" if self._state.config.api_key is None else KEY_NAME
+        counts = Counter({(key, "running"): 0, (key, "waiting"): 0})
+        for request, started in self._state.engine.open_requests():
+            counts[request.owner or "none", "running" if started else "waiting"] += 1
         yield gauge(
             "appliance_requests",
             "Open requests by the name of their key.",

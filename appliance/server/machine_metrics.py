@@ -25,7 +25,6 @@ _GPU_GAUGES = (
     ("appliance_gpu_power_watts", "Power drawn.", "power_watts"),
     ("appliance_gpu_power_limit_watts", "Most power it may draw.", "power_limit_watts"),
     ("appliance_gpu_temperature_celsius", "Temperature of the chip.", "temperature_celsius"),
-    ("appliance_gpu_sm_clock_mhz", "Clock of the multiprocessors.", "sm_clock_mhz"),
     ("appliance_gpu_joules_per_token", "Over the last minute of reads.", "joules_per_token"),
 )
 
@@ -78,6 +77,12 @@ def _gpus(gpus: tuple[Gpu, ...]) -> Iterator[Metric]:
     for name, text, field in _GPU_GAUGES:
         known = [(labels, getattr(gpu, field)) for labels, gpu in labelled]
         yield gauge(name, text, [pair for pair in known if pair[1] is not None])
+    clocks = [(labels, gpu.sm_clock_mhz) for labels, gpu in labelled]
+    yield gauge(
+        "appliance_gpu_sm_clock_hertz",
+        "Clock of the multiprocessors.",
+        [(labels, 1e6 * clock) for labels, clock in clocks if clock is not None],
+    )
     yield counter(
         "appliance_gpu_energy_joules",
         "Energy since the driver was loaded.",

@@ -22,6 +22,7 @@ from appliance.server.responses import ChatCompletion, Completion, ModelCard, Mo
 from appliance.server.sampling import completion_budget, sampling_params
 from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import Scoring
+from appliance.server.state import KEY_NAME
 from appliance.server.stream import EventStream, unless_disconnected
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def _submit(
                 logprobs=logprobs,
             ),
             cache_salt=salt,
-            owner="" if state.config.api_key is None else "key",
+            owner="" if state.config.api_key is None else KEY_NAME,
         )
         for number, prompt in enumerate(prompts)
     ]

@@ -13,6 +13,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from appliance.config import jobs_dir
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.client import EngineClient
 from appliance.errors import EngineUnavailableError
@@ -116,6 +117,7 @@ class _Server:
             Metrics(name),
             warnings=warnings,
             quality_card=quality_card,
+            jobs_folder=jobs_dir(),
         )
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()

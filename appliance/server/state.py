@@ -13,6 +13,8 @@ from appliance.log import RecentWarnings
 from appliance.server.machine import MachineProbe
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from appliance.config import ServerConfig
     from appliance.engine.messages import EngineInfo, StepReport
     from appliance.engine.process.client import EngineClient
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer
 
 QUEUE_RETRY_AFTER = 2  # seconds
+KEY_NAME = "key"  # of the only one there is, where its name is shown
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class ServerState:
         closing: streams without an end are to end.
         quality_card: the model's quality card as JSON, if it has one.
         quality: its figures.
+        jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
         warnings: of this process and the engine's, for whoever watches.
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
@@ -48,6 +52,7 @@ class ServerState:
     quality_card: bytes | None = None
     started: float = field(default_factory=time.time)  # Unix seconds
     quality: tuple[QualityFact, ...] = ()
+    jobs_folder: Path | None = None
     warnings: RecentWarnings = field(default_factory=RecentWarnings)
     machine: MachineProbe = field(init=False)
     text_pool: ThreadPoolExecutor = field(

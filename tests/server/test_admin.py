@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,6 +17,7 @@ from appliance.events import (
     Delta,
     Event,
     Info,
+    Job,
     Log,
     Sequences,
     Snapshot,
@@ -23,6 +25,7 @@ from appliance.events import (
     decode_event,
     unpack_cell,
 )
+from appliance.jobs import JobFile
 from appliance.log import MAX_RECENT, RecentWarnings
 from appliance.server.admin import MAX_WATCHERS, LogFeed, Rates
 from appliance.server.sequence_feed import TokenRate
@@ -260,6 +263,27 @@ async def test_warnings_of_the_engine_reach_every_watcher_once(serve: Serve) -> 
             assert [line.message for line in lines] == ["the first step of an echo"]
             assert (lines[0].level, lines[0].source) == ("WARNING", "appliance.echo")
             await feed.aclose()
+
+
+async def test_a_task_of_another_process_is_told_until_it_is_over(
+    serve: Serve, tmp_path: Path
+) -> None:
+    async with serve() as running:
+        running.state.jobs_folder = tmp_path
+        feed = watch(running)
+        told: list[tuple[str, int, int]] = []
+        with JobFile(tmp_path, "quantize tiny") as job:
+            job.update("layers", 3, 30)
+            async with asyncio.timeout(10):
+                async for event in feed:
+                    if isinstance(event, Job):
+                        told.append((event.stage, event.done, event.total))
+                        if len(told) == 1:
+                            job.__exit__(None, None, None)
+                        else:
+                            break
+        assert told == [("layers", 3, 30), ("layers", 30, 30)]
+        await feed.aclose()
 
 
 def test_a_watcher_is_told_new_lines_only_and_as_many_as_are_kept() -> None:

@@ -90,6 +90,24 @@ async def test_nothing_of_a_prompt_is_logged_or_counted(
         assert "secret-key" not in text
 
 
+async def test_who_looks_at_the_server_sends_the_engine_nothing(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serve() as running:
+        sent: list[object] = []
+        monkeypatch.setattr(running.state.engine._supervisor, "send", sent.append)
+        for path in ("/", "/metrics", "/health", "/ready", "/v1/models"):
+            assert (await running.http.get(path)).status_code == 200
+        async with running.http.stream("GET", "/admin/v1/events") as feed:
+            lines = 0
+            async for line in feed.aiter_lines():
+                lines += line.startswith("event: stats")
+                if lines == 2:
+                    break
+        assert sent == []
+        assert running.state.engine.stats.steps_total == 0
+
+
 def test_times_of_a_request() -> None:
     metrics = Metrics("m")
     timer = RequestTimer(metrics)

@@ -1,6 +1,6 @@
 // The block map on a canvas: a square for a block, or for a few neighbours where there are many.
 
-const SQUARE = 6; // device-independent pixels
+const LARGEST = 16, SMALLEST = 4; // side of a square in device-independent pixels
 const NO_OWNER = 0xffff;
 const FREE = 0, CACHED = 1;
 // Hues that stay apart with any kind of colour vision (Okabe and Ito), one per sequence in turn.
@@ -42,17 +42,19 @@ export class BlockMap {
 
   paint() {
     const { canvas, cells } = this;
-    const scale = devicePixelRatio || 1, side = Math.round(SQUARE * scale);
+    const scale = devicePixelRatio || 1;
     canvas.width = Math.round(canvas.clientWidth * scale);
     canvas.height = Math.round(canvas.clientHeight * scale);
+    const fit = (side) => Math.floor(canvas.width / side) * Math.floor(canvas.height / side);
+    let side = Math.round(LARGEST * scale);
+    while (side > SMALLEST * scale && fit(side) < cells.length) side--;
     const columns = Math.max(1, Math.floor(canvas.width / side));
-    const rows = Math.max(1, Math.floor(canvas.height / side));
-    const squares = Math.min(columns * rows, cells.length);
+    const squares = Math.min(fit(side), cells.length);
     const context = canvas.getContext("2d");
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
     const plain = { free: colour("--free"), cached: colour("--cached"), shared: colour("--shared") };
-    const gap = scale >= 1 && cells.length <= columns * rows ? 1 : 0;
+    const gap = cells.length <= squares ? 1 : 0;
     for (let square = 0; square < squares; square++) {
       // Neighbours that share a square show the one that matters most.
       const first = Math.floor((square * cells.length) / squares);

@@ -181,6 +181,7 @@ function setAnswering(controller) {
 async function answer() {
   const controller = new AbortController();
   setAnswering(controller);
+  byId("figures").textContent = "…";
   const element = bubble("assistant", "");
   const turn = { role: "assistant", content: "" };
   const clock = { begin: performance.now(), first: 0, last: 0 };
@@ -213,10 +214,16 @@ async function answer() {
     }
   } catch (error) {
     if (controller.signal.aborted) byId("figures").textContent = "stopped";
-    else bubble("error", error.message);
+    else {
+      bubble("error", error.message);
+      byId("figures").textContent = "";
+    }
   } finally {
     if (turn.content) page.messages.push(turn);
-    else element.remove();
+    else {
+      element.remove();
+      page.messages.pop(); // what was said, since nothing came of it
+    }
     setAnswering(null);
   }
 }

@@ -1,0 +1,108 @@
+"""Long tasks of other processes, such as a quantize run, for dashboards on the same machine.
+
+Each task keeps one small file in a folder; a server reads them only while somebody watches. A file
+whose process is gone means nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from appliance.events import Job
+
+WRITE_SECONDS = 0.5  # between two versions of a file
+MAX_BYTES = 2**16
+MAX_JOBS = 16
+
+
+class JobFile:
+    """Tells how far the task of this process has come, as long as it is open.
+
+    Where the folder cannot be written to, nobody is told: that is no reason not to work.
+
+    Args:
+        folder: see `appliance.config.jobs_dir`; made if it is not there.
+        name: of the task, such as "quantize SmolLM2-135M".
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = folder / f"{os.getpid()}.json"
+        self._name = name
+        self._stage = ""
+        self._begin = (0.0, 0)  # time and done when the stage began
+        self._next = 0.0
+
+    def __enter__(self) -> JobFile:
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            for path in self._path.parent.glob("*.json"):
+                if not _is_alive(path):
+                    path.unlink(missing_ok=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def update(
+        self, stage: str, done: int, total: int, *, seconds_left: float | None = None
+    ) -> None:
+        """Tell how far a stage has come.
+
+        Args:
+            stage: in words.
+            done: of `total`.
+            total: 0 means unknown.
+            seconds_left: reckoned from the pace of the stage if None.
+        """
+        now = time.monotonic()
+        if stage != self._stage:
+            self._stage, self._begin, self._next = stage, (now, done), 0.0
+        if now < self._next and done < total:
+            return
+        self._next = now + WRITE_SECONDS
+        begin, first = self._begin
+        if seconds_left is None and done > first and total > done:
+            seconds_left = (now - begin) / (done - first) * (total - done)
+        job = Job(name=self._name, stage=stage, done=done, total=total, seconds_left=seconds_left)
+        with contextlib.suppress(OSError):
+            partial = self._path.with_suffix(".new")
+            partial.write_bytes(msgspec.json.encode(job))
+            partial.replace(self._path)
+
+
+def read_jobs(folder: Path) -> dict[int, Job]:
+    """Process id to task, of all tasks that are going on."""
+    jobs: dict[int, Job] = {}
+    for path in sorted(folder.glob("*.json"))[:MAX_JOBS]:
+        if not _is_alive(path):
+            continue
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            with path.open("rb") as file:
+                content = file.read(MAX_BYTES)
+            jobs[int(path.stem)] = msgspec.json.decode(content, type=Job)
+    return jobs
+
+
+def _is_alive(path: Path) -> bool:
+    """Whether the process that a file is named after runs."""
+    if not path.stem.isdecimal():
+        return False
+    try:
+        os.kill(int(path.stem), 0)
+    except PermissionError:
+        return True  # of another user
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True

@@ -1,0 +1,12 @@
+"""Files for Prometheus and Grafana that know this server's metrics; nothing of ours reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FILES = {"grafana": "grafana.json", "alerts": "alerts.yml", "prometheus": "prometheus.yml"}
+
+
+def path_of(name: str) -> Path:
+    """Where one of `FILES` lies."""
+    return Path(__file__).parent / FILES[name]

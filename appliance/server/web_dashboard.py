@@ -1,0 +1,174 @@
+"""`appliance top` in a browser: textual-serve behind the checks of our own door.
+
+Each browser tab is one process of the terminal dashboard. Needs the extra `web`.
+"""
+
+from __future__ import annotations
+
+import html
+import secrets
+import shlex
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import aiohttp_jinja2
+from aiohttp import web
+from textual_serve.server import Server
+
+from appliance.errors import RequestError
+from appliance.server.door import KeyCheck, check_origin, is_loopback
+from appliance.server.page import FOLDER
+
+if TYPE_CHECKING:
+    import socket
+
+    from appliance.config import ServerConfig
+
+MAX_SESSIONS = 8  # a process of some 60 MiB each
+COOKIE = "appliance_dashboard"
+# What textual-serve sends has scripts and styles in its markup, and asks a public host for a font.
+POLICY = (
+    "default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; font-src 'self'; connect-src 'self' {scheme}://{host}; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+)
+KEY_FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><title>appliance top</title>
+<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">
+<form method="post" action="/"><p>{reason}</p><label>API key
+<input type="password" name="key" autocomplete="off" required autofocus></label>
+<button>Watch</button></form></html>"""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class WebDashboard(Server):
+    """Serves the dashboard of one server to browsers.
+
+    Args:
+        url: the server to watch.
+        config: address to listen on and key; without a key only for this machine.
+    """
+
+    def __init__(self, url: str, config: ServerConfig) -> None:
+        command = [sys.executable, "-P", "-m", "appliance", "top", "--url", url]
+        super().__init__(shlex.join(command), host=config.host, port=config.port)
+        self.title = "appliance top"
+        self._only_loopback = is_loopback(config.host)
+        self._key = KeyCheck(config.api_key)
+        self._tickets: set[str] = set()  # of browsers that have shown the key
+        self._sessions = 0
+
+    def run(self, sock: socket.socket) -> None:
+        """Serve on a listening socket until a signal ends it."""
+        web.run_app(self._make_app(), sock=sock, print=None, access_log=None, shutdown_timeout=2)
+
+    async def on_startup(self, app: web.Application) -> None:
+        """Leave the console to the command line."""
+
+    async def _make_app(self) -> web.Application:
+        app = await super()._make_app()
+        app.router.add_post("/", self._take_key)
+        app.router.add_get("/favicon.ico", _send_icon)
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._guard(request, handler)
+
+        app.middlewares.append(guard)
+        return app
+
+    async def handle_index(self, request: web.Request) -> web.Response:
+        """The page, with addresses of the name under which the browser knows this server."""
+        context = {
+            "font_size": 16,
+            "app_websocket_url": f"{_websocket_scheme(request)}://{request.host}/ws",
+            "config": {"static": {"url": "/static/"}},
+            "application": {"name": self.title},
+        }
+        return aiohttp_jinja2.render_template("app_index.html", request, context)
+
+    async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
+        """One dashboard."""
+        if self._sessions >= MAX_SESSIONS:
+            raise web.HTTPServiceUnavailable(text=f"{MAX_SESSIONS} dashboards are open already")
+        self._sessions += 1
+        try:
+            return await super().handle_websocket(request)
+        finally:
+            self._sessions -= 1
+
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            check_origin(
+                request.headers.get("host", ""),
+                request.headers.getall("origin", []),
+                only_loopback=self._only_loopback,
+            )
+        except RequestError as error:
+            return web.Response(status=error.status, text=error.message)
+        if not (request.method == "POST" and request.path == "/"):
+            if (key := request.query.get("key")) is not None:
+                return self._admit(key)
+            if not self._knows(request):
+                return _key_form("This dashboard wants the API key.")
+        response = await handler(request)
+        if not response.prepared:
+            _harden(request, response)
+        return response
+
+    def _knows(self, request: web.Request) -> bool:
+        if request.cookies.get(COOKIE) in self._tickets:
+            return True
+        headers = request.headers
+        given = headers.getall("authorization", []), headers.getall("x-api-key", [])
+        try:
+            self._key.check(*given)
+        except RequestError:
+            return False
+        return True
+
+    async def _take_key(self, request: web.Request) -> web.Response:
+        form = await request.post()
+        return self._admit(str(form.get("key", "")))
+
+    def _admit(self, key: str) -> web.Response:
+        """A ticket for the right key, and the page without the key in its address."""
+        try:
+            self._key.check([], [key])
+        except (RequestError, UnicodeEncodeError):
+            return _key_form("The key is wrong.")
+        ticket = secrets.token_urlsafe(32)
+        self._tickets.add(ticket)
+        response = web.Response(status=303, headers={"location": "/", "cache-control": "no-store"})
+        response.set_cookie(COOKIE, ticket, httponly=True, samesite="Strict", path="/")
+        return response
+
+
+async def _send_icon(request: web.Request) -> web.Response:
+    return web.Response(body=(FOLDER / "icon.svg").read_bytes(), content_type="image/svg+xml")
+
+
+def _key_form(reason: str) -> web.Response:
+    text = KEY_FORM.format(reason=html.escape(reason))
+    policy = "default-src 'none'; form-action 'self'; frame-ancestors 'none'"
+    return web.Response(
+        status=401,
+        text=text,
+        content_type="text/html",
+        headers={"content-security-policy": policy, "cache-control": "no-store"},
+    )
+
+
+def _harden(request: web.Request, response: web.StreamResponse) -> None:
+    scheme = _websocket_scheme(request)
+    headers: dict[str, Any] = {
+        "content-security-policy": POLICY.format(scheme=scheme, host=request.host),
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+    response.headers.update(headers)
+
+
+def _websocket_scheme(request: web.Request) -> str:
+    return "wss" if request.secure else "ws"

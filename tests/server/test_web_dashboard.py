@@ -1,0 +1,141 @@
+"""`appliance top --web` as a process, asked by clients and by a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import httpx
+import psutil
+import pytest
+from browser import chromium, opened
+
+from appliance.config import ServerConfig
+from appliance.server.web_dashboard import COOKIE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.server.conftest import Serve
+
+KEY = "dashboard-key"
+
+
+@asynccontextmanager
+async def dashboard(*arguments: str, key: str | None = None) -> AsyncIterator[tuple[str, int]]:
+    """Address and process id of `appliance top --web`."""
+    environment = {name: value for name, value in os.environ.items() if "APPLIANCE_" not in name}
+    if key is not None:
+        environment["APPLIANCE_API_KEY"] = key
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "appliance", "top", "--web", "--web-port", "0", *arguments),
+        env=environment,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(30):
+            line = (await process.stderr.readline()).decode()
+            found = re.search(r"is at (http://\S+)/$", line.strip())
+            assert found is not None, line + (await process.stderr.read()).decode()
+        yield found[1], process.pid
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await process.wait() == 0, "a signal ends it cleanly"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_every_path_wants_the_key_and_a_ticket_is_as_good() -> None:
+    async with (
+        dashboard(key=KEY) as (url, _),
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        for path in ("/", "/ws", "/static/js/textual.js", "/download/x", "/nothing"):
+            response = await http.get(path)
+            assert response.status_code == 401, path
+            assert "password" in response.text
+        for wrong in ("wrong", "", "\N{SNOWMAN}"):
+            assert (await http.get("/", params={"key": wrong})).status_code == 401
+            assert (await http.post("/", data={"key": wrong})).status_code == 401
+        bearer = {"authorization": f"Bearer {KEY}"}
+        assert (await http.get("/", headers=bearer)).status_code == 200
+        assert (await http.get("/")).status_code == 401
+        forged = {"cookie": f"{COOKIE}=forged"}
+        assert (await http.get("/", headers=forged)).status_code == 401
+
+        admitted = await http.post("/", data={"key": KEY})
+        assert (admitted.status_code, admitted.headers["location"]) == (303, "/")
+        cookie = admitted.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert KEY not in cookie
+        page = await http.get("/")
+        assert page.status_code == 200
+        assert f"ws://{url.removeprefix('http://')}/ws" in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+async def test_names_and_pages_of_others_are_refused() -> None:
+    async with (
+        dashboard() as (url, _),
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        assert (await http.get("/")).status_code == 200, "this machine needs no key"
+        assert (await http.get("/", headers={"host": "evil.example"})).status_code == 403
+        upgrade = {
+            "connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13",
+            "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==", "origin": "http://evil.example",
+        }  # fmt: skip
+        assert (await http.get("/ws", headers=upgrade)).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+async def test_other_machines_are_not_let_in_without_a_key(host: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "appliance", "top", "--web", "--web-host", host),
+        env={name: value for name, value in os.environ.items() if "APPLIANCE_" not in name},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, error = await process.communicate()
+    assert process.returncode == 2
+    assert b"an API key is needed" in error
+    assert ServerConfig(host=host).api_key is None
+
+
+async def test_a_browser_shows_the_dashboard_and_its_process_ends_with_the_tab(
+    serve: Serve, tmp_path: Path
+) -> None:
+    async with (
+        chromium() as browser,
+        serve("step_seconds=0.01", server={"api_key": KEY}) as running,
+        dashboard("--url", running.url, key=KEY) as (url, pid),
+        opened(browser, url) as (page, complaints),
+    ):
+        await page.get_by_label("API key").fill(KEY)
+        await page.get_by_role("button", name="Watch").click()
+        await page.locator("body.-first-byte").wait_for()
+        process = psutil.Process(pid)
+        await running.until(lambda: len(process.children(recursive=True)) > 0)
+        watched = b'route="/admin/v1/events",status="200"'
+        await running.until(lambda: watched in running.state.metrics.render(), 20)
+        screen = tmp_path / "screen.png"
+        size = 0
+        async with asyncio.timeout(15):
+            while size < 15_000:  # an empty terminal packs far better
+                await asyncio.sleep(0.3)
+                await page.screenshot(path=screen)
+                size = screen.stat().st_size
+        others = [text for text in complaints if "401" not in text and "googleapis" not in text]
+        assert others == []
+        assert "key=" not in page.url
+        await page.close()
+        await running.until(lambda: not process.children(recursive=True))
