@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import PackedWeight
 from appliance.quant import fp8, rtn
+from appliance.quant.options import Method
+from appliance.quant.ranges import AROUND, choose_steps
 from appliance.quant.scheme import Fp8Scheme
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from appliance.quant.options import Method
-    from appliance.quant.scheme import LinearScheme
+    from appliance.quant.scheme import LinearScheme, WeightScheme
 
 
 def quantize(
@@ -30,7 +32,22 @@ def quantize(
     """
     if isinstance(scheme, Fp8Scheme):
         return fp8.quantize(weight, scheme)
+    if method is Method.SEARCH and not scheme.symmetric:
+        return search(weight, scheme, scale_dtype)
     return rtn.quantize(weight, scheme, scale_dtype)
+
+
+def search(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) -> PackedWeight:
+    """Round over the steps that make the sum of the errors' fourth powers least in each group.
+
+    Large errors are what a model notices. In groups of 64 asymmetric codes of 4 bits the mean KL
+    divergence of SmolLM2-135M was 0.315 beside 0.330 of plain rounding, 0.354 with least squares
+    and 0.341 with third powers; with symmetric ones no power was better than plain rounding
+    (2,048 tokens of an encyclopedia).
+    """
+    full = weight.to(torch.float32)
+    steps = choose_steps(full, scheme, scale_dtype, shares=AROUND, shifts=(-1, 0, 1), power=4)
+    return steps.pack(steps.codes(full))
 
 
 def concatenate(parts: list[PackedWeight | Fp8Weight]) -> PackedWeight | Fp8Weight:

@@ -24,7 +24,7 @@ class Method(Enum):
     AWQ = "awq"
     GPTQ = "gptq"
     AWQ_GPTQ = "awq+gptq"
-    HQQ = "hqq"
+    SEARCH = "search"
     FP8 = "fp8"
     INT8 = "int8"
 
@@ -82,6 +82,11 @@ def choose_scheme(
         if not symmetric:
             raise ConfigError("FP8 has no zero points; leave --no-symmetric out")
         return Fp8Scheme(blockwise=word == BLOCK)
+    if method is Method.SEARCH and symmetric:
+        raise ConfigError(
+            "--method search needs --no-symmetric: for symmetric weights nothing that was tried"
+            " without text is better than rtn"
+        )
     if method is Method.INT8:
         return WeightScheme.parse(bits=8, group_size=group_size or CHANNEL, symmetric=symmetric)
     return WeightScheme.parse(

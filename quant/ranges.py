@@ -7,6 +7,7 @@ error of what matters: each input counts by how large its activations are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from appliance.quant.scheme import WeightScheme
 
 WHOLE = (1.0,)
+AROUND = tuple(1.05 - step / 40 for step in range(12))  # of the range, from a little beyond it
 SHRUNK = tuple(1 - step / 40 for step in range(21))  # of the range; 1 keeps all of it
 
 
@@ -70,6 +72,8 @@ def choose_steps(
     *,
     importance: Tensor | None = None,
     shares: tuple[float, ...] = WHOLE,
+    shifts: tuple[int, ...] = (0,),
+    power: int = 2,
 ) -> Steps:
     """Choose scale and zero point of every group.
 
@@ -78,8 +82,10 @@ def choose_steps(
         scheme: its group size divides in_features.
         dtype: float16 or bfloat16, in which scales are stored.
         importance: (in_features,) float32, the mean square of each input; None: all alike.
-        shares: of a group's range that are tried; the one of least weighted square error is
-            taken, the first of equals.
+        shares: of a group's range that are tried; the one of least weighted error is taken, the
+            first of equals.
+        shifts: of the zero point that are tried with each, where there is one.
+        power: of an error.
 
     Returns:
         The steps of all groups.
@@ -89,14 +95,15 @@ def choose_steps(
     low, high = groups.aminmax(dim=-1)
     matters = None if importance is None else importance.reshape(1, -1, group_size)
     best: tuple[Tensor, Tensor, Tensor] | None = None  # error, scale, zero point
-    for share in shares:
+    for share, shift in product(shares, (0,) if scheme.symmetric else shifts):
         scale, zero_point = rtn.steps_over(low * share, high * share, scheme, dtype)
         if len(shares) == 1:
             return Steps(scale, zero_point, scheme, dtype)
+        zero_point = (zero_point + shift).clamp_(0, scheme.max_code)
         codes = torch.round(groups / scale.unsqueeze(-1)).add_(zero_point.unsqueeze(-1))
         codes.clamp_(0, scheme.max_code).sub_(zero_point.unsqueeze(-1))
-        square = codes.mul_(scale.unsqueeze(-1)).sub_(groups).square_()
-        error = (square if matters is None else square.mul_(matters)).sum(-1)
+        lost = codes.mul_(scale.unsqueeze(-1)).sub_(groups).pow_(power)
+        error = (lost if matters is None else lost.mul_(matters)).sum(-1)
         if best is None:
             best = error, scale, zero_point
         else:

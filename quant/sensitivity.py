@@ -73,9 +73,14 @@ class Variants:
             linear.moments = None
         return moments
 
-    def branch(self, block: Block) -> None:
-        """Begin a variant: the model as it is before this layer, which is changed now."""
+    def branch(self, block: Block) -> Tensor:
+        """Begin a variant: the model as it is before this layer, which is changed now.
+
+        Returns:
+            The stream after the layer, (num_rows * row_tokens, hidden_size) float32.
+        """
         self._branches.append(self._run(block, self._streams[0]))
+        return self._branches[-1]
 
     def advance(self, block: Block) -> None:
         """Put all earlier variants and the model as it is through an unchanged layer."""

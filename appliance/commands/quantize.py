@@ -15,7 +15,7 @@ def quantize(
     model: Model = "",
     out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist.")] = None,
     method: Annotated[
-        str, typer.Option(help="rtn, hqq, fp8 or int8 (no text needed), gptq, awq or awq+gptq.")
+        str, typer.Option(help="rtn, search, fp8, int8 (no text needed), gptq, awq or awq+gptq.")
     ] = "rtn",
     bits: Annotated[int | None, typer.Option(help="3, 4 or 8 [4; 8 of fp8 and int8].")] = None,
     group_size: Annotated[

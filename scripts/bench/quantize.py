@@ -37,6 +37,7 @@ ROWS: dict[str, list[str]] = {
     "int8 g64": ["--method", "int8", "--group-size", "64"],
     "rtn 4 sym": ["--method", "rtn"],
     "rtn 4 asym": ["--method", "rtn", *ASYMMETRIC],
+    "search 4 asym": ["--method", "search", *ASYMMETRIC],
     "rtn 4 g32 asym": ["--method", "rtn", "--group-size", "32", *ASYMMETRIC],
     "rtn 3 asym": ["--method", "rtn", "--bits", "3", *ASYMMETRIC],
     "awq 4 sym": ["--method", "awq"],
@@ -47,6 +48,8 @@ ROWS: dict[str, list[str]] = {
     "awq+gptq 4 asym": ["--method", "awq+gptq", *ASYMMETRIC],
     "awq+gptq 3 asym": ["--method", "awq+gptq", "--bits", "3", *ASYMMETRIC],
     "rtn 4 sym, head 8": ["--method", "rtn", "--head", "8"],
+    "rtn 4.25 mixed": ["--method", "rtn", "--mixed", "4.25"],
+    "awq+gptq 4.25 mixed": ["--method", "awq+gptq", "--mixed", "4.25"],
 }
 
 

@@ -8,6 +8,7 @@ import torch
 from appliance.errors import QuantizeError
 from appliance.kernels.packed import PackedWeight
 from appliance.quant import awq, gptq, rtn
+from appliance.quant.data_free import search
 from appliance.quant.ranges import SHRUNK, WHOLE, choose_steps
 from appliance.quant.scheme import WeightScheme
 
@@ -74,6 +75,15 @@ def test_ranges_are_cut_where_that_lowers_the_weighted_error() -> None:
         return float(((back - weight).square() * energy).sum())
 
     assert lost(SHRUNK) < 0.5 * lost(WHOLE)
+
+
+def test_without_text_the_largest_errors_are_made_less() -> None:
+    weight, scheme = weights() ** 3, WeightScheme(4, 64, False)
+    plain, found = (
+        (packed.dequantize() - weight).double().pow(4).sum()
+        for packed in (rtn.quantize(weight, scheme), search(weight, scheme, torch.bfloat16))
+    )
+    assert found < 0.95 * plain
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
