@@ -73,6 +73,27 @@ class WeightFormat(Enum):
             raise ConfigError(f"format {name!r} is not known; supported: {known}") from error
 
 
+class Engine(Enum):
+    """Whose code quantizes."""
+
+    APPLIANCE = "appliance"
+    AUTOAWQ = "autoawq"
+    OPTIMUM = "optimum"
+
+    @classmethod
+    def parse(cls, name: str) -> Engine:
+        """The engine of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        try:
+            return cls(name)
+        except ValueError as error:
+            known = ", ".join(engine.value for engine in cls)
+            raise ConfigError(f"engine {name!r} is not known; supported: {known}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
     """Everything that decides what a quantized model is like, and where it may go.
@@ -83,6 +104,7 @@ class QuantizeOptions:
         text: what to calibrate with, for methods that do; by default what `CalibrationText` says.
         format: of the folder that is written; AWQ and GPTQ hold less than compressed-tensors, and
             what they do not is refused before any work is done.
+        engine: another library may do the work, if it is installed.
         overwrite: replace an older model folder at the destination.
         max_shard_bytes: where a new safetensors file begins.
     """
@@ -91,5 +113,6 @@ class QuantizeOptions:
     method: Method = Method.RTN
     text: CalibrationText | None = None
     format: WeightFormat = WeightFormat.COMPRESSED_TENSORS
+    engine: Engine = Engine.APPLIANCE
     overwrite: bool = False
     max_shard_bytes: int = MAX_SHARD_BYTES

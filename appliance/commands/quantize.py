@@ -32,6 +32,9 @@ def quantize(
     format: Annotated[
         str, typer.Option(help="Of the files: compressed-tensors, awq or gptq.")
     ] = "compressed-tensors",
+    engine: Annotated[
+        str, typer.Option(help="Who quantizes: appliance, or autoawq or optimum if installed.")
+    ] = "appliance",
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
 ) -> None:
     """Quantize a model's weights into a folder that can be served."""
@@ -39,7 +42,7 @@ def quantize(
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
     from appliance.quant.calibration import CalibrationText
-    from appliance.quant.options import Method, QuantizeOptions, WeightFormat
+    from appliance.quant.options import Engine, Method, QuantizeOptions, WeightFormat
     from appliance.quant.pipeline import quantize_model
     from appliance.quant.scheme import WeightScheme
 
@@ -50,6 +53,7 @@ def quantize(
         method=Method.parse(method),
         text=CalibrationText(calibration, calibration_tokens, seed=seed),
         format=WeightFormat.parse(format),
+        engine=Engine.parse(engine),
         overwrite=overwrite,
     )
     with ProgressLine() as progress:
