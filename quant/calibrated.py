@@ -16,6 +16,7 @@ from appliance.kernels.packed import PackedWeight
 from appliance.quant import gptq
 from appliance.quant.fold import scale_inputs
 from appliance.quant.ranges import SHRUNK, choose_steps
+from appliance.quant.scheme import Fp8Scheme
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.quant.block import Block, ObservedLinear
     from appliance.quant.options import Method
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.scheme import LinearScheme, WeightScheme
     from appliance.quant.walk import Walk
 
 
@@ -48,7 +49,7 @@ def quantize_layers(
     source: ModelSource,
     walk: Walk,
     method: Method,
-    schemes: Mapping[str, WeightScheme | None],
+    schemes: Mapping[str, LinearScheme | None],
     dtype: torch.dtype,
 ) -> Iterator[QuantizedLayer]:
     """Quantize a model's layers in order.
@@ -131,10 +132,12 @@ def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:
     return found
 
 
-def _scheme(schemes: Mapping[str, WeightScheme | None], names: list[str]) -> WeightScheme | None:
+def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> WeightScheme | None:
     found = {schemes[name] for name in names}
     assert len(found) == 1, f"{names} share an input and so a scheme"
-    return found.pop()
+    scheme = found.pop()
+    assert not isinstance(scheme, Fp8Scheme), "FP8 needs no text"
+    return scheme
 
 
 def _norms_and_biases(

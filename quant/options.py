@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError
-from appliance.quant.scheme import WeightScheme
+from appliance.quant.scheme import CHANNEL, Fp8Scheme, WeightScheme
 
 if TYPE_CHECKING:
     from appliance.quant.calibration import CalibrationText
+    from appliance.quant.scheme import LinearScheme
 
 MAX_SHARD_BYTES = 4 << 30
+BLOCK = "block"  # a group size of FP8
 
 
 class Method(Enum):
@@ -22,6 +24,9 @@ class Method(Enum):
     AWQ = "awq"
     GPTQ = "gptq"
     AWQ_GPTQ = "awq+gptq"
+    HQQ = "hqq"
+    FP8 = "fp8"
+    INT8 = "int8"
 
     @classmethod
     def parse(cls, name: str) -> Method:
@@ -39,7 +44,7 @@ class Method(Enum):
     @property
     def needs_text(self) -> bool:
         """Whether calibration rows are shown to the model."""
-        return self is not Method.RTN
+        return self.scales_inputs or self.makes_up
 
     @property
     def scales_inputs(self) -> bool:
@@ -50,6 +55,55 @@ class Method(Enum):
     def makes_up(self) -> bool:
         """Whether later columns make up for the rounding of earlier ones."""
         return self in (Method.GPTQ, Method.AWQ_GPTQ)
+
+
+def choose_scheme(
+    method: Method, bits: int | None, group_size: str | None, *, symmetric: bool
+) -> LinearScheme:
+    """What a person asked the weights to be; None is what suits the method.
+
+    Args:
+        method: FP8 and INT8 have 8 bits, and a scale for each output unless groups are asked for.
+        bits: 3, 4 or 8; 4 by default.
+        group_size: 32, 64, 128 or channel, of FP8 channel or block; 64 by default.
+        symmetric: no zero points.
+
+    Raises:
+        ConfigError: these do not go together.
+    """
+    if method in (Method.FP8, Method.INT8) and bits not in (None, 8):
+        raise ConfigError(f"--method {method.value} has 8 bits; leave --bits {bits} out")
+    if method is Method.FP8:
+        word = (group_size or CHANNEL).strip().lower()
+        if word not in (CHANNEL, BLOCK):
+            raise ConfigError(
+                f"group size {word!r} is not one of FP8: {CHANNEL}, or {BLOCK} for 128x128 weights"
+            )
+        if not symmetric:
+            raise ConfigError("FP8 has no zero points; leave --no-symmetric out")
+        return Fp8Scheme(blockwise=word == BLOCK)
+    if method is Method.INT8:
+        return WeightScheme.parse(bits=8, group_size=group_size or CHANNEL, symmetric=symmetric)
+    return WeightScheme.parse(
+        bits=4 if bits is None else bits, group_size=group_size or "64", symmetric=symmetric
+    )
+
+
+def end_scheme(bits: int, layers: LinearScheme) -> WeightScheme | None:
+    """The scheme of an embedding or head of 4 or 8 bits; of 16, None.
+
+    Groups and zero points are those of the layers, where these have any.
+
+    Raises:
+        ConfigError: other bits.
+    """
+    if bits == 16:
+        return None
+    if bits not in (4, 8):
+        raise ConfigError(f"a head of {bits} bits is not supported; use 4, 8 or 16")
+    if isinstance(layers, WeightScheme):
+        return replace(layers, bits=bits)
+    return WeightScheme(bits)
 
 
 class WeightFormat(Enum):
@@ -99,9 +153,14 @@ class QuantizeOptions:
     """Everything that decides what a quantized model is like, and where it may go.
 
     Attributes:
-        scheme: a weight whose width it does not divide gets a smaller group, which is noted.
+        scheme: of the layers' linear weights. One whose width it does not divide gets a smaller
+            group, which is noted.
         method: how codes are chosen.
         text: what to calibrate with, for methods that do; by default what `CalibrationText` says.
+        head: bits of the head, 4, 8 or 16. Where the model uses one matrix for both ends, of that.
+        embedding: bits of the embedding of a model with a head of its own, likewise.
+        mixed: bits for each of the layers' weights, scales included, to spend where it matters
+            most: each linear gets 3, 4, 8 or 16 bits in groups of `scheme`. None: all alike.
         format: of the folder that is written; AWQ and GPTQ hold less than compressed-tensors, and
             what they do not is refused before any work is done.
         engine: another library may do the work, if it is installed.
@@ -109,9 +168,12 @@ class QuantizeOptions:
         max_shard_bytes: where a new safetensors file begins.
     """
 
-    scheme: WeightScheme = field(default_factory=WeightScheme)
+    scheme: LinearScheme = field(default_factory=WeightScheme)
     method: Method = Method.RTN
     text: CalibrationText | None = None
+    head: int = 16
+    embedding: int = 16
+    mixed: float | None = None
     format: WeightFormat = WeightFormat.COMPRESSED_TENSORS
     engine: Engine = Engine.APPLIANCE
     overwrite: bool = False

@@ -36,6 +36,29 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
 
 
+def pack_threes(codes: Tensor) -> Tensor:
+    """Lay codes of 3 bits end to end, the lowest first; a code may span two bytes.
+
+    Args:
+        codes: (rows, columns) uint8 below 8; columns that 8 does not divide are filled with 0.
+
+    Returns:
+        (rows, 3 * ceil(columns / 8)) uint8.
+    """
+    eights = pad(codes, (0, -codes.shape[1] % 8)).reshape(codes.shape[0], -1, 8).to(torch.int32)
+    shifts = torch.arange(0, 24, 3, dtype=torch.int32, device=codes.device)
+    words = (eights << shifts).sum(-1, dtype=torch.int32)  # 24 bits of each are used
+    return words.unsqueeze(-1).view(torch.uint8)[..., :3].flatten(1)
+
+
+def unpack_threes(packed: Tensor) -> Tensor:
+    """Undo `pack_threes`: (rows, 3 * eights) uint8 -> (rows, 8 * eights) uint8."""
+    triples = pad(packed.view(packed.shape[0], -1, 3), (0, 1)).contiguous()
+    words = triples.view(torch.int32)  # (rows, eights, 1)
+    shifts = torch.arange(0, 24, 3, dtype=torch.int32, device=packed.device)
+    return (words >> shifts & 7).to(torch.uint8).flatten(1)
+
+
 def bytes_to_words(packed: Tensor) -> Tensor:
     """View rows of bytes as 32-bit words, lowest byte first.
 
@@ -63,18 +86,24 @@ def pack_zero_points(zero_points: Tensor, bits: int) -> Tensor:
 
     Args:
         zero_points: (out_features, groups) uint8 below 2 ** bits.
-        bits: 4 or 8.
+        bits: 3, 4 or 8.
 
     Returns:
         (ceil(out_features * bits / 32), groups) int32.
     """
-    codes_per_word = WORD_BITS // bits
-    columns = pad(zero_points.T, (0, -zero_points.shape[0] % codes_per_word))  # (groups, out)
-    return bytes_to_words(pack_codes(columns, bits)).T.contiguous()
+    columns = zero_points.T  # (groups, out_features)
+    if bits == 3:
+        packed = pack_threes(columns)[:, : -(-columns.shape[1] * 3 // 8)]
+    else:
+        packed = pack_codes(pad(columns, (0, -columns.shape[1] % (WORD_BITS // bits))), bits)
+    return bytes_to_words(packed).T.contiguous()
 
 
 def unpack_zero_points(words: Tensor, bits: int, out_features: int) -> Tensor:
     """Undo `pack_zero_points`: -> (out_features, groups) uint8."""
     columns = words.T.contiguous()  # (groups, words)
-    codes = unpack_codes(words_to_bytes(columns, columns.shape[1] * 4), bits)
+    if bits == 3:  # of whole threes of words, 32 codes each
+        columns = pad(columns, (0, -columns.shape[1] % 3))
+    packed = words_to_bytes(columns, columns.shape[1] * 4)
+    codes = unpack_threes(packed) if bits == 3 else unpack_codes(packed, bits)
     return codes[:, :out_features].T.contiguous()

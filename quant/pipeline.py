@@ -22,8 +22,9 @@ from appliance.model.source import open_model
 from appliance.quant.calibration import CalibrationText
 from appliance.quant.engines import quantize_by_engine
 from appliance.quant.options import Engine, QuantizeOptions
-from appliance.quant.plan import make_plan
+from appliance.quant.plan import end_schemes, make_plan
 from appliance.quant.report import QuantizeReport
+from appliance.quant.scheme import WeightScheme
 from appliance.quant.shard_writer import ShardWriter
 from appliance.quant.staging import check_destination, staged_folder
 from appliance.quant.tokenizer_files import write_tokenizer_files
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.quant.calibration import Calibration
     from appliance.quant.plan import QuantizePlan
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.scheme import LinearScheme
     from appliance.quant.writing import OnProgress
 
 
@@ -70,7 +71,14 @@ def quantize_model(
         check_destination(out, model_path.resolve(), overwrite=options.overwrite)
         _refuse_quantized(model_path)
         source = open_model(model_path)
-        plan = make_plan(source.slots(), options.scheme, _stored_dtype(source), options.format)
+        dtype = _stored_dtype(source)
+        plan = make_plan(
+            source.slots(),
+            options.scheme,
+            dtype,
+            ends=end_schemes(source, options),
+            format=options.format,
+        )
         _check_space(out, plan)
         calibration = None
         if method.needs_text:
@@ -78,7 +86,7 @@ def quantize_model(
         with staged_folder(out) as staging:
             with ShardWriter(staging, plan.layouts(), options.max_shard_bytes) as writer:
                 if calibration is None:
-                    write_rounded(source.weights, plan, writer, on_progress)
+                    write_rounded(source.weights, plan, writer, method, on_progress)
                 else:
                     write_calibrated(source, plan, writer, method, calibration, on_progress)
             config = json.dumps(plan.model_config(source.config), indent=2, ensure_ascii=False)
@@ -134,7 +142,7 @@ def _check_space(out: Path, plan: QuantizePlan) -> None:
 
 
 def _notes(
-    model_path: Path, scheme: WeightScheme, calibration: Calibration | None
+    model_path: Path, scheme: LinearScheme, calibration: Calibration | None
 ) -> Iterator[str]:
     if calibration is not None:
         yield str(calibration)
@@ -147,5 +155,5 @@ def _notes(
                 f"re-quantized from {', '.join(lossy)}, so the losses of both add up;"
                 " the 16-bit model it was made from gives a better result"
             )
-    if not scheme.symmetric:
+    if isinstance(scheme, WeightScheme) and not scheme.symmetric:
         yield ("transformers loads zero points only with CompressedTensorsConfig(dequantize=True)")

@@ -6,11 +6,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import QuantizeError
+from appliance.errors import ConfigError, QuantizeError
+from appliance.kernels.packed import PackedWeight
+from appliance.model.tensors import Role
 from appliance.quant.formats.compressed_tensors import encode, encoded_layout
 from appliance.quant.formats.compressed_tensors_config import quantization_config
 from appliance.quant.formats.word_writer import awq_writer, gptq_writer
-from appliance.quant.options import WeightFormat
+from appliance.quant.options import WeightFormat, end_scheme
+from appliance.quant.scheme import WeightScheme
 from appliance.quant.shard_writer import TensorLayout
 
 if TYPE_CHECKING:
@@ -19,10 +22,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.fp8 import Fp8Weight
+    from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats.word_writer import Weights, WordWriter
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.options import QuantizeOptions
+    from appliance.quant.scheme import LinearScheme
 
 _WEIGHT = ".weight"
 
@@ -33,14 +38,16 @@ class PlannedTensor:
 
     Attributes:
         name: in the model.
+        role: what it is to the decoder.
         shape: (out_features, in_features) of a linear weight.
         scheme: how it is quantized; None keeps it in 16 bits.
         stored: the tensors it becomes.
     """
 
     name: str
+    role: Role
     shape: tuple[int, ...]
-    scheme: WeightScheme | None
+    scheme: LinearScheme | None
     stored: tuple[TensorLayout, ...]
 
     @property
@@ -71,9 +78,13 @@ class QuantizePlan:
         """Every tensor that will be stored."""
         return [layout for tensor in self.tensors for layout in tensor.stored]
 
-    def encode(self, name: str, weight: PackedWeight) -> dict[str, Tensor]:
+    def encode(self, tensor: PlannedTensor, weight: PackedWeight | Fp8Weight) -> dict[str, Tensor]:
         """The tensors that store a quantized weight."""
-        return encode(name, weight) if self.words is None else self.words.encode(name, weight)
+        if self.words is None:
+            assert tensor.scheme is not None, tensor.name
+            return encode(tensor.name, weight, tensor.scheme)
+        assert isinstance(weight, PackedWeight), tensor.name
+        return self.words.encode(tensor.name, weight)
 
     def model_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """config.json of the result, from that of the source."""
@@ -82,10 +93,13 @@ class QuantizePlan:
             for tensor in self.tensors
             if tensor.scheme is not None
         }
+        quantized = {tensor.role for tensor in self.tensors if tensor.scheme is not None}
+        ignore = [] if Role.HEAD in quantized else ["lm_head"]
+        named = Role.EMBEDDING in quantized
         kept = {key: value for key, value in config.items() if key != "torch_dtype"}
-        ignore = ["lm_head", *self.kept]
+        ignore += self.kept
         stored = (
-            quantization_config(schemes, ignore)
+            quantization_config(schemes, ignore, named=named)
             if self.words is None
             else self.words.config(ignore)
         )
@@ -97,27 +111,40 @@ class QuantizePlan:
 
 def make_plan(
     slots: Sequence[TensorSlot],
-    scheme: WeightScheme,
+    scheme: LinearScheme,
     dtype: torch.dtype,
+    *,
+    ends: Mapping[Role, WeightScheme] | None = None,
+    chosen: Mapping[str, LinearScheme | None] | None = None,
     format: WeightFormat = WeightFormat.COMPRESSED_TENSORS,
 ) -> QuantizePlan:
     """Plan a model: linear weights of the layers are quantized, all else stays in 16 bits.
+
+    Args:
+        slots: every tensor of the model.
+        scheme: of the layers' linear weights.
+        dtype: of scales and of what is not quantized.
+        ends: of the embedding and of the head, where they are to be quantized too.
+        chosen: of linear weights that get another scheme than the rest, by name.
+        format: of the folder.
 
     Raises:
         ConfigError: the format cannot hold the weights.
         QuantizeError: there is not one weight that the scheme fits.
     """
-    found: dict[str, WeightScheme | None] = {}
+    found: dict[str, LinearScheme | None] = {}
     reasons: dict[str, list[str]] = defaultdict(list)
     kept: list[str] = []
     for slot in slots:
-        fitted = None
-        if slot.is_linear:
-            fitted, reason = scheme.fit(slot.shape[1])
+        fitted: LinearScheme | None = None
+        wanted = (chosen or {}).get(slot.name, scheme) if slot.is_linear else None
+        wanted = (ends or {}).get(slot.role, wanted)
+        if wanted is not None:
+            fitted, reason = wanted.fit(slot.shape[1])
             if reason:
                 reasons[reason].append(slot.name)
-            if fitted is None:
-                kept.append(slot.name.removesuffix(_WEIGHT))
+        if slot.is_linear and fitted is None:
+            kept.append(slot.name.removesuffix(_WEIGHT))
         found[slot.name] = fitted
     if not any(found.values()):
         raise QuantizeError(f"nothing to quantize: every linear weight is {'; '.join(reasons)}")
@@ -128,7 +155,7 @@ def make_plan(
 
 
 def make_writer(
-    format: WeightFormat, slots: Sequence[TensorSlot], schemes: Mapping[str, WeightScheme | None]
+    format: WeightFormat, slots: Sequence[TensorSlot], schemes: Mapping[str, LinearScheme | None]
 ) -> WordWriter | None:
     """What stores weights of those schemes as AWQ or GPTQ; None for compressed-tensors.
 
@@ -140,13 +167,37 @@ def make_writer(
     weights: Weights = {}
     for slot in slots:
         scheme = schemes.get(slot.name)
-        if scheme is not None:
-            weights[slot.name] = (slot.shape[0], slot.shape[1]), scheme
+        if scheme is None:
+            continue
+        if not isinstance(scheme, WeightScheme) or not slot.is_linear:
+            what = f"{scheme} weights" if slot.is_linear else "an embedding or head"
+            raise ConfigError(
+                f"--format {format.value} does not hold {what}; use --format compressed-tensors"
+            )
+        weights[slot.name] = (slot.shape[0], slot.shape[1]), scheme
     return awq_writer(weights) if format is WeightFormat.AWQ else gptq_writer(weights)
 
 
+def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, WeightScheme]:
+    """What embedding and head become, where they do not stay in 16 bits.
+
+    A matrix that serves as both is stored as the embedding.
+
+    Raises:
+        ConfigError: bits that are not supported, or of an embedding that is the head.
+    """
+    tied = source.spec.tied_head
+    if tied and options.embedding != 16:
+        raise ConfigError("the embedding of this model is its head too; give --head BITS alone")
+    asked = {
+        Role.EMBEDDING: end_scheme(options.head if tied else options.embedding, options.scheme),
+        Role.HEAD: end_scheme(options.head, options.scheme),
+    }
+    return {role: scheme for role, scheme in asked.items() if scheme is not None}
+
+
 def _planned(
-    slot: TensorSlot, scheme: WeightScheme | None, dtype: torch.dtype, words: WordWriter | None
+    slot: TensorSlot, scheme: LinearScheme | None, dtype: torch.dtype, words: WordWriter | None
 ) -> PlannedTensor:
     if scheme is None:
         layouts = {slot.name: (dtype, slot.shape)}
@@ -155,4 +206,4 @@ def _planned(
     else:
         layouts = encoded_layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
     stored = tuple(TensorLayout(name, *layout) for name, layout in layouts.items())
-    return PlannedTensor(slot.name, slot.shape, scheme, stored)
+    return PlannedTensor(slot.name, slot.role, slot.shape, scheme, stored)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.scheme import LinearScheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class QuantizeReport:
     out: Path
     architecture: str
     method: str
-    scheme: WeightScheme
+    scheme: LinearScheme
     num_quantized: int
     quantized_parameters: int
     quantized_bytes: int

@@ -89,11 +89,11 @@ def pack(
     scale = scale.to(scale_dtype)
     symmetric = scheme.symmetric
     return PackedWeight(
-        codes=pack_codes(codes.to(torch.uint8), scheme.bits),
+        codes=pack_codes(codes.to(torch.uint8), scheme.code_bits),
         scale=scale,
         offset=-scheme.zero_code * scale if symmetric else zero_point.to(scale_dtype),
         offset_kind=OffsetKind.ADDITIVE if symmetric else OffsetKind.ZERO_POINT,
-        bits=scheme.bits,
+        bits=scheme.code_bits,
         group_size=scheme.group_size or codes.shape[1],
     )
 

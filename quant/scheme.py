@@ -1,4 +1,4 @@
-"""What a quantized weight should be: bits, groups, symmetry. Knows no method and no file format."""
+"""What a quantized weight should be: type, bits, groups, symmetry. Knows no method or format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from appliance.errors import ConfigError
 
-BITS = (4, 8)
+BITS = (3, 4, 8)
 GROUP_SIZES = (128, 64, 32)  # falling, so that the first that divides a width is the largest
 CHANNEL = "channel"
 
@@ -16,7 +16,7 @@ class WeightScheme:
     """Integer codes in groups along the input dimension of a linear weight.
 
     Attributes:
-        bits: 4 or 8.
+        bits: 3, 4 or 8.
         group_size: inputs that share a scale, 32, 64 or 128; None means all of a row, "channel".
         symmetric: no zero point, so code 2 ** (bits - 1) is always the weight 0.
 
@@ -30,7 +30,7 @@ class WeightScheme:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise ConfigError(f"weights of {self.bits} bits are not supported; use 4 or 8")
+            raise ConfigError(f"weights of {self.bits} bits are not supported; use 3, 4 or 8")
         if self.group_size is not None and self.group_size not in GROUP_SIZES:
             raise ConfigError(
                 f"a group size of {self.group_size} is not supported; use 32, 64, 128 or channel"
@@ -45,6 +45,11 @@ class WeightScheme:
         if not (word.isascii() and word.isdigit()):
             raise ConfigError(f"group size {group_size!r} is not 32, 64, 128 or channel")
         return cls(bits, int(word), symmetric)
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code in memory: kernels read 4 or 8, so that 3 lie in the form of 4."""
+        return max(self.bits, 4)
 
     @property
     def max_code(self) -> int:
@@ -80,3 +85,32 @@ class WeightScheme:
     def __str__(self) -> str:
         group = CHANNEL if self.group_size is None else f"groups of {self.group_size}"
         return f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'asymmetric'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Scheme:
+    """Floating-point codes of 8 bits (e4m3).
+
+    Attributes:
+        blockwise: a scale for each 128x128 weights and activations in groups of 128, instead of
+            one for each output and each token.
+        quantized_inputs: made for activations that become FP8 too, as they come.
+    """
+
+    blockwise: bool = False
+    quantized_inputs: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return 8
+
+    def fit(self, in_features: int) -> tuple[Fp8Scheme | None, str]:
+        """Every width fits; see `WeightScheme.fit`."""
+        return self, ""
+
+    def __str__(self) -> str:
+        return f"FP8 {'in blocks of 128x128' if self.blockwise else 'by channel'}"
+
+
+LinearScheme = WeightScheme | Fp8Scheme

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from appliance.errors import QuantizeError
-from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.fp8 import BLOCK, Fp8Weight
 from appliance.kernels.packed import PackedWeight
-from appliance.quant import rtn
+from appliance.quant import data_free
 from appliance.quant.calibrated import quantize_layers
 from appliance.quant.walk import Walk
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from appliance.quant.formats import WeightReader
     from appliance.quant.options import Method
     from appliance.quant.plan import PlannedTensor, QuantizePlan
-    from appliance.quant.scheme import WeightScheme
     from appliance.quant.shard_writer import ShardWriter
 
 PIECE_ELEMENTS = 1 << 18  # numbers of a weight that are worked on at once: 1 MiB in float32
@@ -46,9 +45,10 @@ def write_rounded(
     weights: WeightReader,
     plan: QuantizePlan,
     writer: ShardWriter,
+    method: Method,
     on_progress: OnProgress | None,
 ) -> None:
-    """Round every weight to its nearest code; see `rtn`."""
+    """Quantize every weight by itself; see `data_free`."""
     done = 0
     with _workers() as workers:
         for tensor in plan.tensors:
@@ -56,8 +56,8 @@ def write_rounded(
             if tensor.scheme is None:
                 writer.write(tensor.name, _in_type(plan.dtype, tensor.name, weight))
             else:
-                packed = _quantized(workers, tensor.scheme, plan.dtype, tensor.name, weight)
-                for name, stored in plan.encode(tensor.name, packed).items():
+                done_weight = _quantized(workers, tensor, method, plan.dtype, weight)
+                for name, stored in plan.encode(tensor, done_weight).items():
                     writer.write(name, [stored])
             done += tensor.nbytes
             if on_progress is not None:
@@ -82,8 +82,8 @@ def write_calibrated(
         if tensor.scheme is None:
             writer.write(tensor.name, _in_type(plan.dtype, tensor.name, value))
         else:
-            assert isinstance(value, PackedWeight), tensor.name
-            for name, stored in plan.encode(tensor.name, value).items():
+            assert not isinstance(value, Tensor), tensor.name
+            for name, stored in plan.encode(tensor, value).items():
                 writer.write(name, [stored])
         done += tensor.nbytes
         if on_progress is not None:
@@ -92,10 +92,14 @@ def write_calibrated(
     with tempfile.TemporaryDirectory(dir=writer.folder.parent, prefix=".calibration-") as folder:
         walk = Walk(source, calibration.rows, Path(folder) / "stream", torch.device("cpu"))
         for layer in quantize_layers(source, walk, method, schemes, plan.dtype):
-            for name, value in layer.tensors.items():
-                write(planned.pop(name), value)
+            for name, part in layer.tensors.items():
+                write(planned.pop(name), part)
     for name, tensor in planned.items():  # embedding, head, norms that nothing was folded into
-        write(tensor, source.weights.load(name))
+        value = source.weights.load(name)
+        if tensor.scheme is not None:
+            with _workers() as workers:
+                value = _quantized(workers, tensor, method, plan.dtype, value)
+        write(tensor, value)
 
 
 def _in_type(dtype: torch.dtype, name: str, weight: Weight) -> Iterator[Tensor]:
@@ -106,15 +110,19 @@ def _in_type(dtype: torch.dtype, name: str, weight: Weight) -> Iterator[Tensor]:
 
 def _quantized(
     workers: Executor,
-    scheme: WeightScheme,
+    tensor: PlannedTensor,
+    method: Method,
     scale_dtype: torch.dtype,
-    name: str,
     weight: Weight,
-) -> PackedWeight:
-    def quantize_rows(rows: slice) -> PackedWeight:
-        return rtn.quantize(_read_rows(name, weight, rows), scheme, scale_dtype)
+) -> PackedWeight | Fp8Weight:
+    scheme = tensor.scheme
+    assert scheme is not None, tensor.name
 
-    return PackedWeight.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
+    def quantize_rows(rows: slice) -> PackedWeight | Fp8Weight:
+        piece = _read_rows(tensor.name, weight, rows)
+        return data_free.quantize(piece, scheme, method, scale_dtype)
+
+    return data_free.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
 
 
 def _read_rows(name: str, weight: Weight, rows: slice) -> Tensor:
@@ -135,8 +143,11 @@ def _read_rows(name: str, weight: Weight, rows: slice) -> Tensor:
 
 
 def _row_ranges(shape: tuple[int, ...]) -> list[slice]:
-    """Cut a tensor along its first dimension into pieces to work on at once."""
-    rows = max(1, PIECE_ELEMENTS // math.prod(shape[1:]))
+    """Cut a tensor along its first dimension into pieces to work on at once.
+
+    Whole blocks of FP8, so that a piece may be quantized by itself.
+    """
+    rows = max(BLOCK, PIECE_ELEMENTS // math.prod(shape[1:]) // BLOCK * BLOCK)
     return [slice(start, start + rows) for start in range(0, shape[0], rows)]
 
 

@@ -15,15 +15,25 @@ def quantize(
     model: Model = "",
     out: Annotated[Path | None, typer.Option(help="Folder to write; must not exist.")] = None,
     method: Annotated[
-        str, typer.Option(help="rtn (no text needed), gptq, awq or awq+gptq.")
+        str, typer.Option(help="rtn, hqq, fp8 or int8 (no text needed), gptq, awq or awq+gptq.")
     ] = "rtn",
-    bits: Annotated[int, typer.Option(help="4 or 8.")] = 4,
+    bits: Annotated[int | None, typer.Option(help="3, 4 or 8 [4; 8 of fp8 and int8].")] = None,
     group_size: Annotated[
-        str, typer.Option(help="Inputs that share a scale: 32, 64, 128 or channel.")
-    ] = "64",
+        str | None,
+        typer.Option(
+            help="Inputs that share a scale: 32, 64, 128 or channel [64; channel of fp8 and int8];"
+            " block of fp8 is 128x128 weights."
+        ),
+    ] = None,
     symmetric: Annotated[
         bool, typer.Option(help="No zero points: readable by transformers and vLLM.")
     ] = True,
+    head: Annotated[
+        int, typer.Option(help="Bits of the head, 4, 8 or 16; of both ends if they are tied.")
+    ] = 16,
+    embedding: Annotated[
+        int, typer.Option(help="Bits of the embedding of a model with a head of its own.")
+    ] = 16,
     calibration: Annotated[
         Path | None, typer.Option(help="Text file or folder of them [Python's help topics].")
     ] = None,
@@ -42,15 +52,23 @@ def quantize(
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
     from appliance.quant.calibration import CalibrationText
-    from appliance.quant.options import Engine, Method, QuantizeOptions, WeightFormat
+    from appliance.quant.options import (
+        Engine,
+        Method,
+        QuantizeOptions,
+        WeightFormat,
+        choose_scheme,
+    )
     from appliance.quant.pipeline import quantize_model
-    from appliance.quant.scheme import WeightScheme
 
     if out is None:
         raise ConfigError("--out DIR is needed: the folder to write the quantized model to")
+    chosen = Method.parse(method)
     options = QuantizeOptions(
-        scheme=WeightScheme.parse(bits=bits, group_size=group_size, symmetric=symmetric),
-        method=Method.parse(method),
+        scheme=choose_scheme(chosen, bits, group_size, symmetric=symmetric),
+        method=chosen,
+        head=head,
+        embedding=embedding,
         text=CalibrationText(calibration, calibration_tokens, seed=seed),
         format=WeightFormat.parse(format),
         engine=Engine.parse(engine),

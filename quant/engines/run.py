@@ -13,6 +13,7 @@ from appliance.quant.calibration import CalibrationText
 from appliance.quant.engines import autoawq, optimum
 from appliance.quant.options import Engine, Method, WeightFormat
 from appliance.quant.report import QuantizeReport
+from appliance.quant.scheme import WeightScheme
 from appliance.quant.staging import check_destination, staged_folder
 from appliance.quant.tokenizer_files import write_tokenizer_files
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.quant.options import QuantizeOptions
-    from appliance.quant.scheme import WeightScheme
 
 
 class Library(Protocol):
@@ -53,7 +53,7 @@ def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) ->
     """
     started = time.monotonic()
     engine, method = options.engine, _METHODS[options.engine]
-    _check(model_path, options)
+    scheme = _check(model_path, options)
     library = _LIBRARIES[engine]
     instead = f"use --method {method.value} --format {_FORMATS[engine].value}, which needs neither"
     try:
@@ -67,7 +67,7 @@ def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) ->
     calibration = (options.text or CalibrationText()).rows_of(model_path)
     with staged_folder(out) as staging:
         try:
-            library.quantize(model_path, staging, options.scheme, calibration.rows)
+            library.quantize(model_path, staging, scheme, calibration.rows)
         except Exception as error:  # whatever a library dies of, a person gets one line
             raise QuantizeError(
                 f"{engine.value} {version} failed with {type(error).__name__}: {error};"
@@ -77,7 +77,7 @@ def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) ->
     return _report(out, options, method, time.monotonic() - started, f"{engine.value} {version}")
 
 
-def _check(model_path: Path, options: QuantizeOptions) -> None:
+def _check(model_path: Path, options: QuantizeOptions) -> WeightScheme:
     engine, method, scheme = options.engine, _METHODS[options.engine], options.scheme
     if options.method not in (Method.RTN, method):
         what = f"does --method {method.value}, not {options.method.value}"
@@ -85,10 +85,12 @@ def _check(model_path: Path, options: QuantizeOptions) -> None:
         what = f"writes {_FORMATS[engine].value} folders, not {options.format.value}"
     elif not model_path.is_dir():
         what = "reads Hugging Face folders, no GGUF files"
+    elif not isinstance(scheme, WeightScheme):
+        what = "makes integer weights"
     elif engine is Engine.AUTOAWQ and (scheme.bits, scheme.symmetric) != (4, False):
         what = "makes asymmetric weights of 4 bits; add --bits 4 --no-symmetric"
     else:
-        return
+        return scheme
     raise ConfigError(f"--engine {engine.value} {what}")
 
 

@@ -1,8 +1,10 @@
-"""The compressed-tensors layout: weights of 4 or 8 bit integers in "pack-quantized" form.
+"""The compressed-tensors layout: integers in "pack-quantized" form, FP8 in "float-quantized" form.
 
-A linear weight W becomes W_packed (int32 words along the inputs, low code first), W_scale,
-W_shape and, where it is asymmetric, W_zero_point (words along the outputs). Codes are stored
-unsigned. Layout and config schema belong to the compressed-tensors project.
+A weight W of integers becomes W_packed (int32 words along the inputs, low code first), W_scale,
+W_shape and, where it is asymmetric, W_zero_point (words along the outputs); codes are stored
+unsigned, those of 3 bits end to end. A weight of FP8 stays W, and W_scale has a column for each
+output or an element for each 128x128 weights. Layout and config schema belong to the
+compressed-tensors project.
 """
 
 from __future__ import annotations
@@ -13,21 +15,28 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError
+from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.compressed_tensors_config import declared_schemes
 from appliance.quant.formats.input_groups import regrouped
 from appliance.quant.pack import (
     bytes_to_words,
+    pack_codes,
+    pack_threes,
     pack_zero_points,
+    unpack_codes,
+    unpack_threes,
     unpack_zero_points,
     words_to_bytes,
 )
+from appliance.quant.scheme import Fp8Scheme, WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from appliance.checkpoint import SafetensorsFolder
-    from appliance.quant.scheme import WeightScheme
+    from appliance.kernels.weight import Weight
+    from appliance.quant.scheme import LinearScheme
 
 PACKED, SCALE, SHAPE, ZERO_POINT = "_packed", "_scale", "_shape", "_zero_point"
 G_IDX = "_g_idx"
@@ -35,51 +44,63 @@ _PARTS = (PACKED, SCALE, SHAPE, ZERO_POINT, G_IDX)
 SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def encode(name: str, weight: PackedWeight) -> dict[str, Tensor]:
-    """The tensors that store one packed weight.
+def encode(name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme) -> dict[str, Tensor]:
+    """The tensors that store one quantized weight.
 
     Args:
         name: of the weight, such as model.layers.0.self_attn.q_proj.weight.
-        weight: symmetric (an offset of -2 ** (bits - 1) scales) or with integer zero points.
+        weight: FP8 with scales that bfloat16 holds; or integers, symmetric (an offset of
+            -2 ** (bits - 1) scales) or with integer zero points.
+        scheme: what it was made with.
     """
+    if isinstance(weight, Fp8Weight):
+        scale = weight.scale if weight.is_blockwise else weight.scale.unsqueeze(1)
+        return {name: weight.codes, name + SCALE: scale.to(torch.bfloat16)}
+    assert isinstance(scheme, WeightScheme), scheme
+    codes = weight.codes
+    if scheme.bits == 3:
+        codes = pack_threes(unpack_codes(codes, weight.bits))
     tensors = {
-        name + PACKED: bytes_to_words(weight.codes),
+        name + PACKED: bytes_to_words(codes),
         name + SCALE: weight.scale.contiguous(),
         name + SHAPE: torch.tensor(weight.shape),
     }
     if weight.offset_kind is OffsetKind.ADDITIVE:
-        assert torch.equal(weight.offset, -(1 << (weight.bits - 1)) * weight.scale), name
+        assert torch.equal(weight.offset, -scheme.zero_code * weight.scale), name
     else:
         zero_points = weight.offset.to(torch.uint8)
-        tensors[name + ZERO_POINT] = pack_zero_points(zero_points, weight.bits)
+        tensors[name + ZERO_POINT] = pack_zero_points(zero_points, scheme.bits)
     return tensors
 
 
 def encoded_layout(
-    name: str, shape: tuple[int, int], scheme: WeightScheme, scale_dtype: torch.dtype
+    name: str, shape: tuple[int, int], scheme: LinearScheme, scale_dtype: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Type and shape of every tensor that `encode` makes of a weight, before there is one."""
     out_features, in_features = shape
+    if isinstance(scheme, Fp8Scheme):
+        blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
+        scales = blocks if scheme.blockwise else (out_features, 1)
+        return {name: (torch.float8_e4m3fn, shape), name + SCALE: (torch.bfloat16, scales)}
     groups = in_features // (scheme.group_size or in_features)
-    codes_per_word = 32 // scheme.bits
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        name + PACKED: (torch.int32, (out_features, -(-in_features // codes_per_word))),
+        name + PACKED: (torch.int32, (out_features, -(-in_features * scheme.bits // 32))),
         name + SCALE: (scale_dtype, (out_features, groups)),
         name + SHAPE: (torch.int64, (2,)),
     }
     if not scheme.symmetric:
-        layout[name + ZERO_POINT] = (torch.int32, (-(-out_features // codes_per_word), groups))
+        layout[name + ZERO_POINT] = (torch.int32, (-(-out_features * scheme.bits // 32), groups))
     return layout
 
 
 class CompressedTensorsWeights:
-    """Reads a folder of pack-quantized weights, tensor by tensor.
+    """Reads a folder of pack-quantized and float-quantized weights, tensor by tensor.
 
     Args:
         folder: its config.json has a `quantization_config` of this method.
 
     Raises:
-        UnsupportedModelError: the config asks for more than integer weights in groups or rows.
+        UnsupportedModelError: the config asks for a layout that is not read here.
     """
 
     def __init__(self, folder: SafetensorsFolder) -> None:
@@ -89,8 +110,11 @@ class CompressedTensorsWeights:
         packed = {
             name.removesuffix(PACKED) for name in self._stored if name.endswith("weight" + PACKED)
         }
-        parts = {name + part for name in packed for part in _PARTS}
+        scaled = {name.removesuffix(SCALE) for name in self._stored if name.endswith(SCALE)}
         self._packed = frozenset(packed)
+        self._floats = (scaled & self._stored) - packed
+        parts = {name + part for name in packed for part in _PARTS}
+        parts |= {name + SCALE for name in self._floats}
         self._names = sorted(packed | (self._stored - parts))
 
     def tensor_names(self) -> list[str]:
@@ -107,14 +131,19 @@ class CompressedTensorsWeights:
         return shape[0], shape[1]
 
     def packed_bits(self, name: str) -> int | None:
-        """Bits of a packed weight's codes, None of a dense tensor."""
+        """Bits of a quantized weight's codes as they are loaded, None of a dense tensor."""
+        if name in self._floats:
+            return 8
         if name not in self._packed:
             return None
         shape = self.shape(name)
         stored = self._folder.shape(name + PACKED)
-        for bits in sorted({scheme.bits for scheme in self._schemes}):
-            if stored == (shape[0], -(-shape[1] * bits // 32)):
-                return bits
+        for scheme in self._schemes:
+            if isinstance(scheme, WeightScheme) and stored == (
+                shape[0],
+                -(-shape[1] * scheme.bits // 32),
+            ):
+                return scheme.code_bits
         raise CheckpointError(
             f"{name}{PACKED} has shape {stored}, which does not hold a matrix of {shape};"
             " download or quantize the model again"
@@ -122,14 +151,18 @@ class CompressedTensorsWeights:
 
     def is_fp8(self, name: str) -> bool:
         """Whether a weight is stored in e4m3."""
-        return name in self._stored and self._folder.dtype(name) is torch.float8_e4m3fn
+        return name in self._floats
 
     def notes(self) -> tuple[str, ...]:
         """None."""
         return ()
 
-    def load(self, name: str) -> Tensor | PackedWeight:
+    def load(self, name: str) -> Weight:
         """Read one tensor; codes, scales and zero points come back as they were stored."""
+        if name in self._floats:
+            return decode_fp8(
+                name, self._folder.load(name), self._folder.load(name + SCALE), self._schemes
+            )
         if name not in self._packed:
             return self._folder.load(name)
         shape = self.shape(name)
@@ -153,9 +186,9 @@ def decode(
     name: str,
     shape: tuple[int, int],
     tensors: Mapping[str, Tensor],
-    schemes: Sequence[WeightScheme],
+    schemes: Sequence[LinearScheme],
 ) -> PackedWeight:
-    """Undo `encode`.
+    """Undo `encode` of integers.
 
     Args:
         name: of the weight.
@@ -169,6 +202,8 @@ def decode(
     scale = tensors[name + SCALE]
     stored = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
     for scheme in schemes:
+        if not isinstance(scheme, WeightScheme):
+            continue
         group_size = scheme.group_size or shape[1]
         explained = shape[1] % group_size == 0 and scale.dtype in SCALE_DTYPES
         if explained and stored == encoded_layout(name, shape, scheme, scale.dtype):
@@ -185,11 +220,56 @@ def decode(
     else:
         words = tensors[name + ZERO_POINT]
         offset = unpack_zero_points(words, scheme.bits, shape[0]).to(scale.dtype)
+    codes = words_to_bytes(tensors[name + PACKED], shape[1] * scheme.bits // 8)
+    if scheme.bits == 3:
+        codes = pack_codes(unpack_threes(codes), scheme.code_bits)
     return PackedWeight(
-        codes=words_to_bytes(tensors[name + PACKED], shape[1] * scheme.bits // 8),
+        codes=codes,
         scale=scale,
         offset=offset,
         offset_kind=OffsetKind.ADDITIVE if scheme.symmetric else OffsetKind.ZERO_POINT,
-        bits=scheme.bits,
+        bits=scheme.code_bits,
         group_size=group_size,
     )
+
+
+def decode_fp8(
+    name: str, codes: Tensor, scale: Tensor, schemes: Sequence[LinearScheme]
+) -> Fp8Weight:
+    """Undo `encode` of FP8; one scale for a whole weight is also understood.
+
+    Args:
+        name: of the weight.
+        codes: (out_features, in_features) as stored.
+        scale: (out_features, 1), (blocks, blocks) or one element.
+        schemes: what the config declares; FP8 must be among it.
+
+    Raises:
+        CheckpointError: types or shapes are not those, or a value is NaN or infinite.
+    """
+    if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2 or scale.dtype not in SCALE_DTYPES:
+        raise CheckpointError(
+            f"{name} has type {codes.dtype} and a scale of {scale.dtype}, which is not the"
+            " float-quantized form; download or quantize the model again"
+        )
+    rows, columns = codes.shape
+    blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+    floats = {scheme.blockwise: scheme for scheme in schemes if isinstance(scheme, Fp8Scheme)}
+    wide = scale.float()
+    if True in floats and tuple(scale.shape) == blocks:
+        scales = wide
+    elif False in floats and tuple(scale.shape) == (rows, 1):
+        scales = wide.squeeze(1)
+    elif False in floats and scale.numel() == 1:
+        scales = wide.flatten().expand(rows).contiguous()
+    else:
+        raise CheckpointError(
+            f"{name}{SCALE} has shape {tuple(scale.shape)}, which does not belong to a weight of"
+            f" {(rows, columns)} by config.json ({'; '.join(map(str, schemes))}); download or"
+            " quantize the model again"
+        )
+    if not torch.isfinite(scales).all():
+        raise CheckpointError(f"{name}{SCALE} holds NaN or infinity; quantize the model again")
+    if bool((codes.view(torch.uint8) & NAN_CODE == NAN_CODE).any()):
+        raise CheckpointError(f"{name} holds NaN; quantize the model again")
+    return Fp8Weight(codes, scales, floats[scales.dim() == 2].quantized_inputs)

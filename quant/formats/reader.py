@@ -28,7 +28,7 @@ class WeightReader(Protocol):
         ...
 
     def packed_bits(self, name: str) -> int | None:
-        """Bits of a packed weight's codes, None of a dense tensor; reads no weights."""
+        """Bits of a quantized weight's codes as they load, None: dense; reads no weights."""
         ...
 
     def is_fp8(self, name: str) -> bool:

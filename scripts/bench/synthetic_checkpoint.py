@@ -110,7 +110,9 @@ class _Maker:
         value = self._made[key]
         if not isinstance(value, PackedWeight):
             return {slot.name: value.clone()}
-        return {name: part.clone() for name, part in encode(slot.name, value).items()}
+        assert scheme is not None
+        stored = encode(slot.name, value, scheme)
+        return {name: part.clone() for name, part in stored.items()}
 
 
 def _random(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from aot_process import compile_kernels
 
 from appliance.kernels.paged_attention.spec import LLAMA
 from appliance.kernels.signature import CAPABILITIES
@@ -34,19 +30,7 @@ pytestmark = pytest.mark.timeout(1500)  # the first test compiles everything
 @pytest.fixture(scope="module")
 def loops(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Loops:
     output = tmp_path_factory.mktemp("aot") / "decode.json"
-    # Another process, because one that has imported an interpreting triton cannot compile.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(pytestconfig.rootpath / ".cache" / "triton")
-    path = [str(Path(__file__).parent), *filter(None, [environment.get("PYTHONPATH")])]
-    finished = subprocess.run(
-        [sys.executable, "-m", "appliance.kernels.aot", str(output), "--spec", "decode_gates"],
-        env={**environment, "PYTHONPATH": os.pathsep.join(path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stdout
-    kernels = json.loads(output.read_text())["kernels"]
+    kernels = compile_kernels(pytestconfig.rootpath, output, ["decode_gates"])
     return {
         (name, int(capability)): found["loop"]
         for name, row in kernels.items()

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Collection
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from aot_process import compile_kernels
 
 from appliance.kernels.signature import CAPABILITIES, SPECS
 
@@ -33,19 +31,7 @@ pytestmark = pytest.mark.timeout(1500)  # the first test compiles everything
 def compiled(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Table:
     """All kernels' resources, planted regressions included, by name and capability."""
     output = tmp_path_factory.mktemp("aot") / "resources.json"
-    # Another process, because one that has imported an interpreting triton cannot compile.
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(pytestconfig.rootpath / ".cache" / "triton")
-    path = os.pathsep.join(filter(None, (str(HERE), environment.get("PYTHONPATH"))))
-    specs = ["--spec", *SPECS, "planted_regressions"]
-    finished = subprocess.run(
-        [sys.executable, "-m", "appliance.kernels.aot", str(output), *specs],
-        env={**environment, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stdout
+    compile_kernels(pytestconfig.rootpath, output, [*SPECS, "planted_regressions"])
     return load(output)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant import pack
 
-bits = st.sampled_from([4, 8])
+bits = st.sampled_from([4, 8])  # codes in memory
+stored_bits = st.sampled_from([3, 4, 8])
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -50,6 +51,15 @@ def test_packed_codes_are_those_of_packed_weights(
 
 @given(sizes, sizes, seeds)
 @settings(deadline=None, derandomize=True)
+def test_codes_of_three_bits_round_trip(rows: int, eights: int, seed: int) -> None:
+    codes = random_codes(rows, 8 * eights, 3, seed)
+    packed = pack.pack_threes(codes)
+    assert packed.shape == (rows, 3 * eights)
+    assert torch.equal(pack.unpack_threes(packed), codes)
+
+
+@given(sizes, sizes, seeds)
+@settings(deadline=None, derandomize=True)
 def test_words_round_trip(rows: int, width: int, seed: int) -> None:
     packed = random_codes(rows, width, 8, seed)
     words = pack.bytes_to_words(packed)
@@ -57,7 +67,7 @@ def test_words_round_trip(rows: int, width: int, seed: int) -> None:
     assert torch.equal(pack.words_to_bytes(words, width), packed)
 
 
-@given(sizes, sizes, bits, seeds)
+@given(sizes, sizes, stored_bits, seeds)
 @settings(deadline=None, derandomize=True)
 def test_zero_points_round_trip(out_features: int, groups: int, bits: int, seed: int) -> None:
     zero_points = random_codes(out_features, groups, bits, seed)
@@ -66,15 +76,17 @@ def test_zero_points_round_trip(out_features: int, groups: int, bits: int, seed:
     assert torch.equal(pack.unpack_zero_points(words, bits, out_features), zero_points)
 
 
-@given(sizes, sizes, bits, seeds)
+@given(sizes, sizes, stored_bits, seeds)
 @settings(deadline=None, derandomize=True)
 def test_words_are_those_of_compressed_tensors(rows: int, half: int, bits: int, seed: int) -> None:
-    codes = random_codes(rows, 2 * half, bits, seed)
-    ours = pack.bytes_to_words(pack.pack_codes(codes, bits))
+    columns = 32 * half if bits == 3 else 2 * half
+    codes = random_codes(rows, columns, bits, seed)
+    packed = pack.pack_threes(codes) if bits == 3 else pack.pack_codes(codes, bits)
+    ours = pack.bytes_to_words(packed)
     assert torch.equal(ours, pack_to_int32(signed(codes, bits), bits))
 
 
-@given(sizes, sizes, bits, seeds)
+@given(sizes, sizes, stored_bits, seeds)
 @settings(deadline=None, derandomize=True)
 def test_zero_points_are_those_of_compressed_tensors(
     out_features: int, groups: int, bits: int, seed: int

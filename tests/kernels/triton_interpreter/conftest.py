@@ -31,44 +31,64 @@ CHILD_TIMEOUT = 1500  # seconds, for all tests of this folder
 CHILD = pytest.StashKey["Child"]()
 
 
-@dataclass(frozen=True)
 class Child:
-    """What the child said."""
+    """A pytest that runs in the background from the moment all tests are known."""
 
-    outcomes: dict[str, dict[str, str]]  # by the test's id
-    output: str
-
-
-def run_child(session: pytest.Session) -> Child:
-    tests = [item.nodeid for item in session.items if item.path.is_relative_to(HERE)]
-    path = os.pathsep.join(filter(None, (str(HERE / "plugins"), os.environ.get("PYTHONPATH"))))
-    with tempfile.TemporaryDirectory() as folder:
-        lines = Path(folder) / "outcomes.jsonl"
-        lines.touch()
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "interpreter_arithmetic",
-            "-p",
-            "outcome_lines",
-        ]
-        command += ["-p", "no:cacheprovider", "-q", f"--outcome-lines={lines}", *tests]
-        try:
-            finished = subprocess.run(
-                command,
+    def __init__(self, session: pytest.Session) -> None:
+        tests = [item.nodeid for item in session.items if item.path.is_relative_to(HERE)]
+        path = os.pathsep.join(filter(None, (str(HERE / "plugins"), os.environ.get("PYTHONPATH"))))
+        self._folder = tempfile.TemporaryDirectory()
+        self._lines = Path(self._folder.name) / "outcomes.jsonl"
+        self._output = Path(self._folder.name) / "output.txt"
+        self._lines.touch()
+        self._ended: dict[str, dict[str, str]] | None = None
+        options = [f"--outcome-lines={self._lines}", "-q"]
+        for plugin in ("interpreter_arithmetic", "outcome_lines", "no:cacheprovider"):
+            options += ["-p", plugin]
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *options, *tests],
                 env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
                 cwd=session.config.rootpath,
-                stdout=subprocess.PIPE,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-                timeout=CHILD_TIMEOUT,
             )
-            output = finished.stdout.decode()
-        except subprocess.TimeoutExpired as expired:
-            output = f"{(expired.stdout or b'').decode()}\nended after {CHILD_TIMEOUT} s"
-        outcomes = [json.loads(line) for line in lines.read_text().splitlines()]
-    return Child({outcome["test"]: outcome for outcome in outcomes}, output)
+
+    def outcomes(self) -> dict[str, dict[str, str]]:
+        """What became of each test, by its id; waits for the last one."""
+        if self._ended is None:
+            try:
+                self._process.wait(CHILD_TIMEOUT)
+            except subprocess.TimeoutExpired:
+                self.end()
+            lines = [json.loads(line) for line in self._lines.read_text().splitlines()]
+            self._ended = {line["test"]: line for line in lines}
+        return self._ended
+
+    def output(self) -> str:
+        """What it printed."""
+        return self._output.read_text(errors="replace")
+
+    def end(self) -> None:
+        """Stop it if it still runs."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.end()
+        self._folder.cleanup()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    chosen = any(item.path.is_relative_to(HERE) for item in session.items)
+    if chosen and not INTERPRETS and not session.config.option.collectonly:
+        session.stash[CHILD] = Child(session)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if CHILD in session.stash:
+        session.stash[CHILD].close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -82,13 +102,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if INTERPRETS:
         return None
-    session = pyfuncitem.session
-    if CHILD not in session.stash:
-        session.stash[CHILD] = run_child(session)
-    child = session.stash[CHILD]
-    result = child.outcomes.get(pyfuncitem.nodeid)
+    child = pyfuncitem.session.stash[CHILD]
+    result = child.outcomes().get(pyfuncitem.nodeid)
     if result is None:
-        pytest.fail(f"the child did not run this test; it said:\n{child.output}", pytrace=False)
+        pytest.fail(f"the child did not run this test; it said:\n{child.output()}", pytrace=False)
     if result["outcome"] == "failed":
         pytest.fail(result["text"], pytrace=False)
     if result["outcome"] == "skipped":

@@ -19,20 +19,26 @@ from torch import Tensor
 from appliance.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.quant import fp8
 from appliance.quant.formats import open_weights
-from appliance.quant.formats.compressed_tensors import decode, encode, encoded_layout
+from appliance.quant.formats.compressed_tensors import (
+    decode,
+    decode_fp8,
+    encode,
+    encoded_layout,
+)
 from appliance.quant.formats.compressed_tensors_config import (
     declared_schemes,
     quantization_config,
 )
 from appliance.quant.pack import pack_codes
-from appliance.quant.scheme import WeightScheme
+from appliance.quant.scheme import Fp8Scheme, LinearScheme, WeightScheme
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 MODULE = NAME.removesuffix(".weight")
 SCHEMES = [
     WeightScheme(bits, group_size, symmetric)
-    for bits, group_size, symmetric in product((4, 8), (32, 64, 128, None), (True, False))
+    for bits, group_size, symmetric in product((3, 4, 8), (32, 64, 128, None), (True, False))
 ]
 schemes = st.sampled_from(SCHEMES)
 scale_dtypes = st.sampled_from([torch.bfloat16, torch.float16])
@@ -50,11 +56,11 @@ def random_weight(
     scale = torch.randn(groups, generator=generator).to(scale_dtype)
     zero_points = torch.randint(0, scheme.max_code + 1, groups, generator=generator)
     return PackedWeight(
-        codes=pack_codes(codes, scheme.bits),
+        codes=pack_codes(codes, scheme.code_bits),
         scale=scale,
         offset=-scheme.zero_code * scale if scheme.symmetric else zero_points.to(scale_dtype),
         offset_kind=OffsetKind.ADDITIVE if scheme.symmetric else OffsetKind.ZERO_POINT,
-        bits=scheme.bits,
+        bits=scheme.code_bits,
         group_size=group_size,
     )
 
@@ -80,7 +86,7 @@ weights = st.tuples(
 @settings(deadline=None, derandomize=True)
 def test_round_trip(drawn: tuple[WeightScheme, PackedWeight]) -> None:
     scheme, weight = drawn
-    assert_same(decode(NAME, weight.shape, encode(NAME, weight), [scheme]), weight)
+    assert_same(decode(NAME, weight.shape, encode(NAME, weight, scheme), [scheme]), weight)
 
 
 @given(weights)
@@ -90,7 +96,10 @@ def test_the_compressed_tensors_package_reads_the_same_values(
 ) -> None:
     scheme, weight = drawn
     config = QuantizationConfig.model_validate(quantization_config({MODULE: scheme}, ["lm_head"]))
-    local = {key.replace(MODULE + ".", ""): tensor for key, tensor in encode(NAME, weight).items()}
+    local = {
+        key.replace(MODULE + ".", ""): tensor
+        for key, tensor in encode(NAME, weight, scheme).items()
+    }
     read = BaseCompressor.get_value_from_registry(config.format).decompress(
         local, config.config_groups["group_0"]
     )["weight"]
@@ -103,7 +112,8 @@ def test_the_compressed_tensors_package_reads_the_same_values(
 def test_the_layout_is_known_beforehand(drawn: tuple[WeightScheme, PackedWeight]) -> None:
     scheme, weight = drawn
     found = {
-        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in encode(NAME, weight).items()
+        name: (tensor.dtype, tuple(tensor.shape))
+        for name, tensor in encode(NAME, weight, scheme).items()
     }
     assert found == encoded_layout(NAME, weight.shape, scheme, weight.scale.dtype)
 
@@ -144,7 +154,7 @@ DAMAGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_tensors_are_refused_by_name(damage: str) -> None:
     weight = random_weight(SCHEME, 8, 64, torch.bfloat16, 0)
-    damaged = DAMAGES[damage](encode(NAME, weight))
+    damaged = DAMAGES[damage](encode(NAME, weight, SCHEME))
     with pytest.raises(CheckpointError, match=NAME):
         decode(NAME, weight.shape, damaged, [SCHEME])
 
@@ -164,13 +174,13 @@ W = "config_groups/group_0/weights"
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("format", "float-quantized", "float-quantized"),
+        ("format", "nvfp4-pack-quantized", "nvfp4"),
         ("config_groups/group_0/format", "nvfp4-pack-quantized", "nvfp4"),
         ("quantization_status", "frozen", "frozen"),
         ("config_groups", {}, "config_groups"),
         ("config_groups/group_0", ["Linear"], "without weights"),
         (f"{W}/type", "float", "float"),
-        (f"{W}/num_bits", 3, "3 bits"),
+        (f"{W}/num_bits", 2, "2 bits"),
         (f"{W}/group_size", 48, "48"),
         (f"{W}/strategy", "block", "block"),
         ("config_groups/group_0/input_activations", {"num_bits": 8}, "input_activations"),
@@ -198,7 +208,7 @@ def test_listed_groups_are_those_of_their_inputs(tmp_path: Path, symmetric: bool
     config = quantization_config({MODULE: scheme}, [])
     config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    tensors = encode(NAME, weight) | {NAME + "_g_idx": g_idx.int()}
+    tensors = encode(NAME, weight, scheme) | {NAME + "_g_idx": g_idx.int()}
     write_safetensors(tmp_path / "model.safetensors", tensors)
     reader = open_weights(SafetensorsFolder(tmp_path))
     assert reader.tensor_names() == [NAME]
@@ -210,3 +220,62 @@ def test_listed_groups_are_those_of_their_inputs(tmp_path: Path, symmetric: bool
         plus = codes[:, column] * scale + offset
         minus = (codes[:, column] - offset) * scale
         assert torch.equal(dense[:, column], plus if symmetric else minus)
+
+
+FP8_SCHEMES = [Fp8Scheme(), Fp8Scheme(blockwise=True)]
+
+
+@pytest.mark.parametrize("scheme", FP8_SCHEMES, ids=str)
+def test_fp8_is_read_by_the_package_and_by_us_as_it_was_made(scheme: Fp8Scheme) -> None:
+    dense = torch.randn(256, 384, generator=torch.Generator().manual_seed(3))
+    weight = fp8.quantize(dense, scheme)
+    stored = encode(NAME, weight, scheme)
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
+    assert found == encoded_layout(NAME, weight.shape, scheme, torch.bfloat16)
+    config = quantization_config({MODULE: scheme}, ["lm_head"])
+    assert declared_schemes(config) == (scheme,)
+    parsed = QuantizationConfig.model_validate(config)
+    local = {key.replace(MODULE + ".", ""): tensor for key, tensor in stored.items()}
+    read = BaseCompressor.get_value_from_registry(parsed.format).decompress(
+        local, parsed.config_groups["group_0"]
+    )["weight"]
+    assert torch.equal(read.float(), weight.dequantize().to(read.dtype).float())
+    ours = decode_fp8(NAME, stored[NAME], stored[NAME + "_scale"], [scheme])
+    assert torch.equal(ours.codes.view(torch.uint8), weight.codes.view(torch.uint8))
+    assert torch.equal(ours.scale, weight.scale)
+
+
+def test_fp8_groups_say_that_activations_are_scaled_as_they_come() -> None:
+    for scheme, strategy in zip(FP8_SCHEMES, ("token", "group"), strict=True):
+        config = quantization_config({MODULE: scheme}, [])
+        inputs = config["config_groups"]["group_0"]["input_activations"]
+        assert (inputs["strategy"], inputs["dynamic"]) == (strategy, True)
+
+
+def test_formats_may_be_mixed() -> None:
+    schemes: dict[str, LinearScheme] = {"a": WeightScheme(3, 64), "b": Fp8Scheme()}
+    config = quantization_config(schemes, [])
+    assert config["format"] == "mixed-precision"
+    assert QuantizationConfig.model_validate(config).config_groups.keys() == {"group_0", "group_1"}
+    assert declared_schemes(config) == tuple(schemes.values())
+
+
+def test_one_scale_of_a_whole_fp8_weight_belongs_to_every_output() -> None:
+    codes = torch.randn(4, 8).to(torch.float8_e4m3fn)
+    weight = decode_fp8(NAME, codes, torch.tensor([0.5]), [Fp8Scheme()])
+    assert torch.equal(weight.dequantize(), codes.float() * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("codes", "scale", "said"),
+    [
+        (torch.zeros(4, 8), torch.ones(4, 1), "not the float-quantized form"),
+        (torch.zeros(4, 8).to(torch.float8_e4m3fn), torch.ones(3, 1), "does not belong"),
+        (torch.zeros(4, 8).to(torch.float8_e4m3fn), torch.full((4, 1), torch.nan), "NaN"),
+        (torch.full((4, 8), torch.nan).to(torch.float8_e4m3fn), torch.ones(4, 1), "holds NaN"),
+    ],
+)
+def test_damaged_fp8_is_refused_by_name(codes: Tensor, scale: Tensor, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said) as caught:
+        decode_fp8(NAME, codes, scale, [Fp8Scheme()])
+    assert NAME in str(caught.value)

@@ -30,7 +30,7 @@ def folder(path: Path, tensors: dict[str, torch.Tensor], quantization: object) -
 
 
 def packed_folder(path: Path, *, without: str = "none") -> SafetensorsFolder:
-    tensors = encode(NAME, quantize(WEIGHT, SCHEME)) | {"model.norm.weight": torch.ones(6)}
+    tensors = encode(NAME, quantize(WEIGHT, SCHEME), SCHEME) | {"model.norm.weight": torch.ones(6)}
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(without)}
     return folder(path, kept, quantization_config({NAME.removesuffix(".weight"): SCHEME}, []))
 
@@ -71,7 +71,7 @@ def test_words_that_cannot_be_the_matrix_are_refused(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
     words = torch.zeros(shape, dtype=torch.int32)
-    tensors = encode(NAME, quantize(WEIGHT, SCHEME)) | {NAME + "_packed": words}
+    tensors = encode(NAME, quantize(WEIGHT, SCHEME), SCHEME) | {NAME + "_packed": words}
     config = quantization_config({NAME.removesuffix(".weight"): SCHEME}, [])
     reader = open_weights(folder(tmp_path, tensors, config))
     with pytest.raises(CheckpointError, match="does not hold a matrix"):
@@ -87,7 +87,9 @@ def test_a_missing_part_is_named(tmp_path: Path, part: str) -> None:
 
 @pytest.mark.parametrize("shape", [[6], [6, 64, 1], [0, 64], [-6, 64]])
 def test_an_impossible_shape_is_refused(tmp_path: Path, shape: list[int]) -> None:
-    tensors = encode(NAME, quantize(WEIGHT, SCHEME)) | {NAME + "_shape": torch.tensor(shape)}
+    tensors = encode(NAME, quantize(WEIGHT, SCHEME), SCHEME) | {
+        NAME + "_shape": torch.tensor(shape)
+    }
     config = quantization_config({NAME.removesuffix(".weight"): SCHEME}, [])
     reader = open_weights(folder(tmp_path, tensors, config))
     with pytest.raises(CheckpointError, match="no shape of a matrix"):

@@ -1,0 +1,77 @@
+"""FP8: every weight goes to the nearest e4m3 value, over scales of an output or of a block.
+
+The scale is rounded to the type it is stored in first, and the codes are computed with that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from appliance.kernels.fp8 import BLOCK, E4M3_MAX, Fp8Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.quant.scheme import Fp8Scheme
+
+STORED = torch.bfloat16  # scales; float16 would lose those of small weights
+WHOLE = (1.0,)
+# Ways to lay the largest weight within the last octave of e4m3, and a little beyond its end.
+OCTAVE = tuple(2 ** (step / 16) for step in range(-2, 15))
+
+
+def quantize(
+    weight: Tensor, scheme: Fp8Scheme, *, stretches: tuple[float, ...] = OCTAVE
+) -> Fp8Weight:
+    """Quantize one linear weight.
+
+    Codes have three bits of fraction, so that a scale twice as large changes little, but one in
+    between moves every weight to another place in its octave: of several, each output or block
+    gets the scale that loses least.
+
+    Args:
+        weight: (out_features, in_features), finite, of any float type. Blocks begin at its first
+            row.
+        scheme: by channel or in blocks.
+        stretches: of the scale that puts the largest weight at the largest code; those that are
+            tried, the first of equals wins.
+    """
+    rows, columns = weight.shape
+    full = weight.to(torch.float32)
+    if scheme.blockwise:
+        padded = pad(full, (0, -columns % BLOCK, 0, -rows % BLOCK))
+        tiles = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK).transpose(1, 2)
+        groups = tiles.flatten(2)  # (blocks, blocks, 128 * 128)
+    else:
+        groups = full.unsqueeze(1)  # (rows, 1, columns)
+    codes, scale = _nearest(groups, stretches)
+    if scheme.blockwise:
+        back = codes.view(*codes.shape[:2], BLOCK, BLOCK).transpose(1, 2).reshape(padded.shape)
+        return Fp8Weight(back[:rows, :columns].contiguous(), scale)
+    return Fp8Weight(codes.squeeze(1), scale.squeeze(1))
+
+
+def _nearest(groups: Tensor, stretches: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Codes of groups (a, b, elements) and their scales (a, b), both as they are stored."""
+    largest = groups.abs().amax(-1)
+    least = torch.full_like(largest, torch.inf)
+    best = torch.ones_like(largest)
+    for stretch in stretches:
+        scale = (largest * (stretch / E4M3_MAX)).to(STORED).float()
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        if len(stretches) == 1:
+            best = scale
+            break
+        values = _codes(groups, scale).float().mul_(scale.unsqueeze(-1))
+        error = values.sub_(groups).square_().sum(-1)
+        best = torch.where(error < least, scale, best)
+        least = torch.minimum(error, least)
+    return _codes(groups, best), best
+
+
+def _codes(groups: Tensor, scale: Tensor) -> Tensor:
+    """The nearest e4m3 values, those beyond the last cut to it."""
+    return (groups / scale.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
