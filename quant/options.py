@@ -132,6 +132,27 @@ class WeightFormat(Enum):
             raise ConfigError(f"format {name!r} is not known; supported: {known}") from error
 
 
+class Engine(Enum):
+    """Whose code quantizes."""
+
+    APPLIANCE = "appliance"
+    AUTOAWQ = "autoawq"
+    OPTIMUM = "optimum"
+
+    @classmethod
+    def parse(cls, name: str) -> Engine:
+        """The engine of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        try:
+            return cls(name)
+        except ValueError as error:
+            known = ", ".join(engine.value for engine in cls)
+            raise ConfigError(f"engine {name!r} is not known; supported: {known}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
     """Everything that decides what a quantized model is like, and where it may go.
@@ -147,6 +168,7 @@ class QuantizeOptions:
             most: each linear gets 3, 4, 8 or 16 bits in groups of `scheme`. None: all alike.
         format: of the folder that is written; AWQ and GPTQ hold less than compressed-tensors, and
             what they do not is refused before any work is done.
+        engine: another library may do the work, if it is installed.
         overwrite: replace an older model folder at the destination.
         max_shard_bytes: where a new safetensors file begins.
     """
@@ -158,5 +180,6 @@ class QuantizeOptions:
     embedding: int = 16
     mixed: float | None = None
     format: WeightFormat = WeightFormat.COMPRESSED_TENSORS
+    engine: Engine = Engine.APPLIANCE
     overwrite: bool = False
     max_shard_bytes: int = MAX_SHARD_BYTES

@@ -20,7 +20,8 @@ from appliance.files import read_json
 from appliance.gguf import GGUFFile
 from appliance.model.source import open_model
 from appliance.quant.calibration import CalibrationText
-from appliance.quant.options import QuantizeOptions
+from appliance.quant.engines import quantize_by_engine
+from appliance.quant.options import Engine, QuantizeOptions
 from appliance.quant.plan import make_plan, mixed_schemes
 from appliance.quant.report import QuantizeReport
 from appliance.quant.scheme import WeightScheme
@@ -62,6 +63,8 @@ def quantize_model(
     """
     started = time.monotonic()
     options = options or QuantizeOptions()
+    if options.engine is not Engine.APPLIANCE:
+        return quantize_by_engine(model_path, out, options)
     method = options.method
     out = out.resolve()
     try:

@@ -46,6 +46,9 @@ def quantize(
     format: Annotated[
         str, typer.Option(help="Of the files: compressed-tensors, awq or gptq.")
     ] = "compressed-tensors",
+    engine: Annotated[
+        str, typer.Option(help="Who quantizes: appliance, or autoawq or optimum if installed.")
+    ] = "appliance",
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
     card: Annotated[
         bool, typer.Option(help="Measure the result on held-out text, and write its quality card.")
@@ -59,7 +62,13 @@ def quantize(
     from appliance.jobs import JobFile
     from appliance.progress import ProgressLine
     from appliance.quant.calibration import CalibrationText
-    from appliance.quant.options import Method, QuantizeOptions, WeightFormat, choose_scheme
+    from appliance.quant.options import (
+        Engine,
+        Method,
+        QuantizeOptions,
+        WeightFormat,
+        choose_scheme,
+    )
     from appliance.quant.pipeline import quantize_model
 
     if out is None:
@@ -73,6 +82,7 @@ def quantize(
         embedding=embedding,
         text=CalibrationText(calibration, calibration_tokens, seed=seed),
         format=WeightFormat.parse(format),
+        engine=Engine.parse(engine),
         overwrite=overwrite,
     )
     name = f"quantize {Path(model).name or 'the default model'}"

@@ -51,14 +51,17 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
 
 
 def estimate_native_bytes(source: ModelSource, dtype: torch.dtype) -> int:
-    """Bytes of all weights in the CPU library, rounded up; a tied matrix is held once."""
+    """Bytes of all weights in the CPU library, rounded up; a tied matrix is held once.
+
+    FP8 weights are held in `dtype`.
+    """
     total = 0.0
     for slot in source.slots():
         count = math.prod(slot.shape)
         bits = source.weights.packed_bits(slot.name)
         if slot.role is Role.NORM:
             total += 4 * count
-        elif bits is not None:
+        elif bits is not None and not source.weights.is_fp8(slot.name):
             total += count * (bits / 8 + _SCALE_BYTES_PER_WEIGHT)
         else:
             total += count * dtype.itemsize

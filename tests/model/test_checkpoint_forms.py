@@ -16,7 +16,7 @@ from appliance.checkpoint import write_safetensors
 from appliance.kernels.backend import CPU, REFERENCE
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
-from appliance.kernels.fp8 import BLOCK
+from appliance.kernels.fp8 import BLOCK, Fp8Weight
 from appliance.kernels.packed import PackedWeight
 from appliance.model.linear import SideBySide
 from appliance.model.loader import load_decoder
@@ -25,12 +25,13 @@ from appliance.model.size import estimate_native_bytes, estimate_weight_bytes
 from appliance.model.source import ModelSource, open_model
 from appliance.model.teacher import logits_of
 from appliance.quant import rtn
-from appliance.quant.formats import awq, gptq
+from appliance.quant.formats import awq, compressed_tensors, gptq
 from appliance.quant.formats.awq import AwqLayout
+from appliance.quant.formats.compressed_tensors_config import quantization_config
 from appliance.quant.formats.gptq import V1, V2, GptqLayout
 from appliance.quant.formats.word_packed import G_IDX, QWEIGHT
 from appliance.quant.pack import bytes_to_words, pack_codes, unpack_codes, words_to_bytes
-from appliance.quant.scheme import WeightScheme
+from appliance.quant.scheme import Fp8Scheme, WeightScheme
 
 DEVICE = torch.device("cpu")
 CONFIG: dict[str, Any] = {
@@ -108,7 +109,20 @@ def in_fp8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
     return {".weight": codes, ".weight_scale_inv": scale}, dense
 
 
+def in_channel_fp8(name: str, weight: Tensor) -> tuple[Stored, Tensor]:
+    scale = (weight.abs().amax(dim=1) / 448).bfloat16().float()
+    codes = (weight / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    fp8 = Fp8Weight(codes, scale)
+    parts = compressed_tensors.encode(name + ".weight", fp8, Fp8Scheme())
+    return {key.removeprefix(name): part for key, part in parts.items()}, fp8.dequantize()
+
+
 FORMS = {
+    "fp8-channel": Form(
+        quantization_config({"model.layers.0.mlp.up_proj": Fp8Scheme()}, ["lm_head"]),
+        in_channel_fp8,
+        "fp8 (held as fp32)",
+    ),
     "awq": Form(awq.quantization_config(AwqLayout(64), ["lm_head"]), in_awq, "4-bit g64"),
     "gptq": Form(gptq.quantization_config(GptqLayout(8, 32, V1), []), in_gptq, "8-bit g32"),
     "act-order": Form(

@@ -97,10 +97,10 @@ def native_decoder(path: Path) -> NativeDecoder:
 @pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=["reference", "cpu"])
 def test_float32_equals_transformers(oracle: Oracle, backend: Backend) -> None:
     result = agreement(oracle, torch_decoder(oracle, backend, torch.float32))
-    # Gemma's file has types that the packed form does not hold exactly.
-    assert result.error <= (1e-3 if "SmolLM2" in oracle.path.name else 0.5)
+    exact = "SmolLM2" in oracle.path.name  # Gemma's file has types that are converted with a loss
+    assert result.error <= (1e-3 if exact else 0.5)
     assert result.same_top >= 0.99
-    assert abs(result.perplexity_ratio - 1) <= 0.001
+    assert abs(result.perplexity_ratio - 1) <= (0.001 if exact else 0.003)
 
 
 def test_torch_in_bfloat16_stays_near_transformers(oracle: Oracle) -> None:

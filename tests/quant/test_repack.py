@@ -119,6 +119,14 @@ def test_what_a_format_cannot_hold_is_refused_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_quantized_head_is_for_compressed_tensors_only(
+    make_llama: MakeFolder, tmp_path: Path
+) -> None:
+    options = QuantizeOptions(format=WeightFormat.GPTQ, head=8)
+    with pytest.raises(ConfigError, match="--format gptq does not hold an embedding or head"):
+        quantize_model(make_llama(), tmp_path / "out", options)
+
+
 def weights(*parts: tuple[tuple[int, int], WeightScheme]) -> Weights:
     return {f"layer.{index}.weight": part for index, part in enumerate(parts)}
 

@@ -1,0 +1,58 @@
+"""GPTQ by the Optimum library, which has GPTQModel do it."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from appliance.quant.scheme import WeightScheme
+
+TRIED = (
+    "optimum 2.3.0 quantizes by gptqmodel 7 only: of that, 7.7.0 needs torch 2.14.1 or newer, and"
+    " 7.5.0 fails on two processors"
+)
+
+
+def installed() -> str:
+    """The versions that can be imported.
+
+    Raises:
+        ImportError: none can.
+    """
+    import gptqmodel  # noqa: F401 - optimum imports without it, and then dies of a missing name
+    import optimum.gptq  # noqa: F401
+
+    return f"{version('optimum')} with gptqmodel {version('gptqmodel')}"
+
+
+def quantize(model_path: Path, out: Path, scheme: WeightScheme, rows: Tensor) -> None:
+    """Quantize a Hugging Face folder into a GPTQ folder.
+
+    Args:
+        model_path: of the 16-bit model.
+        out: an empty folder.
+        scheme: 4 or 8 bits.
+        rows: (num_rows, row_tokens) int64 to calibrate with.
+    """
+    from optimum.gptq import GPTQQuantizer
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float16)
+    quantizer: Any = GPTQQuantizer(
+        bits=scheme.bits,
+        dataset=[
+            {"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in rows
+        ],
+        group_size=scheme.group_size or -1,
+        sym=scheme.symmetric,
+        desc_act=False,
+        model_seqlen=rows.shape[1],
+    )
+    quantizer.save(quantizer.quantize_model(model, None), str(out))

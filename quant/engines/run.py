@@ -1,0 +1,120 @@
+"""Has another library quantize a model: checks before, one clear error where it cannot."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from appliance.checkpoint import SafetensorsFolder
+from appliance.errors import ConfigError, QuantizeError
+from appliance.model.source import open_model
+from appliance.quant.calibration import CalibrationText
+from appliance.quant.engines import autoawq, optimum
+from appliance.quant.options import Engine, Method, WeightFormat
+from appliance.quant.report import QuantizeReport
+from appliance.quant.scheme import WeightScheme
+from appliance.quant.staging import check_destination, staged_folder
+from appliance.quant.tokenizer_files import write_tokenizer_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from appliance.quant.options import QuantizeOptions
+
+
+class Library(Protocol):
+    """A module of this folder."""
+
+    TRIED: str
+
+    def installed(self) -> str:
+        """The version that can be imported, or ImportError."""
+        ...
+
+    def quantize(self, model_path: Path, out: Path, scheme: WeightScheme, rows: Tensor) -> None:
+        """Write the quantized model into an empty folder."""
+        ...
+
+
+_LIBRARIES: dict[Engine, Library] = {Engine.AUTOAWQ: autoawq, Engine.OPTIMUM: optimum}
+_METHODS = {Engine.AUTOAWQ: Method.AWQ, Engine.OPTIMUM: Method.GPTQ}
+_FORMATS = {Engine.AUTOAWQ: WeightFormat.AWQ, Engine.OPTIMUM: WeightFormat.GPTQ}
+
+
+def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) -> QuantizeReport:
+    """Quantize a Hugging Face folder with another library, in the format that it writes.
+
+    Raises:
+        ConfigError: the library does not do what is asked for.
+        QuantizeError: it is not installed, or failed; no part of `out` is left behind.
+    """
+    started = time.monotonic()
+    engine, method = options.engine, _METHODS[options.engine]
+    scheme = _check(model_path, options)
+    library = _LIBRARIES[engine]
+    instead = f"use --method {method.value} --format {_FORMATS[engine].value}, which needs neither"
+    try:
+        version = library.installed()
+    except ImportError as error:
+        raise QuantizeError(
+            f"--engine {engine.value} cannot be imported ({error}); {library.TRIED}; {instead}"
+        ) from error
+    out = out.resolve()
+    check_destination(out, model_path.resolve(), overwrite=options.overwrite)
+    calibration = (options.text or CalibrationText()).rows_of(model_path)
+    with staged_folder(out) as staging:
+        try:
+            library.quantize(model_path, staging, scheme, calibration.rows)
+        except Exception as error:  # whatever a library dies of, a person gets one line
+            raise QuantizeError(
+                f"{engine.value} {version} failed with {type(error).__name__}: {error};"
+                f" {library.TRIED}; {instead}"
+            ) from error
+        write_tokenizer_files(model_path, staging)
+    return _report(out, options, method, time.monotonic() - started, f"{engine.value} {version}")
+
+
+def _check(model_path: Path, options: QuantizeOptions) -> WeightScheme:
+    engine, method, scheme = options.engine, _METHODS[options.engine], options.scheme
+    if options.method not in (Method.RTN, method):
+        what = f"does --method {method.value}, not {options.method.value}"
+    elif options.format not in (WeightFormat.COMPRESSED_TENSORS, _FORMATS[engine]):
+        what = f"writes {_FORMATS[engine].value} folders, not {options.format.value}"
+    elif not model_path.is_dir():
+        what = "reads Hugging Face folders, no GGUF files"
+    elif not isinstance(scheme, WeightScheme):
+        what = "makes integer weights"
+    elif engine is Engine.AUTOAWQ and (scheme.bits, scheme.symmetric) != (4, False):
+        what = "makes asymmetric weights of 4 bits; add --bits 4 --no-symmetric"
+    else:
+        return scheme
+    raise ConfigError(f"--engine {engine.value} {what}")
+
+
+def _report(
+    out: Path, options: QuantizeOptions, method: Method, seconds: float, engine: str
+) -> QuantizeReport:
+    """What lies in the folder now."""
+    source, folder = open_model(out), SafetensorsFolder(out)
+    sizes = {
+        name: math.prod(folder.shape(name)) * folder.dtype(name).itemsize
+        for name in folder.tensor_names()
+    }
+    packed = [slot for slot in source.slots() if source.weights.packed_bits(slot.name) is not None]
+    modules = tuple(slot.name.removesuffix("weight") for slot in packed)
+    return QuantizeReport(
+        out=out,
+        architecture=source.spec.architecture,
+        method=method.value,
+        scheme=options.scheme,
+        num_quantized=len(packed),
+        quantized_parameters=sum(math.prod(slot.shape) for slot in packed),
+        quantized_bytes=sum(size for name, size in sizes.items() if name.startswith(modules)),
+        parameters=sum(math.prod(slot.shape) for slot in source.slots()),
+        weight_bytes=sum(sizes.values()),
+        seconds=seconds,
+        notes=(f"quantized by {engine}",),
+    )
