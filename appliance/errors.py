@@ -8,6 +8,7 @@ ApplianceError
 │   └── ChatTemplateError  no template, or one that fails to render
 ├── MemoryPlanError        weights + KV cache + workspace do not fit           exit 4
 ├── QuantizeError          quantization could not finish                       exit 5
+│   └── ChangedRunError    a state that another run left
 ├── RequestError           a request that is refused; HTTP status on the class
 │   ├── ContextLengthError
 │   ├── UnknownModelError
@@ -60,9 +61,13 @@ class MemoryPlanError(ApplianceError):
 
 
 class QuantizeError(ApplianceError):
-    """Quantization stopped; nothing half-written was left behind."""
+    """Quantization stopped; nothing half-written bears the name of the result."""
 
     exit_code = 5
+
+
+class ChangedRunError(QuantizeError):
+    """A run was to go on from what another one left, but differs from it."""
 
 
 class RequestError(ApplianceError):

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional
 
 from appliance.kernels.packed import PackedWeight
-from appliance.model.linear import stack_neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,9 +17,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.backend import Backend
     from appliance.model.layers import DecoderLayer
-    from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm
-    from appliance.model.reader import LayerWeights
 
 
 class Moments:
@@ -28,11 +25,13 @@ class Moments:
 
     def __init__(self, in_features: int, device: torch.device) -> None:
         self.tokens = 0
+        self._are_means = False
         self._square = torch.zeros((in_features, in_features), device=device)
         self._magnitude = torch.zeros(in_features, device=device)
 
     def add(self, x: Tensor) -> None:
-        """Count x (num_tokens, in_features) float32 in."""
+        """Count x (num_tokens, in_features) float32 in; not after the means were asked for."""
+        assert not self._are_means
         self.tokens += x.shape[0]
         self._square.addmm_(x.T, x)
         self._magnitude += x.abs().sum(0)
@@ -40,12 +39,25 @@ class Moments:
     @property
     def hessian(self) -> Tensor:
         """The mean of x x^T: (in_features, in_features) float32."""
-        return self._square / max(self.tokens, 1)
+        self._divide()
+        return self._square
 
     @property
     def magnitude(self) -> Tensor:
         """The mean of |x|: (in_features,) float32."""
-        return self._magnitude / max(self.tokens, 1)
+        self._divide()
+        return self._magnitude
+
+    def _divide(self) -> None:
+        """Make means of the sums, where they are: there is no room for a second matrix."""
+        if not self._are_means:
+            self._square.div_(max(self.tokens, 1))
+            self._magnitude.div_(max(self.tokens, 1))
+            self._are_means = True
+
+
+class NothingMoreToSee(Exception):  # noqa: N818 - ends a layer early, and is no error
+    """The last linear that is watched has seen its input."""
 
 
 class ObservedLinear:
@@ -60,6 +72,7 @@ class ObservedLinear:
         self.weight = weight
         self.bias = bias
         self.moments: Moments | None = None  # of what it sees from now on
+        self.is_last_watched = False
 
     @property
     def in_features(self) -> int:
@@ -80,6 +93,8 @@ class ObservedLinear:
         """(num_tokens, in_features) -> (num_tokens, out_features)."""
         if self.moments is not None:
             self.moments.add(x)
+            if self.is_last_watched:
+                raise NothingMoreToSee
         return functional.linear(x, self.weight, self.bias)
 
     def scale_inputs(self, scales: Tensor) -> None:
@@ -96,9 +111,9 @@ class ObservedLinear:
 def observed_linear(
     weight: Tensor | PackedWeight, bias: Tensor | None, dtype: torch.dtype
 ) -> ObservedLinear:
-    """Lay a weight out to be watched; a `Backend.prepare_linear`."""
-    dense = weight.dequantize() if isinstance(weight, PackedWeight) else weight.float().clone()
-    return ObservedLinear(dense, None if bias is None else bias.to(dtype).clone())
+    """Lay a weight out to be watched, in place; a `Backend.prepare_linear`."""
+    assert not isinstance(weight, PackedWeight), "FloatReader makes weights dense"
+    return ObservedLinear(weight, None if bias is None else bias.to(dtype))
 
 
 def observing(backend: Backend) -> Backend:
@@ -141,23 +156,6 @@ class Block:
     def linears(self) -> Iterator[ObservedLinear]:
         """In the order of computation."""
         yield from (self.qkv, self.output, self.gate_up, self.down)
-
-
-def dense_parts(weights: LayerWeights) -> LayerWeights:
-    """All linears of a layer in float32, so that those of one input become one."""
-
-    def dense(part: LinearPart) -> LinearPart:
-        weight = part.weight
-        full = weight.dequantize() if isinstance(weight, PackedWeight) else weight.float()
-        return replace(part, weight=full)
-
-    return replace(
-        weights,
-        qkv=stack_neighbours([dense(part) for part in weights.qkv]),
-        output=dense(weights.output),
-        gate_up=stack_neighbours([dense(part) for part in weights.gate_up]),
-        down=dense(weights.down),
-    )
 
 
 def _observed(linear: object) -> ObservedLinear:

@@ -13,8 +13,11 @@ from pydoc_data.topics import topics
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from appliance.errors import QuantizeError
+from appliance.files import replace_atomically
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SUFFIXES = (".txt", ".md", ".rst")
+ROWS_NAME = "rows.safetensors"
 DEFAULT_TEXT = "Python's help topics"
 
 
@@ -65,6 +69,11 @@ class CalibrationText:
     row_tokens: int = 512
     seed: int = 0
 
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the text can be read now."""
+        return self.path is None or self.path.exists()
+
     def rows_of(self, model_path: Path) -> Calibration:
         """The text as a model's tokenizer cuts it.
 
@@ -84,6 +93,39 @@ class CalibrationText:
             row_tokens=self.row_tokens,
             seed=self.seed,
         )
+
+
+def save_rows(calibration: Calibration, folder: Path) -> None:
+    """Keep rows, so that a later run needs their text no more.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    facts = {
+        "source": calibration.source,
+        "fingerprint": calibration.fingerprint,
+        "dropped": str(calibration.dropped),
+    }
+    with replace_atomically(folder / ROWS_NAME) as temporary:
+        temporary.write_bytes(save({"rows": calibration.rows}, facts))
+
+
+def load_rows(folder: Path) -> Calibration:
+    """Rows that `save_rows` kept.
+
+    Raises:
+        QuantizeError: they are not there, or damaged.
+    """
+    path = folder / ROWS_NAME
+    try:
+        with safe_open(path, "pt") as file:
+            facts, rows = file.metadata(), file.get_tensor("rows")
+            return Calibration(rows, facts["source"], facts["fingerprint"], int(facts["dropped"]))
+    except (OSError, SafetensorError) as error:
+        raise QuantizeError(
+            f"{path}, the calibration rows of an unfinished run, cannot be read: {error};"
+            " add --restart to begin anew"
+        ) from error
 
 
 def default_documents(*, held_out: bool) -> list[tuple[str, str]]:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from appliance.quant.calibration import CalibrationText
 
 MAX_SHARD_BYTES = 4 << 30
+# Options that decide how a run goes, and nothing of what comes out.
+RUN_ONLY = frozenset({"overwrite", "restart", "device", "max_ram", "max_vram"})
 
 
 class Method(Enum):
@@ -61,6 +63,11 @@ class QuantizeOptions:
         method: how codes are chosen.
         text: what to calibrate with, for methods that do; by default what `CalibrationText` says.
         overwrite: replace an older model folder at the destination.
+        restart: discard what an unfinished run for this destination left.
+        device: where layers compute.
+        max_ram: bytes of memory that the process may use at most, all libraries included; None
+            takes what is free.
+        max_vram: bytes that torch may allocate on the GPU at most; None takes what is free.
         max_shard_bytes: where a new safetensors file begins.
     """
 
@@ -68,4 +75,8 @@ class QuantizeOptions:
     method: Method = Method.RTN
     text: CalibrationText | None = None
     overwrite: bool = False
+    restart: bool = False
+    device: str = "cpu"
+    max_ram: int | None = None
+    max_vram: int | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES

@@ -1,104 +1,293 @@
-"""Quantizes a model into a folder, one tensor in memory at a time.
+"""Quantizes a model into a folder, one tensor or one layer in memory at a time.
 
-source -> plan -> for each tensor: read, quantize, write -> rename. Nothing of the result exists
-under its own name before all of it does.
+source -> plan -> for each unit: read, quantize, write, record -> rename. Nothing of the result
+exists under its own name before all of it does, and what is recorded is not done twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from appliance.checkpoint import CONFIG_NAME
-from appliance.errors import QuantizeError
+from appliance.errors import ApplianceError, QuantizeError
 from appliance.files import read_json
 from appliance.gguf import GGUFFile
 from appliance.model.source import open_model
-from appliance.quant.calibration import CalibrationText
+from appliance.quant.calibration import Calibration, CalibrationText, load_rows, save_rows
+from appliance.quant.fingerprint import fingerprint_of
+from appliance.quant.journal import Journal
+from appliance.quant.memory import MemoryUse
 from appliance.quant.options import QuantizeOptions
 from appliance.quant.plan import make_plan
+from appliance.quant.progress import EventLog, UnitLog
 from appliance.quant.report import QuantizeReport
 from appliance.quant.shard_writer import ShardWriter
-from appliance.quant.staging import check_destination, staged_folder
+from appliance.quant.staging import Staging, check_destination, flush, locked
+from appliance.quant.stream import stream_bytes
 from appliance.quant.tokenizer_files import write_tokenizer_files
-from appliance.quant.writing import write_calibrated, write_rounded
+from appliance.quant.writing import UnitWriter, units_of
+from appliance.quantize_events import Done, Failed, Start, Written, ignore_event
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from appliance.model.source import ModelSource
-    from appliance.quant.calibration import Calibration
     from appliance.quant.plan import QuantizePlan
     from appliance.quant.scheme import WeightScheme
-    from appliance.quant.writing import OnProgress
+    from appliance.quantize_events import OnEvent
+
+STREAM = "stream"  # in the state folder
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What was asked for, opened and planned."""
+
+    model_path: Path
+    options: QuantizeOptions
+    source: ModelSource
+    plan: QuantizePlan
+    device: torch.device
+    started: float  # by time.monotonic
 
 
 def quantize_model(
     model_path: Path,
     out: Path,
     options: QuantizeOptions | None = None,
-    on_progress: OnProgress | None = None,
+    on_event: OnEvent = ignore_event,
 ) -> QuantizeReport:
     """Quantize the linear weights of a model's layers and write it as a model folder.
+
+    When it does not come to its end, `.OUT.partial` keeps the layers that are done, and the same
+    call goes on from there; the result is the same to the bit. Only a weight or an activation
+    that is not finite leaves nothing, as it will be there again.
 
     Args:
         model_path: a .gguf file, or a folder with config.json and safetensors.
         out: the folder to write; compressed-tensors weights, config and tokenizer.
         options: what is asked for; 4 bits by rounding by default.
-        on_progress: called after every tensor.
+        on_event: is told how far the work is.
 
     Raises:
         CheckpointError: the model is damaged or incomplete.
         UnsupportedModelError: no code here reads this model.
+        ChangedRunError: an unfinished run for `out` differs from this one.
         QuantizeError: the destination is taken, the disk is full, a weight is not finite or the
-            model is quantized already. No part of `out` is left behind.
+            model is quantized already.
     """
     started = time.monotonic()
     options = options or QuantizeOptions()
-    method = options.method
-    out = out.resolve()
+    staging = Staging(out.resolve())
     try:
-        check_destination(out, model_path.resolve(), overwrite=options.overwrite)
-        _refuse_quantized(model_path)
-        source = open_model(model_path)
-        plan = make_plan(source.slots(), options.scheme, _stored_dtype(source))
-        _check_space(out, plan)
-        calibration = None
-        if method.needs_text:
-            calibration = (options.text or CalibrationText()).rows_of(model_path)
-        with staged_folder(out) as staging:
-            with ShardWriter(staging, plan.layouts(), options.max_shard_bytes) as writer:
-                if calibration is None:
-                    write_rounded(source.weights, plan, writer, on_progress)
-                else:
-                    write_calibrated(source, plan, writer, method, calibration, on_progress)
-            config = json.dumps(plan.model_config(source.config), indent=2, ensure_ascii=False)
-            (staging / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
-            write_tokenizer_files(model_path, staging)
+        report = _quantize(model_path, staging, options, on_event, started)
     except OSError as error:
-        raise QuantizeError(
-            f"cannot write {out}: {error.strerror}; nothing was left there"
-        ) from error
+        message = f"cannot write {staging.out}: {error.strerror}; {what_is_kept(out)}"
+        on_event(Failed(message=message, units_done=_units_done(staging)))
+        raise QuantizeError(message) from error
+    except (ApplianceError, KeyboardInterrupt) as error:
+        message = str(error) or "interrupted"
+        on_event(Failed(message=message, units_done=_units_done(staging)))
+        raise
+    on_event(
+        Done(
+            out=str(report.out),
+            seconds=report.seconds,
+            weight_bytes=report.weight_bytes,
+            bits_per_weight=report.bits_per_weight,
+            peak_ram=report.peak_ram,
+            peak_vram=report.peak_vram,
+            notes=report.notes,
+        )
+    )
+    return report
+
+
+def what_is_kept(out: Path) -> str:
+    """What an unfinished run for a destination left, in words."""
+    staging = Staging(out.resolve())
+    done = _units_done(staging)
+    if not done:
+        return "nothing was left there"
+    return (
+        f"{done} finished parts are kept in {staging.folder}, and the same command goes on from"
+        " there"
+    )
+
+
+def _units_done(staging: Staging) -> int:
+    return len(Journal(staging.state).records)
+
+
+def _quantize(
+    model_path: Path,
+    staging: Staging,
+    options: QuantizeOptions,
+    on_event: OnEvent,
+    started: float,
+) -> QuantizeReport:
+    # A run that was killed after it gave the result its name has only its own traces to remove.
+    is_published = Journal(staging.state).is_complete and not staging.result.exists()
+    if options.restart or not is_published:
+        check_destination(staging.out, model_path.resolve(), overwrite=options.overwrite)
+    _refuse_quantized(model_path)
+    source = open_model(model_path)
+    plan = make_plan(source.slots(), options.scheme, _stored_dtype(source))
+    run = _Run(model_path, options, source, plan, torch.device(options.device), started)
+    with locked(staging):
+        journal = Journal(staging.state)
+        lost = journal.is_complete and not (staging.result.exists() or staging.out.exists())
+        if options.restart or lost or not journal.records:
+            staging.start_over()
+            journal = Journal(staging.state)
+        try:
+            return _go_on(run, staging, journal, on_event)
+        except BaseException as error:
+            if not journal.records:
+                staging.discard()
+            else:
+                failed = Failed(message=str(error), units_done=len(journal.records))
+                with contextlib.suppress(OSError):
+                    EventLog(staging.state).record(failed)
+            raise
+
+
+def _go_on(run: _Run, staging: Staging, journal: Journal, on_event: OnEvent) -> QuantizeReport:
+    """Do what the journal does not have yet."""
+    options = run.options
+    calibration = _calibration(run, staging.state, resumes=bool(journal.records))
+    fingerprint = fingerprint_of(run.model_path, options, calibration, run.device)
+    if journal.records:
+        journal.check(fingerprint, staging.folder)
+    else:
+        _check_space(staging.out, run, calibration)
+        if calibration is not None:
+            save_rows(calibration, staging.state)
+        journal.start(fingerprint)
+    if not journal.is_complete:
+        events = EventLog(staging.state, on_event)
+        file_names = _fill(run, staging, journal, calibration, events)
+        _finish(run, staging.result, file_names)
+        journal.complete()
+    report = _report(run, staging.out, journal, calibration)
+    staging.publish()
+    return report
+
+
+def _fill(
+    run: _Run,
+    staging: Staging,
+    journal: Journal,
+    calibration: Calibration | None,
+    events: EventLog,
+) -> list[str]:
+    """Write all tensors; returns the names of the files."""
+    options, plan = run.options, run.plan
+    units = units_of(run.source, plan)
+    finished = {record.unit for record in journal.records}
+    done = [unit for unit in units if unit.name in finished]
+    left = [unit for unit in units if unit.name not in finished]
+    weight_bytes = sum(unit.nbytes for unit in units)
+    events(
+        Start(
+            model=str(run.model_path),
+            out=str(staging.out),
+            architecture=run.source.spec.architecture,
+            method=options.method.value,
+            scheme=str(options.scheme),
+            units=len(units),
+            units_done=len(done),
+            weight_bytes=weight_bytes,
+            max_ram=options.max_ram,
+            max_vram=options.max_vram,
+        )
+    )
+    layouts = plan.layouts()
+    written = {layout.name for unit in done for t in unit.tensors for layout in t.stored}
+    log = UnitLog(
+        journal,
+        events,
+        total_units=len(units),
+        total_layers=len(run.source.spec.layers),
+        total_bytes=weight_bytes,
+        bytes_done=sum(unit.nbytes for unit in done),
+        device=run.device,
+    )
+    with ShardWriter(staging.result, layouts, options.max_shard_bytes, written) as shards:
+        writer = UnitWriter(run.source, plan, shards, log, run.device)
+        try:
+            if calibration is None:
+                writer.round(left)
+            else:
+                writer.calibrate(left, options.method, calibration, staging.state / STREAM)
+        except QuantizeError:
+            journal.start({})  # a number that is not finite would be met again
+            raise
+    events(Written(weight_bytes=weight_bytes))
+    return shards.file_names
+
+
+def _finish(run: _Run, result: Path, file_names: list[str]) -> None:
+    """Write all but the tensors, and see that it is on the disk."""
+    for path in result.iterdir():
+        if path.name not in file_names:
+            path.unlink()  # of a run that was killed here
+    config = json.dumps(run.plan.model_config(run.source.config), indent=2, ensure_ascii=False)
+    (result / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
+    write_tokenizer_files(run.model_path, result)
+    for path in result.iterdir():
+        flush(path)
+    flush(result)
+
+
+def _report(
+    run: _Run, out: Path, journal: Journal, calibration: Calibration | None
+) -> QuantizeReport:
+    plan, options = run.plan, run.options
     quantized = [tensor for tensor in plan.tensors if tensor.scheme is not None]
+    use = MemoryUse.now(run.device)
+    peak_ram, peak_vram = journal.peaks
     return QuantizeReport(
         out=out,
-        architecture=source.spec.architecture,
-        method=method.value,
+        architecture=run.source.spec.architecture,
+        method=options.method.value,
         scheme=options.scheme,
         num_quantized=len(quantized),
         quantized_parameters=sum(math.prod(tensor.shape) for tensor in quantized),
         quantized_bytes=sum(tensor.nbytes for tensor in quantized),
         parameters=sum(math.prod(tensor.shape) for tensor in plan.tensors),
         weight_bytes=sum(tensor.nbytes for tensor in plan.tensors),
-        seconds=time.monotonic() - started,
-        notes=(*_notes(model_path, options.scheme, calibration), *plan.notes),
+        seconds=max(
+            time.monotonic() - run.started, sum(record.seconds for record in journal.records)
+        ),
+        losses={name: loss for record in journal.records for name, loss in record.losses.items()},
+        peak_ram=max(use.peak_ram, peak_ram),
+        peak_vram=max(use.peak_vram, peak_vram),
+        notes=(
+            *_notes(run.model_path, options.scheme, calibration),
+            *(note for record in journal.records for note in record.notes),
+            *plan.notes,
+        ),
     )
+
+
+def _calibration(run: _Run, state: Path, *, resumes: bool) -> Calibration | None:
+    """The rows of text, from the text if it is there, else as an earlier run kept them."""
+    if not run.options.method.needs_text:
+        return None
+    text = run.options.text or CalibrationText()
+    if resumes and not text.is_at_hand:
+        return load_rows(state)
+    return text.rows_of(run.model_path)
 
 
 def _refuse_quantized(model_path: Path) -> None:
@@ -119,14 +308,18 @@ def _stored_dtype(source: ModelSource) -> torch.dtype:
     return torch.float16 if dtype == "float16" else torch.bfloat16
 
 
-def _check_space(out: Path, plan: QuantizePlan) -> None:
-    needed = sum(tensor.nbytes for tensor in plan.tensors)
-    place = next(folder for folder in out.parents if folder.exists())
-    free = shutil.disk_usage(place).free
-    if needed > free:
+def _check_space(out: Path, run: _Run, calibration: Calibration | None) -> None:
+    result = sum(tensor.nbytes for tensor in run.plan.tensors)
+    stream = 0
+    if calibration is not None:
+        stream = 2 * stream_bytes(calibration.rows, run.source.spec.hidden_size)
+    free = shutil.disk_usage(out.parent).free
+    if result + stream > free:
         raise QuantizeError(
-            f"the result needs {needed / 2**20:,.0f} MiB, but {place} has"
-            f" {free / 2**20:,.0f} MiB free; make room or choose another --out"
+            f"the result needs {result / 2**20:,.0f} MiB"
+            + (f" and the work on it {stream / 2**20:,.0f} MiB" * bool(stream))
+            + f", but {out.parent} has {free / 2**20:,.0f} MiB free; make room or choose another"
+            " --out"
         )
 
 

@@ -25,7 +25,10 @@ class QuantizeReport:
         quantized_bytes: their codes, scales and zero points.
         parameters: numbers in the whole model.
         weight_bytes: all tensors.
-        seconds: from opening the model to the finished folder.
+        seconds: from opening the model to the finished folder, in all runs that it took.
+        losses: of each quantized linear's outputs, as a share of their energy; none by rounding.
+        peak_ram: most bytes of memory the process had, in any run.
+        peak_vram: most bytes that torch had on the GPU.
         notes: one line for each thing worth knowing.
     """
 
@@ -39,6 +42,9 @@ class QuantizeReport:
     parameters: int
     weight_bytes: int
     seconds: float
+    losses: dict[str, float]
+    peak_ram: int
+    peak_vram: int
     notes: tuple[str, ...]
 
     @property
@@ -55,7 +61,9 @@ class QuantizeReport:
         """The report for a person."""
         lines = [
             f"quantized {self.num_quantized} weights of a {self.architecture} model"
-            f" ({self.method}, {self.scheme}) in {self.seconds:.1f} s",
+            f" ({self.method}, {self.scheme}) in {self.seconds:.1f} s,"
+            f" at most {self.peak_ram / 2**20:,.0f} MiB of memory"
+            + (f" and {self.peak_vram / 2**20:,.0f} MiB on the GPU" * (self.peak_vram > 0)),
             f"{self.out}: {self.weight_bytes / 2**20:,.1f} MiB,"
             f" {self.quantized_bits_per_weight:.2f} bits per quantized weight,"
             f" {self.bits_per_weight:.2f} per weight of the whole model",

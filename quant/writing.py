@@ -1,140 +1,185 @@
-"""Fills a model folder's tensors: rounded one at a time, or calibrated layer by layer."""
+"""Fills a model folder's tensors unit by unit: layers, and the tensors that are in none.
+
+A unit is done when its tensors are on the disk and the journal says so. Units are rounded as they
+come, or calibrated layer by layer.
+"""
 
 from __future__ import annotations
 
-import math
-import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from appliance.errors import QuantizeError
 from appliance.kernels.packed import PackedWeight
 from appliance.quant import rtn
 from appliance.quant.calibrated import quantize_layers
 from appliance.quant.formats.compressed_tensors import encode
+from appliance.quant.pieces import WeightPieces, row_ranges
+from appliance.quant.progress import LAYER
 from appliance.quant.walk import Walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from concurrent.futures import Executor
+    from pathlib import Path
 
     from appliance.model.source import ModelSource
+    from appliance.quant.calibrated import QuantizedLayer
     from appliance.quant.calibration import Calibration
-    from appliance.quant.formats import WeightReader
     from appliance.quant.options import Method
     from appliance.quant.plan import PlannedTensor, QuantizePlan
+    from appliance.quant.progress import UnitLog
     from appliance.quant.scheme import WeightScheme
     from appliance.quant.shard_writer import ShardWriter
 
 PIECE_ELEMENTS = 1 << 18  # numbers of a weight that are worked on at once: 1 MiB in float32
+GPU_PIECE_ELEMENTS = 1 << 24
 
 
-class OnProgress(Protocol):
-    """What wants to know how far the work is."""
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is finished, and on resuming repeated, as a whole.
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Done and total are bytes of the result."""
-
-
-def write_rounded(
-    weights: WeightReader,
-    plan: QuantizePlan,
-    writer: ShardWriter,
-    on_progress: OnProgress | None,
-) -> None:
-    """Round every weight to its nearest code; see `rtn`."""
-    done = 0
-    with _workers() as workers:
-        for tensor in plan.tensors:
-            weight = weights.load(tensor.name)
-            if tensor.scheme is None:
-                writer.write(tensor.name, _in_type(plan.dtype, tensor.name, weight))
-            else:
-                packed = _quantized(workers, tensor.scheme, plan.dtype, tensor.name, weight)
-                for name, stored in encode(tensor.name, packed).items():
-                    writer.write(name, [stored])
-            done += tensor.nbytes
-            if on_progress is not None:
-                on_progress("quantizing", done, writer.total_bytes)
-
-
-def write_calibrated(
-    source: ModelSource,
-    plan: QuantizePlan,
-    writer: ShardWriter,
-    method: Method,
-    calibration: Calibration,
-    on_progress: OnProgress | None,
-) -> None:
-    """Quantize layer by layer with calibration rows; what is in no layer is written as it is."""
-    planned = {tensor.name: tensor for tensor in plan.tensors}
-    schemes = {tensor.name: tensor.scheme for tensor in plan.tensors}
-    done = 0
-
-    def write(tensor: PlannedTensor, value: Tensor | PackedWeight) -> None:
-        nonlocal done
-        if tensor.scheme is None:
-            writer.write(tensor.name, _in_type(plan.dtype, tensor.name, value))
-        else:
-            assert isinstance(value, PackedWeight), tensor.name
-            for name, stored in encode(tensor.name, value).items():
-                writer.write(name, [stored])
-        done += tensor.nbytes
-        if on_progress is not None:
-            on_progress("quantizing", done, writer.total_bytes)
-
-    with tempfile.TemporaryDirectory(dir=writer.folder.parent, prefix=".calibration-") as folder:
-        walk = Walk(source, calibration.rows, Path(folder) / "stream", torch.device("cpu"))
-        for layer in quantize_layers(source, walk, method, schemes, plan.dtype):
-            for name, value in layer.tensors.items():
-                write(planned.pop(name), value)
-    for name, tensor in planned.items():  # embedding, head, norms that nothing was folded into
-        write(tensor, source.weights.load(name))
-
-
-def _in_type(dtype: torch.dtype, name: str, weight: Tensor | PackedWeight) -> Iterator[Tensor]:
-    """The rows of a weight that is not quantized, piece by piece."""
-    for rows in _row_ranges(weight.shape):
-        yield _read_rows(name, weight, rows).to(dtype)
-
-
-def _quantized(
-    workers: Executor,
-    scheme: WeightScheme,
-    scale_dtype: torch.dtype,
-    name: str,
-    weight: Tensor | PackedWeight,
-) -> PackedWeight:
-    def quantize_rows(rows: slice) -> PackedWeight:
-        return rtn.quantize(_read_rows(name, weight, rows), scheme, scale_dtype)
-
-    return PackedWeight.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
-
-
-def _read_rows(name: str, weight: Tensor | PackedWeight, rows: slice) -> Tensor:
-    """Some rows of a weight in float32; packed ones are dequantized.
-
-    Raises:
-        QuantizeError: they hold NaN or infinity.
+    Attributes:
+        name: "layer 3", or that of the only tensor.
+        tensors: in the order of the model.
+        layer: index, None for a tensor that is in no layer.
     """
-    if isinstance(weight, PackedWeight):
-        piece = weight.rows(rows).dequantize()
-    else:
-        piece = weight[rows].to(torch.float32)
-    if not torch.isfinite(piece).all():
-        raise QuantizeError(f"{name} holds NaN or infinity; fetch the model again")
-    return piece
+
+    name: str
+    tensors: tuple[PlannedTensor, ...]
+    layer: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the result."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def _row_ranges(shape: tuple[int, ...]) -> list[slice]:
-    """Cut a tensor along its first dimension into pieces to work on at once."""
-    rows = max(1, PIECE_ELEMENTS // math.prod(shape[1:]))
-    return [slice(start, start + rows) for start in range(0, shape[0], rows)]
+def units_of(source: ModelSource, plan: QuantizePlan) -> list[Unit]:
+    """All tensors of a plan in units."""
+    layers = {slot.name: slot.layer for slot in source.slots()}
+    units: dict[str, tuple[int | None, list[PlannedTensor]]] = {}
+    for tensor in plan.tensors:
+        layer = layers[tensor.name]
+        name = tensor.name if layer is None else f"{LAYER}{layer}"
+        units.setdefault(name, (layer, []))[1].append(tensor)
+    return [Unit(name, tuple(tensors), layer) for name, (layer, tensors) in units.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWriter:
+    """Writes what becomes of tensors.
+
+    Attributes:
+        source: an opened model.
+        plan: what becomes of each tensor.
+        shards: the files.
+        log: keeps account of units that are done.
+        device: where numbers are worked on.
+    """
+
+    source: ModelSource
+    plan: QuantizePlan
+    shards: ShardWriter
+    log: UnitLog
+    device: torch.device
+
+    def round(self, units: list[Unit]) -> None:
+        """Round every weight to its nearest code; see `rtn`."""
+        with _workers() as workers:
+            for unit in units:
+                started = time.perf_counter()
+                for tensor in unit.tensors:
+                    self._round(workers, tensor)
+                self._finish(unit, started)
+
+    def calibrate(
+        self, units: list[Unit], method: Method, calibration: Calibration, folder: Path
+    ) -> None:
+        """Quantize layer by layer with calibration rows; then what is in no layer is rounded.
+
+        Args:
+            units: all that are not done.
+            method: how.
+            calibration: what the model is shown.
+            folder: for the residual stream; holds that of an earlier run which was cut short.
+        """
+        layers = {unit.layer: unit for unit in units if unit.layer is not None}
+        if layers:
+            first = min(layers)
+            schemes = {tensor.name: tensor.scheme for tensor in self.plan.tensors}
+            started = time.perf_counter()
+            walk = Walk(self.source, calibration.rows, folder, self.device, first)
+            for layer in quantize_layers(
+                self.source, walk, method, schemes, self.plan.dtype, first=first
+            ):
+                unit = layers[layer.index]
+                for tensor in unit.tensors:
+                    self._write(tensor, layer.tensors.pop(tensor.name))
+                self._finish(unit, started, layer)
+                started = time.perf_counter()
+        self.round([unit for unit in units if unit.layer is None])
+
+    def _finish(self, unit: Unit, started: float, layer: QuantizedLayer | None = None) -> None:
+        self.shards.flush()
+        seconds = time.perf_counter() - started
+        if layer is None:
+            self.log.commit(unit.name, unit.nbytes, seconds)
+        else:
+            self.log.commit(
+                unit.name,
+                unit.nbytes,
+                seconds,
+                losses=layer.losses,
+                notes=layer.notes,
+                facts=layer.facts,
+            )
+
+    def _write(self, tensor: PlannedTensor, value: Tensor | PackedWeight) -> None:
+        """Write one tensor that is in memory."""
+        if isinstance(value, PackedWeight):
+            assert tensor.scheme is not None, tensor.name
+            for name, stored in encode(tensor.name, value).items():
+                self.shards.write(name, [stored.cpu()])
+        else:
+            assert tensor.scheme is None, tensor.name
+            self.shards.write(tensor.name, [value.to(self.plan.dtype).cpu()])
+
+    def _round(self, workers: Executor, tensor: PlannedTensor) -> None:
+        """Read, round and write one tensor, some rows at a time."""
+        pieces = WeightPieces(self.source.weights, tensor.name)
+        scheme, dtype = tensor.scheme, self.plan.dtype
+        on_gpu = self.device.type == "cuda"
+        elements = GPU_PIECE_ELEMENTS if on_gpu else PIECE_ELEMENTS
+        ranges = row_ranges(tensor.shape, elements)
+        if scheme is None:
+            self.shards.write(tensor.name, (pieces.rows(rows).to(dtype) for rows in ranges))
+            return
+
+        def quantize_rows(rows: slice, scheme: WeightScheme = scheme) -> PackedWeight:
+            return _on_cpu(rtn.quantize(pieces.rows(rows).to(self.device), scheme, dtype))
+
+        packed = PackedWeight.concatenate(list(workers.map(quantize_rows, ranges)))
+        self._write(tensor, packed)
+
+
+def _on_cpu(weight: PackedWeight) -> PackedWeight:
+    if weight.codes.device.type == "cpu":
+        return weight
+    return PackedWeight(
+        codes=weight.codes.cpu(),
+        scale=weight.scale.cpu(),
+        offset=weight.offset.cpu(),
+        offset_kind=weight.offset_kind,
+        bits=weight.bits,
+        group_size=weight.group_size,
+    )
 
 
 @contextmanager

@@ -54,7 +54,6 @@ def quantize(
             resolved.path,
             out,
             options,
-            on_progress=progress,
         )
     typer.echo(report.summary(), err=True)
     typer.echo(f"serve it with: appliance serve {out}", err=True)
