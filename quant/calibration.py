@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass
-from pydoc_data.topics import topics
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,15 +18,23 @@ from safetensors.torch import save
 
 from appliance.errors import QuantizeError
 from appliance.files import replace_atomically
+from appliance.quant.documents import (
+    DATASET_PREFIX,
+    default_documents,
+    documents_at,
+    documents_of_dataset,
+    sample,
+)
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from torch import Tensor
 
-SUFFIXES = (".txt", ".md", ".rst")
+    from appliance.quant.documents import Document, Message
+
+MOST_DOCUMENTS = 2048  # that are cut into rows, unless so many rows are wanted
 ROWS_NAME = "rows.safetensors"
 DEFAULT_TEXT = "Python's help topics"
 
@@ -62,17 +70,29 @@ class CalibrationText:
         num_tokens: in all rows together.
         row_tokens: in a row.
         seed: decides which rows are taken, and in which order.
+        dataset: of a hub, in place of a path: org/name[:split[:column]].
     """
 
     path: Path | None = None
     num_tokens: int = 8192
     row_tokens: int = 512
     seed: int = 0
+    dataset: str | None = None
+
+    @classmethod
+    def parse(cls, text: str | None, num_tokens: int, *, seed: int) -> CalibrationText:
+        """What a person typed: a path, hf:org/name[:split[:column]], or nothing."""
+        if text is None:
+            return cls(num_tokens=num_tokens, seed=seed)
+        if text.startswith(DATASET_PREFIX):
+            name = text.removeprefix(DATASET_PREFIX)
+            return cls(num_tokens=num_tokens, seed=seed, dataset=name)
+        return cls(Path(text).expanduser(), num_tokens, seed=seed)
 
     @property
     def is_at_hand(self) -> bool:
         """Whether the text can be read now."""
-        return self.path is None or self.path.exists()
+        return self.dataset is None and (self.path is None or self.path.exists())
 
     def rows_of(self, model_path: Path) -> Calibration:
         """The text as a model's tokenizer cuts it.
@@ -81,10 +101,13 @@ class CalibrationText:
             QuantizeError: the text cannot be read, or is too short.
             ModelError: the model has no tokenizer.
         """
-        if self.path is None:
-            documents, source = default_documents(held_out=False), DEFAULT_TEXT
-        else:
+        documents: Iterable[Document]
+        if self.dataset is not None:
+            documents, source = documents_of_dataset(self.dataset), self.dataset
+        elif self.path is not None:
             documents, source = documents_at(self.path), self.path.name
+        else:
+            documents, source = default_documents(held_out=False), DEFAULT_TEXT
         return make_calibration(
             documents,
             Tokenizer.from_path(model_path),
@@ -128,30 +151,8 @@ def load_rows(folder: Path) -> Calibration:
         ) from error
 
 
-def default_documents(*, held_out: bool) -> list[tuple[str, str]]:
-    """Title and text of help topics: those for calibration, or the others."""
-    return [(name, topics[name]) for name in sorted(topics)[int(held_out) :: 2]]
-
-
-def documents_at(path: Path) -> list[tuple[str, str]]:
-    """Name and text of a file, or of all text files below a folder.
-
-    Raises:
-        QuantizeError: there is nothing to read, or it is no UTF-8.
-    """
-    files = [path]
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
-    if not files:
-        raise QuantizeError(f"{path} holds no {', '.join(SUFFIXES)} file to calibrate with")
-    try:
-        return [(file.stem, file.read_text(encoding="utf-8")) for file in files]
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuantizeError(f"cannot read calibration text {path}: {error}") from error
-
-
 def make_calibration(
-    documents: Iterable[tuple[str, str]],
+    documents: Iterable[Document],
     tokenizer: Tokenizer,
     *,
     source: str,
@@ -163,7 +164,7 @@ def make_calibration(
 
     Args:
         documents: title and text of each. A model with a chat template sees them as answers to a
-            question about the title, as it saw its training data.
+            question about the title, as it saw its training data. Of very many, some are taken.
         tokenizer: of the model.
         source: for people.
         num_tokens: in all rows together, rounded up to whole rows.
@@ -175,12 +176,12 @@ def make_calibration(
     """
     rows: list[list[int]] = []
     dropped = 0
-    for title, text in documents:
-        token_ids = _encode(tokenizer, title, text)
+    wanted = -(-num_tokens // row_tokens)
+    for title, content in sample(documents, max(MOST_DOCUMENTS, 8 * wanted), seed):
+        token_ids = _encode(tokenizer, title, content)
         count = len(token_ids) // row_tokens
         dropped += count == 0
         rows += [token_ids[i * row_tokens : (i + 1) * row_tokens] for i in range(count)]
-    wanted = -(-num_tokens // row_tokens)
     if len(rows) < wanted:
         raise QuantizeError(
             f"{source} makes {len(rows):,} rows of {row_tokens} tokens, but {wanted:,} are needed;"
@@ -192,11 +193,15 @@ def make_calibration(
     return Calibration(chosen, source, digest, dropped)
 
 
-def _encode(tokenizer: Tokenizer, title: str, text: str) -> list[int]:
-    if tokenizer.chat_template is None:
+def _encode(tokenizer: Tokenizer, title: str, content: str | list[Message]) -> list[int]:
+    if isinstance(content, str):
+        if tokenizer.chat_template is None:
+            return tokenizer.encode(content, add_special_tokens=True, allow_special=False)
+        content = [
+            {"role": "user", "content": f"Tell me about: {title}"},
+            {"role": "assistant", "content": content},
+        ]
+    elif tokenizer.chat_template is None:
+        text = "\n\n".join(message["content"] for message in content)
         return tokenizer.encode(text, add_special_tokens=True, allow_special=False)
-    messages = [
-        {"role": "user", "content": f"Tell me about: {title}"},
-        {"role": "assistant", "content": text},
-    ]
-    return tokenizer.encode_chat(messages, add_generation_prompt=False)
+    return tokenizer.encode_chat(content, add_generation_prompt=False)

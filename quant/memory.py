@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import resource
 from dataclasses import dataclass
@@ -37,6 +38,13 @@ class MemoryUse:
             vram = torch.cuda.memory_allocated(device)
             peak_vram = torch.cuda.max_memory_allocated(device)
         return cls(psutil.Process().memory_info().rss, _peak_ram(), vram, peak_vram)
+
+
+def release_unused() -> None:
+    """Give memory that the C library keeps for later back to the system, where it can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _peak_ram() -> int:

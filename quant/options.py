@@ -80,3 +80,18 @@ class QuantizeOptions:
     max_ram: int | None = None
     max_vram: int | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
+
+
+def choose_device(name: str) -> str:
+    """Cpu or cuda; "auto" is the GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device; use --device cpu")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"

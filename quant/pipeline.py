@@ -22,6 +22,7 @@ from appliance.files import read_json
 from appliance.gguf import GGUFFile
 from appliance.model.source import open_model
 from appliance.quant.calibration import Calibration, CalibrationText, load_rows, save_rows
+from appliance.quant.dry_run import out_of_memory_is_one_line, plan_run
 from appliance.quant.fingerprint import fingerprint_of
 from appliance.quant.journal import Journal
 from appliance.quant.memory import MemoryUse
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.quant.plan import QuantizePlan
     from appliance.quant.scheme import WeightScheme
-    from appliance.quantize_events import OnEvent
+    from appliance.quant.writing import Unit
+    from appliance.quantize_events import OnEvent, Plan
 
 STREAM = "stream"  # in the state folder
 
@@ -81,15 +83,17 @@ def quantize_model(
     Raises:
         CheckpointError: the model is damaged or incomplete.
         UnsupportedModelError: no code here reads this model.
+        MemoryPlanError: it takes more memory than there is, or than it may.
         ChangedRunError: an unfinished run for `out` differs from this one.
         QuantizeError: the destination is taken, the disk is full, a weight is not finite or the
             model is quantized already.
     """
     started = time.monotonic()
-    options = options or QuantizeOptions()
     staging = Staging(out.resolve())
     try:
-        report = _quantize(model_path, staging, options, on_event, started)
+        with out_of_memory_is_one_line("this run"):
+            run = _open(model_path, staging, options or QuantizeOptions(), started)
+            report = _quantize(run, staging, on_event)
     except OSError as error:
         message = f"cannot write {staging.out}: {error.strerror}; {what_is_kept(out)}"
         on_event(Failed(message=message, units_done=_units_done(staging)))
@@ -128,13 +132,20 @@ def _units_done(staging: Staging) -> int:
     return len(Journal(staging.state).records)
 
 
-def _quantize(
-    model_path: Path,
-    staging: Staging,
-    options: QuantizeOptions,
-    on_event: OnEvent,
-    started: float,
-) -> QuantizeReport:
+def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
+    """Refuse what `quantize_model` would refuse, try the largest layer, and write nothing.
+
+    Returns:
+        What the run would take, and what would become of the tensors.
+    """
+    staging = Staging(out.resolve())
+    run = _open(model_path, staging, options, time.monotonic())
+    calibration = _calibration(run, staging.state, resumes=False)
+    return plan_run(run.source, run.plan, options, calibration, is_tried=True)[1]
+
+
+def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started: float) -> _Run:
+    """Check what can be checked, and plan."""
     # A run that was killed after it gave the result its name has only its own traces to remove.
     is_published = Journal(staging.state).is_complete and not staging.result.exists()
     if options.restart or not is_published:
@@ -142,11 +153,14 @@ def _quantize(
     _refuse_quantized(model_path)
     source = open_model(model_path)
     plan = make_plan(source.slots(), options.scheme, _stored_dtype(source))
-    run = _Run(model_path, options, source, plan, torch.device(options.device), started)
+    return _Run(model_path, options, source, plan, torch.device(options.device), started)
+
+
+def _quantize(run: _Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
     with locked(staging):
         journal = Journal(staging.state)
         lost = journal.is_complete and not (staging.result.exists() or staging.out.exists())
-        if options.restart or lost or not journal.records:
+        if run.options.restart or lost or not journal.records:
             staging.start_over()
             journal = Journal(staging.state)
         try:
@@ -163,19 +177,25 @@ def _quantize(
 
 def _go_on(run: _Run, staging: Staging, journal: Journal, on_event: OnEvent) -> QuantizeReport:
     """Do what the journal does not have yet."""
-    options = run.options
-    calibration = _calibration(run, staging.state, resumes=bool(journal.records))
-    fingerprint = fingerprint_of(run.model_path, options, calibration, run.device)
-    if journal.records:
+    resumes = bool(journal.records)
+    calibration = _calibration(run, staging.state, resumes=resumes)
+    fingerprint = fingerprint_of(run.model_path, run.options, calibration, run.device)
+    if resumes:
         journal.check(fingerprint, staging.folder)
-    else:
-        _check_space(staging.out, run, calibration)
-        if calibration is not None:
-            save_rows(calibration, staging.state)
-        journal.start(fingerprint)
     if not journal.is_complete:
+        units = units_of(run.source, run.plan)
         events = EventLog(staging.state, on_event)
-        file_names = _fill(run, staging, journal, calibration, events)
+        events(_start(run, staging.out, units, journal))
+        _check_space(run, staging, calibration)
+        # What the layers that are done took, the others will; only a first run tries one.
+        tried = False if resumes else None
+        memory, planned = plan_run(run.source, run.plan, run.options, calibration, is_tried=tried)
+        events(planned)
+        if not resumes:
+            if calibration is not None:
+                save_rows(calibration, staging.state)
+            journal.start(fingerprint)
+        file_names = _fill(run, staging, journal, units, calibration, events, memory.workers)
         _finish(run, staging.result, file_names)
         journal.complete()
     report = _report(run, staging.out, journal, calibration)
@@ -183,35 +203,36 @@ def _go_on(run: _Run, staging: Staging, journal: Journal, on_event: OnEvent) -> 
     return report
 
 
+def _start(run: _Run, out: Path, units: list[Unit], journal: Journal) -> Start:
+    return Start(
+        model=str(run.model_path),
+        out=str(out),
+        architecture=run.source.spec.architecture,
+        method=run.options.method.value,
+        scheme=str(run.options.scheme),
+        units=len(units),
+        units_done=len(journal.records),
+        weight_bytes=sum(unit.nbytes for unit in units),
+        max_ram=run.options.max_ram,
+        max_vram=run.options.max_vram,
+    )
+
+
 def _fill(
     run: _Run,
     staging: Staging,
     journal: Journal,
+    units: list[Unit],
     calibration: Calibration | None,
     events: EventLog,
+    workers: int,
 ) -> list[str]:
-    """Write all tensors; returns the names of the files."""
+    """Write all tensors that are not written yet; returns the names of the files."""
     options, plan = run.options, run.plan
-    units = units_of(run.source, plan)
     finished = {record.unit for record in journal.records}
     done = [unit for unit in units if unit.name in finished]
     left = [unit for unit in units if unit.name not in finished]
     weight_bytes = sum(unit.nbytes for unit in units)
-    events(
-        Start(
-            model=str(run.model_path),
-            out=str(staging.out),
-            architecture=run.source.spec.architecture,
-            method=options.method.value,
-            scheme=str(options.scheme),
-            units=len(units),
-            units_done=len(done),
-            weight_bytes=weight_bytes,
-            max_ram=options.max_ram,
-            max_vram=options.max_vram,
-        )
-    )
-    layouts = plan.layouts()
     written = {layout.name for unit in done for t in unit.tensors for layout in t.stored}
     log = UnitLog(
         journal,
@@ -222,8 +243,9 @@ def _fill(
         bytes_done=sum(unit.nbytes for unit in done),
         device=run.device,
     )
+    layouts = plan.layouts()
     with ShardWriter(staging.result, layouts, options.max_shard_bytes, written) as shards:
-        writer = UnitWriter(run.source, plan, shards, log, run.device)
+        writer = UnitWriter(run.source, plan, shards, log, run.device, workers)
         try:
             if calibration is None:
                 writer.round(left)
@@ -308,18 +330,19 @@ def _stored_dtype(source: ModelSource) -> torch.dtype:
     return torch.float16 if dtype == "float16" else torch.bfloat16
 
 
-def _check_space(out: Path, run: _Run, calibration: Calibration | None) -> None:
+def _check_space(run: _Run, staging: Staging, calibration: Calibration | None) -> None:
     result = sum(tensor.nbytes for tensor in run.plan.tensors)
-    stream = 0
+    work = 0
     if calibration is not None:
-        stream = 2 * stream_bytes(calibration.rows, run.source.spec.hidden_size)
-    free = shutil.disk_usage(out.parent).free
-    if result + stream > free:
+        work = 2 * stream_bytes(calibration.rows, run.source.spec.hidden_size)
+    there = sum(path.stat().st_blocks * 512 for path in staging.folder.rglob("*"))
+    free = shutil.disk_usage(staging.out.parent).free
+    if result + work > there + free:
         raise QuantizeError(
             f"the result needs {result / 2**20:,.0f} MiB"
-            + (f" and the work on it {stream / 2**20:,.0f} MiB" * bool(stream))
-            + f", but {out.parent} has {free / 2**20:,.0f} MiB free; make room or choose another"
-            " --out"
+            + (f" and the work on it {work / 2**20:,.0f} MiB" * bool(work))
+            + f", but {staging.out.parent} has {(there + free) / 2**20:,.0f} MiB free; make room or"
+            " choose another --out"
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.quant.journal import Record
-from appliance.quant.memory import MemoryUse
+from appliance.quant.memory import MemoryUse, release_unused
 from appliance.quantize_events import QuantizeEvent, Unit, encode_event, ignore_event
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class UnitLog:
     ) -> None:
         """Count a unit as done; all that was written for it is on the disk."""
         use = MemoryUse.now(self._device)
+        release_unused()  # or what is free lies between what is used, and memory grows
         record = Record(
             unit=name, seconds=seconds, losses=losses or {}, notes=notes, facts=facts or {}
         )

@@ -34,6 +34,11 @@ BLOCK_SIZE = 32  # which every backend has
 TOKENS_AT_ONCE = 512  # of whole rows; a longer row goes alone
 
 
+def tokens_at_once(row_tokens: int) -> int:
+    """How many tokens go through a layer together: those of as many rows as fit, or of one."""
+    return max(1, TOKENS_AT_ONCE // row_tokens) * row_tokens
+
+
 class Walk:
     """Calibration rows on their way through a model.
 
@@ -116,7 +121,7 @@ class Walk:
 
     def _portions(self) -> Iterator[slice]:
         """Rows that go through a layer together."""
-        at_once = max(1, TOKENS_AT_ONCE // self._row_tokens)
+        at_once = tokens_at_once(self._row_tokens) // self._row_tokens
         for start in range(0, self._num_rows, at_once):
             yield slice(start, min(start + at_once, self._num_rows))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,16 +24,15 @@ from appliance.quant.walk import Walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from concurrent.futures import Executor
     from pathlib import Path
 
     from appliance.model.source import ModelSource
     from appliance.quant.calibrated import QuantizedLayer
     from appliance.quant.calibration import Calibration
+    from appliance.quant.formats import WeightReader
     from appliance.quant.options import Method
     from appliance.quant.plan import PlannedTensor, QuantizePlan
     from appliance.quant.progress import UnitLog
-    from appliance.quant.scheme import WeightScheme
     from appliance.quant.shard_writer import ShardWriter
 
 PIECE_ELEMENTS = 1 << 18  # numbers of a weight that are worked on at once: 1 MiB in float32
@@ -82,6 +80,7 @@ class UnitWriter:
         shards: the files.
         log: keeps account of units that are done.
         device: where numbers are worked on.
+        workers: threads that round pieces side by side.
     """
 
     source: ModelSource
@@ -89,14 +88,16 @@ class UnitWriter:
     shards: ShardWriter
     log: UnitLog
     device: torch.device
+    workers: int
 
     def round(self, units: list[Unit]) -> None:
         """Round every weight to its nearest code; see `rtn`."""
-        with _workers() as workers:
+        weights, dtype = self.source.weights, self.plan.dtype
+        with Rounding(weights, dtype, self.workers, self.device) as rounding:
             for unit in units:
                 started = time.perf_counter()
                 for tensor in unit.tensors:
-                    self._round(workers, tensor)
+                    self._round(rounding, tensor)
                 self._finish(unit, started)
 
     def calibrate(
@@ -151,22 +152,63 @@ class UnitWriter:
             assert tensor.scheme is None, tensor.name
             self.shards.write(tensor.name, [value.to(self.plan.dtype).cpu()])
 
-    def _round(self, workers: Executor, tensor: PlannedTensor) -> None:
+    def _round(self, rounding: Rounding, tensor: PlannedTensor) -> None:
         """Read, round and write one tensor, some rows at a time."""
-        pieces = WeightPieces(self.source.weights, tensor.name)
-        scheme, dtype = tensor.scheme, self.plan.dtype
-        on_gpu = self.device.type == "cuda"
-        elements = GPU_PIECE_ELEMENTS if on_gpu else PIECE_ELEMENTS
-        ranges = row_ranges(tensor.shape, elements)
-        if scheme is None:
-            self.shards.write(tensor.name, (pieces.rows(rows).to(dtype) for rows in ranges))
-            return
+        if tensor.scheme is None:
+            self.shards.write(tensor.name, rounding.in_16_bits(tensor))
+        else:
+            self._write(tensor, rounding.packed(tensor))
 
-        def quantize_rows(rows: slice, scheme: WeightScheme = scheme) -> PackedWeight:
-            return _on_cpu(rtn.quantize(pieces.rows(rows).to(self.device), scheme, dtype))
 
-        packed = PackedWeight.concatenate(list(workers.map(quantize_rows, ranges)))
-        self._write(tensor, packed)
+class Rounding:
+    """Threads that share the cores by pieces of a weight, with torch on one core in each.
+
+    Torch's own threads wait for each other after every operation, which takes ten times as long
+    as the work itself where another program uses the cores too.
+
+    Args:
+        weights: what is read.
+        dtype: of scales, and of what is not quantized.
+        workers: threads.
+        device: where numbers are rounded.
+    """
+
+    def __init__(
+        self, weights: WeightReader, dtype: torch.dtype, workers: int, device: torch.device
+    ) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._device = device
+        self._piece = GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
+        self._workers = ThreadPoolExecutor(workers)
+        self._threads = torch.get_num_threads()
+
+    def __enter__(self) -> Rounding:
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._workers.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads)
+
+    def in_16_bits(self, tensor: PlannedTensor) -> Iterator[Tensor]:
+        """A tensor that is not quantized, some rows at a time."""
+        pieces = WeightPieces(self._weights, tensor.name)
+        for rows in row_ranges(tensor.shape, self._piece):
+            yield pieces.rows(rows).to(self._dtype)
+
+    def packed(self, tensor: PlannedTensor) -> PackedWeight:
+        """A weight by the scheme that is planned for it."""
+        scheme = tensor.scheme
+        assert scheme is not None, tensor.name
+        pieces = WeightPieces(self._weights, tensor.name)
+
+        def quantize_rows(rows: slice) -> PackedWeight:
+            piece = pieces.rows(rows).to(self._device)
+            return _on_cpu(rtn.quantize(piece, scheme, self._dtype))
+
+        ranges = row_ranges(tensor.shape, self._piece)
+        return PackedWeight.concatenate(list(self._workers.map(quantize_rows, ranges)))
 
 
 def _on_cpu(weight: PackedWeight) -> PackedWeight:
@@ -180,19 +222,3 @@ def _on_cpu(weight: PackedWeight) -> PackedWeight:
         bits=weight.bits,
         group_size=weight.group_size,
     )
-
-
-@contextmanager
-def _workers() -> Iterator[Executor]:
-    """Threads that share the cores by pieces of a weight, with torch on one core in each.
-
-    Torch's own threads wait for each other after every operation, which takes ten times as long
-    as the work itself where another program uses the cores too.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads) as workers:
-            yield workers
-    finally:
-        torch.set_num_threads(threads)

@@ -23,7 +23,7 @@ from appliance.quant.options import Method, QuantizeOptions
 from appliance.quant.pipeline import quantize_model
 from appliance.quant.rtn import quantize
 from appliance.quant.scheme import WeightScheme
-from appliance.quantize_events import Done, QuantizeEvent, Start, Unit, Written
+from appliance.quantize_events import Done, Plan, QuantizeEvent, Start, Unit, Written
 
 MakeFolder = Callable[..., Path]
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -178,8 +178,10 @@ def test_events_count_units_and_bytes_up_to_the_total(
 ) -> None:
     events: list[QuantizeEvent] = []
     report = quantize_model(make_llama(), tmp_path / "out", on_event=events.append)
-    start, *units, written, done = events
+    start, plan, *units, written, done = events
     assert isinstance(start, Start)
+    assert isinstance(plan, Plan)
+    assert sum(kind.nbytes for kind in plan.classes) == report.weight_bytes
     assert (start.units, start.units_done, start.weight_bytes) == (5, 0, report.weight_bytes)
     assert written == Written(weight_bytes=report.weight_bytes)
     assert isinstance(done, Done)

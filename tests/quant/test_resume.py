@@ -24,7 +24,7 @@ from appliance.quant.pipeline import quantize_model, what_is_kept
 from appliance.quant.scheme import WeightScheme
 from appliance.quant.staging import Staging
 from appliance.quant.writing import UnitWriter
-from appliance.quantize_events import Failed, QuantizeEvent, Start, Unit, decode_event
+from appliance.quantize_events import Failed, Plan, QuantizeEvent, Start, Unit, decode_event
 
 MakeFolder = Callable[..., Path]
 RUNNER = Path(__file__).parent.parent / "support" / "killed_runs.py"
@@ -113,7 +113,7 @@ def test_the_report_and_the_events_count_both_runs(model: Path, text: Path, tmp_
     begin(model, out, asked)
     lines = (tmp_path / ".out.partial/state/events.jsonl").read_text().splitlines()
     kinds = [type(decode_event(line)) for line in lines]
-    assert kinds == [Start, Unit, Failed]
+    assert kinds == [Start, Plan, Unit, Failed]
     events: list[QuantizeEvent] = []
     report = quantize_model(model, out, asked, events.append)
     assert isinstance(events[0], Start)
