@@ -107,6 +107,11 @@ class FloatReader(ModelReader):
         scale = torch.tensor(self._source.spec.embedding_scale, dtype=torch.float32)
         return rows if float(scale) == 1.0 else rows * scale
 
+    def _dense(self, name: str) -> Tensor:
+        """A norm or a bias, in float32."""
+        pieces = WeightPieces(self._source.weights, name)
+        return pieces.rows(slice(0, self._source.weights.shape(name)[0])).to(self._device)
+
     def _parts(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
         """One part, of all sources' rows."""
         names = [self._names.in_layer(index, source) for source in sources]
@@ -118,7 +123,7 @@ class FloatReader(ModelReader):
             for part, piece in pieces_of(self._source.weights, f"{name}.weight"):
                 stacked[start + part.start : start + part.stop] = piece
             start += shape[0]
-        biases = [self._dense(f"{name}.bias").float() for name in names] if bias else []
+        biases = [self._dense(f"{name}.bias") for name in names] if bias else []
         return [LinearPart(stacked, torch.cat(biases) if biases else None)]
 
 

@@ -38,7 +38,7 @@ from appliance.quant.writing import UnitWriter, units_of
 from appliance.quantize_events import Done, Failed, Start, Written, ignore_event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
     from appliance.model.source import ModelSource
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from appliance.quantize_events import OnEvent, Plan
 
 STREAM = "stream"  # in the state folder
+SHOWN_NOTES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,10 +297,18 @@ def _report(
         peak_vram=max(use.peak_vram, peak_vram),
         notes=(
             *_notes(run.model_path, options.scheme, calibration),
-            *(note for record in journal.records for note in record.notes),
+            *_first_of(note for record in journal.records for note in record.notes),
             *plan.notes,
         ),
     )
+
+
+def _first_of(notes: Iterable[str]) -> Iterator[str]:
+    """What layers had to say, as much of it as a person reads; events have all of it."""
+    every = list(notes)
+    yield from every[:SHOWN_NOTES]
+    if len(every) > SHOWN_NOTES:
+        yield f"{len(every) - SHOWN_NOTES} more weights are like these"
 
 
 def _calibration(run: _Run, state: Path, *, resumes: bool) -> Calibration | None:

@@ -60,6 +60,8 @@ def quantize(
 
     A run that is cut short keeps the layers it has done; the same command goes on from there.
     """
+    if out is None:
+        raise ConfigError("--out DIR is needed: the folder to write the quantized model to")
     from appliance.runtime import limit_spinning
 
     limit_spinning()
@@ -74,8 +76,6 @@ def quantize(
     from appliance.quant.scheme import WeightScheme
     from appliance.quantize_events import encode_event
 
-    if out is None:
-        raise ConfigError("--out DIR is needed: the folder to write the quantized model to")
     options = QuantizeOptions(
         scheme=WeightScheme.parse(bits=bits, group_size=group_size, symmetric=symmetric),
         method=Method.parse(method),
