@@ -2,7 +2,8 @@
 
 A script, so that torch is imported once and its threads begin in the children: a fork of this
 process is a fresh run. Prints one line of JSON: {"kills": ..., "layers": [...]}, the layers in the
-order in which runs began to read them.
+order in which runs began to read them, and "published" where a result got its name: what comes
+after that replaces it.
 
 Usage: killed_runs.py MODEL OUT TEXT METHOD SEED writes|moments
 """
@@ -25,6 +26,7 @@ from appliance.quant.options import Method, QuantizeOptions
 from appliance.quant.pieces import FloatReader
 from appliance.quant.pipeline import quantize_model
 from appliance.quant.scheme import WeightScheme
+from appliance.quant.staging import Staging
 
 # Every way in which the pipeline changes what is on the disk.
 CHANGES = [
@@ -33,6 +35,7 @@ CHANGES = [
     (shutil, "copyfile"),
 ]
 MOST_KILLS = 60
+PUBLISHED = "published"
 
 
 def die_at(call: int) -> None:
@@ -76,6 +79,15 @@ def main() -> None:
             return layer(self, index)
 
         FloatReader.layer = traced  # type: ignore[method-assign, assignment]
+        discard = Staging.discard
+
+        def traced_discard(self: Staging) -> None:
+            if self.out.exists():
+                with trace.open("a") as file:
+                    file.write(f"{PUBLISHED}\n")
+            discard(self)
+
+        Staging.discard = traced_discard  # type: ignore[method-assign]
         if calls:
             die_at(calls)
         quantize_model(Path(model), Path(out), options)
