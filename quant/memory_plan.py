@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from appliance.errors import MemoryPlanError
+from appliance.quant.pieces import ROW_MULTIPLE
 from appliance.quant.walk import tokens_at_once
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def plan_memory(
     parts = heap if on_gpu else layer | heap
     free = psutil.virtual_memory().available
     allowed = options.max_ram or use.ram + free
-    piece = ROUND_PIECES * piece_elements * FLOAT_BYTES
+    widest = max(tensor.shape[-1] for tensor in plan.tensors)
+    piece = ROUND_PIECES * max(piece_elements, ROW_MULTIPLE * widest) * FLOAT_BYTES
     for count in range(workers, 0, -1):
         found = MemoryPlan(use.ram, parts | {"pieces": count * piece}, vram, free, count)
         if max(found.ram, use.peak_ram) <= allowed:

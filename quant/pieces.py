@@ -74,10 +74,12 @@ class WeightPieces:
 
 
 def row_ranges(shape: tuple[int, ...], elements: int) -> list[slice]:
-    """Cut a tensor along its first dimension into pieces of about so many numbers."""
-    rows = max(1, elements // math.prod(shape[1:]))
-    if rows > ROW_MULTIPLE:
-        rows -= rows % ROW_MULTIPLE
+    """Cut a tensor along its first dimension into pieces of about so many numbers.
+
+    Whole blocks of rows, so that a piece may be quantized by itself.
+    """
+    blocks = elements // math.prod(shape[1:]) // ROW_MULTIPLE
+    rows = max(1, blocks) * ROW_MULTIPLE
     return [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
 
 

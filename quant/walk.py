@@ -66,7 +66,9 @@ class Walk:
         self._source = source
         self._device = device
         self._num_rows, self._row_tokens = rows.shape
-        self._backend = observing(select_backend(device))
+        # The kernels for a GPU keep no float32 cache; in whole rows torch's own do well there.
+        choice = "reference" if device.type == "cuda" else "auto"
+        self._backend = observing(select_backend(device, choice))
         self._reader = FloatReader(source, device)
         kinds = distinct_ropes(source.spec)
         self._builder = LayerBuilder(self._backend, FLOAT, kinds)
