@@ -188,6 +188,8 @@ def _go_on(run: _Run, staging: Staging, journal: Journal, on_event: OnEvent) -> 
         events = EventLog(staging.state, on_event)
         events(_start(run, staging.out, units, journal))
         _check_space(run, staging, calibration)
+        if not resumes:  # first, so that what it takes is in the account, and a bad one is seen
+            write_tokenizer_files(run.model_path, staging.result)
         # What the layers that are done took, the others will; only a first run tries one.
         tried = False if resumes else None
         memory, planned = plan_run(run.source, run.plan, run.options, calibration, is_tried=tried)
@@ -196,8 +198,8 @@ def _go_on(run: _Run, staging: Staging, journal: Journal, on_event: OnEvent) -> 
             if calibration is not None:
                 save_rows(calibration, staging.state)
             journal.start(fingerprint)
-        file_names = _fill(run, staging, journal, units, calibration, events, memory.workers)
-        _finish(run, staging.result, file_names)
+        _fill(run, staging, journal, units, calibration, events, memory.workers)
+        _finish(run, staging.result)
         journal.complete()
     report = _report(run, staging.out, journal, calibration)
     staging.publish()
@@ -227,8 +229,8 @@ def _fill(
     calibration: Calibration | None,
     events: EventLog,
     workers: int,
-) -> list[str]:
-    """Write all tensors that are not written yet; returns the names of the files."""
+) -> None:
+    """Write all tensors that are not written yet."""
     options, plan = run.options, run.plan
     finished = {record.unit for record in journal.records}
     done = [unit for unit in units if unit.name in finished]
@@ -256,17 +258,12 @@ def _fill(
             journal.start({})  # a number that is not finite would be met again
             raise
     events(Written(weight_bytes=weight_bytes))
-    return shards.file_names
 
 
-def _finish(run: _Run, result: Path, file_names: list[str]) -> None:
-    """Write all but the tensors, and see that it is on the disk."""
-    for path in result.iterdir():
-        if path.name not in file_names:
-            path.unlink()  # of a run that was killed here
+def _finish(run: _Run, result: Path) -> None:
+    """Write what is left, and see that all of it is on the disk."""
     config = json.dumps(run.plan.model_config(run.source.config), indent=2, ensure_ascii=False)
     (result / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
-    write_tokenizer_files(run.model_path, result)
     for path in result.iterdir():
         flush(path)
     flush(result)

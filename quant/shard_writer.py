@@ -78,7 +78,7 @@ class ShardWriter:
         self._places: dict[str, tuple[int, int]] = {}  # descriptor and offset
         self._files: list[int] = []
         self._unflushed: set[int] = set()
-        self.file_names = (
+        file_names = (
             [WEIGHTS_NAME]
             if len(shards) == 1
             else [
@@ -87,11 +87,10 @@ class ShardWriter:
             ]
         )
         try:
-            for file_name, shard in zip(self.file_names, shards, strict=True):
+            for file_name, shard in zip(file_names, shards, strict=True):
                 self._start_file(folder / file_name, shard)
             if len(shards) > 1:
-                self._write_index(dict(zip(self.file_names, shards, strict=True)))
-                self.file_names.append(INDEX_NAME)
+                self._write_index(dict(zip(file_names, shards, strict=True)))
         except BaseException:
             self._close()
             raise

@@ -291,12 +291,12 @@ def test_a_disk_that_fills_up_at_the_end_keeps_the_older_result_and_the_work(
     out = quantize_model(source, tmp_path / "out").out
     before = digests(out)
 
-    def full(model_path: Path, folder: Path) -> None:
+    def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     eight = QuantizeOptions(WeightScheme(8), overwrite=True)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "write_tokenizer_files", full)
+        patch.setattr(pipeline, "flush", full)
         with pytest.raises(QuantizeError, match=r"No space left on device; 5 finished parts"):
             quantize_model(source, out, eight)
     assert digests(out) == before
