@@ -110,10 +110,22 @@ class SafetensorsFolder:
         Raises:
             CheckpointError: the file changed since the folder was opened.
         """
+        return self.load_rows(name, 0, self.shape(name)[0] if self.shape(name) else 1)
+
+    def load_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read part of a tensor along its first dimension; a scalar has one row.
+
+        Raises:
+            CheckpointError: the file changed since the folder was opened.
+        """
         entry = self._entries[name]
-        raw = torch.empty(entry.nbytes, dtype=torch.uint8)
-        read_into(entry.file, entry.identity, entry.start, raw.numpy().data)
-        return raw.view(entry.dtype).view(entry.shape)
+        row_bytes = (
+            entry.nbytes // entry.shape[0] if entry.shape and entry.shape[0] else entry.nbytes
+        )
+        raw = torch.empty(row_bytes * (stop - start), dtype=torch.uint8)
+        read_into(entry.file, entry.identity, entry.start + start * row_bytes, raw.numpy().data)
+        shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
+        return raw.view(entry.dtype).view(shape)
 
 
 def write_safetensors(

@@ -9,6 +9,7 @@ ApplianceError
 │   └── QualityError       its quality card does not reach what was asked for
 ├── MemoryPlanError        weights + KV cache + workspace do not fit           exit 4
 ├── QuantizeError          quantization could not finish                       exit 5
+│   └── ChangedRunError    a state that another run left
 ├── RequestError           a request that is refused; HTTP status on the class
 │   ├── ContextLengthError
 │   ├── UnknownModelError
@@ -66,9 +67,13 @@ class MemoryPlanError(ApplianceError):
 
 
 class QuantizeError(ApplianceError):
-    """Quantization stopped; nothing half-written was left behind."""
+    """Quantization stopped; nothing half-written bears the name of the result."""
 
     exit_code = 5
+
+
+class ChangedRunError(QuantizeError):
+    """A run was to go on from what another one left, but differs from it."""
 
 
 class RequestError(ApplianceError):

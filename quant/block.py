@@ -6,22 +6,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.nn import functional
-
-from appliance.kernels.weight import dense
-from appliance.model.linear import stack_neighbours
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from appliance.kernels.backend import Backend
     from appliance.kernels.weight import Weight
     from appliance.model.layers import DecoderLayer
-    from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm
-    from appliance.model.reader import LayerWeights
 
 
 class Moments:
@@ -29,11 +23,13 @@ class Moments:
 
     def __init__(self, in_features: int, device: torch.device) -> None:
         self.tokens = 0
+        self._are_means = False
         self._square = torch.zeros((in_features, in_features), device=device)
         self._magnitude = torch.zeros(in_features, device=device)
 
     def add(self, x: Tensor) -> None:
-        """Count x (num_tokens, in_features) float32 in."""
+        """Count x (num_tokens, in_features) float32 in; not after the means were asked for."""
+        assert not self._are_means
         self.tokens += x.shape[0]
         self._square.addmm_(x.T, x)
         self._magnitude += x.abs().sum(0)
@@ -41,12 +37,25 @@ class Moments:
     @property
     def hessian(self) -> Tensor:
         """The mean of x x^T: (in_features, in_features) float32."""
-        return self._square / max(self.tokens, 1)
+        self._divide()
+        return self._square
 
     @property
     def magnitude(self) -> Tensor:
         """The mean of |x|: (in_features,) float32."""
-        return self._magnitude / max(self.tokens, 1)
+        self._divide()
+        return self._magnitude
+
+    def _divide(self) -> None:
+        """Make means of the sums, where they are: there is no room for a second matrix."""
+        if not self._are_means:
+            self._square.div_(max(self.tokens, 1))
+            self._magnitude.div_(max(self.tokens, 1))
+            self._are_means = True
+
+
+class NothingMoreToSee(Exception):  # noqa: N818 - ends a layer early, and is no error
+    """The last linear that is watched has seen its input."""
 
 
 class ObservedLinear:
@@ -61,6 +70,7 @@ class ObservedLinear:
         self.weight = weight
         self.bias = bias
         self.moments: Moments | None = None  # of what it sees from now on
+        self.is_last_watched = False
 
     @property
     def in_features(self) -> int:
@@ -81,6 +91,8 @@ class ObservedLinear:
         """(num_tokens, in_features) -> (num_tokens, out_features)."""
         if self.moments is not None:
             self.moments.add(x)
+            if self.is_last_watched:
+                raise NothingMoreToSee
         return functional.linear(x, self.weight, self.bias)
 
     def scale_inputs(self, scales: Tensor) -> None:
@@ -95,10 +107,9 @@ class ObservedLinear:
 
 
 def observed_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> ObservedLinear:
-    """Lay a weight out to be watched; a `Backend.prepare_linear`."""
-    full = dense(weight, torch.float32)
-    full = full.clone() if isinstance(weight, torch.Tensor) else full
-    return ObservedLinear(full, None if bias is None else bias.to(dtype).clone())
+    """Lay a weight out to be watched, in place; a `Backend.prepare_linear`."""
+    assert isinstance(weight, Tensor), "FloatReader makes weights dense"
+    return ObservedLinear(weight, None if bias is None else bias.to(dtype))
 
 
 def observing(backend: Backend) -> Backend:
@@ -141,21 +152,6 @@ class Block:
     def linears(self) -> Iterator[ObservedLinear]:
         """In the order of computation."""
         yield from (self.qkv, self.output, self.gate_up, self.down)
-
-
-def dense_parts(weights: LayerWeights) -> LayerWeights:
-    """All linears of a layer in float32, so that those of one input become one."""
-
-    def full(part: LinearPart) -> LinearPart:
-        return replace(part, weight=dense(part.weight, torch.float32))
-
-    return replace(
-        weights,
-        qkv=stack_neighbours([full(part) for part in weights.qkv]),
-        output=full(weights.output),
-        gate_up=stack_neighbours([full(part) for part in weights.gate_up]),
-        down=full(weights.down),
-    )
 
 
 def _observed(linear: object) -> ObservedLinear:

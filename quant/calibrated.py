@@ -6,8 +6,8 @@ the rows go through it as it was stored, and the next one follows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,11 +38,15 @@ class QuantizedLayer:
         index: of the layer.
         tensors: packed where they are quantized, else float32.
         losses: of each quantized linear's outputs, as a share of their energy.
+        notes: what a person should know of it.
+        facts: what the end of the run needs to know of it, as JSON; kept when a run is resumed.
     """
 
     index: int
     tensors: dict[str, Tensor | PackedWeight]
     losses: dict[str, float]
+    notes: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def quantize_layers(
@@ -51,20 +55,23 @@ def quantize_layers(
     method: Method,
     schemes: Mapping[str, LinearScheme | None],
     dtype: torch.dtype,
+    *,
+    first: int = 0,
 ) -> Iterator[QuantizedLayer]:
-    """Quantize a model's layers in order.
+    """Quantize a model's layers in order; each comes when the rows have been put through it.
 
     Args:
         source: an opened model.
-        walk: its calibration rows, before the first layer.
+        walk: its calibration rows, before the layer `first`.
         method: how.
         schemes: of every linear weight, by name; None keeps it in 16 bits.
         dtype: in which scales, norms and what is not quantized will be stored.
+        first: the layer to begin with; those before it were quantized by an earlier run.
 
     Raises:
         QuantizeError: activations are not finite; the message names the weight.
     """
-    for index in range(len(source.spec.layers)):
+    for index in range(first, len(source.spec.layers)):
         block = walk.block(index)
         parts = _parts(source, index)
         chosen = [_scheme(schemes, [name for name, _ in rows]) for rows in parts]
@@ -74,17 +81,25 @@ def quantize_layers(
             scale_inputs(block, moments, chosen, dtype, offset)
         tensors = _norms_and_biases(source, index, block, parts)
         losses: dict[str, float] = {}
+        notes: list[str] = []
         for linear, rows, scheme in zip(block.linears(), parts, chosen, strict=True):
             name = " + ".join(name for name, _ in rows)
             whole: Tensor | PackedWeight = linear.weight
             if scheme is not None:
-                whole, losses[name] = _quantize(walk, block, linear, scheme, method, dtype, name)
+                whole, losses[name], silent = _quantize(
+                    walk, block, linear, scheme, method, dtype, name
+                )
+                if silent:
+                    notes.append(
+                        f"{silent:,} of {linear.in_features:,} inputs of {name} were 0 in all"
+                        " calibration text; their weights are rounded"
+                    )
             for part, where in rows:
                 tensors[part] = (
                     whole.rows(where) if isinstance(whole, PackedWeight) else whole[where]
                 )
-        yield QuantizedLayer(index, tensors, losses)
         walk.advance(block)
+        yield QuantizedLayer(index, tensors, losses, tuple(notes))
 
 
 def _quantize(
@@ -95,8 +110,12 @@ def _quantize(
     method: Method,
     dtype: torch.dtype,
     name: str,
-) -> tuple[PackedWeight, float]:
-    """Quantize one linear by what reaches it now, and let it compute with the result."""
+) -> tuple[PackedWeight, float, int]:
+    """Quantize one linear by what reaches it now, and let it compute with the result.
+
+    Returns:
+        The weight, its loss, and how many of its inputs were always 0.
+    """
     (seen,) = walk.observe(block, [linear])
     hessian = seen.hessian
     if not bool(torch.isfinite(hessian).all()):
@@ -113,7 +132,7 @@ def _quantize(
         packed = steps.pack(steps.codes(original))
         linear.weight = packed.dequantize()
         loss = gptq.output_loss(original, linear.weight, hessian)
-    return packed, loss
+    return packed, loss, int((hessian.diagonal() == 0).sum())
 
 
 def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:

@@ -10,22 +10,34 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass
-from pydoc_data.topics import topics
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from appliance.errors import QuantizeError
+from appliance.files import replace_atomically
+from appliance.quant.documents import (
+    DATASET_PREFIX,
+    default_documents,
+    documents_at,
+    documents_of_dataset,
+    sample,
+)
 from appliance.quant.self_text import sample_rows
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from torch import Tensor
 
-SUFFIXES = (".txt", ".md", ".rst")
+    from appliance.quant.documents import Document, Message
+
+MOST_DOCUMENTS = 2048  # that are cut into rows, unless so many rows are wanted
+ROWS_NAME = "rows.safetensors"
 DEFAULT_TEXT = "Python's help topics"
 OWN_SHARE = 0.75  # of the default rows are written by the model; scripts/bench_quantize compares
 
@@ -61,12 +73,29 @@ class CalibrationText:
         num_tokens: in all rows together.
         row_tokens: in a row.
         seed: decides which rows are taken, and in which order.
+        dataset: of a hub, in place of a path: org/name[:split[:column]].
     """
 
     path: Path | None = None
     num_tokens: int = 8192
     row_tokens: int = 512
     seed: int = 0
+    dataset: str | None = None
+
+    @classmethod
+    def parse(cls, text: str | None, num_tokens: int, *, seed: int) -> CalibrationText:
+        """What a person typed: a path, hf:org/name[:split[:column]], or nothing."""
+        if text is None:
+            return cls(num_tokens=num_tokens, seed=seed)
+        if text.startswith(DATASET_PREFIX):
+            name = text.removeprefix(DATASET_PREFIX)
+            return cls(num_tokens=num_tokens, seed=seed, dataset=name)
+        return cls(Path(text).expanduser(), num_tokens, seed=seed)
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the text is a file that can be read now, and so may have changed."""
+        return self.path is not None and self.path.exists()
 
     def rows_of(self, model_path: Path) -> Calibration:
         """The text as a model's tokenizer cuts it.
@@ -76,9 +105,13 @@ class CalibrationText:
             ModelError: the model has no tokenizer.
         """
         tokenizer = Tokenizer.from_path(model_path)
-        if self.path is None:
+        documents: Iterable[Document]
+        if self.dataset is not None:
+            documents, source = documents_of_dataset(self.dataset), self.dataset
+        elif self.path is not None:
+            documents, source = documents_at(self.path), self.path.name
+        else:
             return default_rows(model_path, tokenizer, self.num_tokens, self.row_tokens, self.seed)
-        documents, source = documents_at(self.path), self.path.name
         return make_calibration(
             documents,
             tokenizer,
@@ -87,11 +120,6 @@ class CalibrationText:
             row_tokens=self.row_tokens,
             seed=self.seed,
         )
-
-
-def default_documents(*, held_out: bool) -> list[tuple[str, str]]:
-    """Title and text of help topics: those for calibration, or the others."""
-    return [(name, topics[name]) for name in sorted(topics)[int(held_out) :: 2]]
 
 
 def default_rows(
@@ -130,25 +158,41 @@ def fingerprint(rows: Tensor) -> str:
     return hashlib.blake2b(rows.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def documents_at(path: Path) -> list[tuple[str, str]]:
-    """Name and text of a file, or of all text files below a folder.
+def save_rows(calibration: Calibration, folder: Path) -> None:
+    """Keep rows, so that a later run needs their text no more.
 
     Raises:
-        QuantizeError: there is nothing to read, or it is no UTF-8.
+        OSError: they cannot be written.
     """
-    files = [path]
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
-    if not files:
-        raise QuantizeError(f"{path} holds no {', '.join(SUFFIXES)} file to calibrate with")
+    facts = {
+        "source": calibration.source,
+        "fingerprint": calibration.fingerprint,
+        "dropped": str(calibration.dropped),
+    }
+    with replace_atomically(folder / ROWS_NAME) as temporary:
+        temporary.write_bytes(save({"rows": calibration.rows}, facts))
+
+
+def load_rows(folder: Path) -> Calibration:
+    """Rows that `save_rows` kept.
+
+    Raises:
+        QuantizeError: they are not there, or damaged.
+    """
+    path = folder / ROWS_NAME
     try:
-        return [(file.stem, file.read_text(encoding="utf-8")) for file in files]
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuantizeError(f"cannot read calibration text {path}: {error}") from error
+        with safe_open(path, "pt") as file:
+            facts, rows = file.metadata(), file.get_tensor("rows")
+            return Calibration(rows, facts["source"], facts["fingerprint"], int(facts["dropped"]))
+    except (OSError, SafetensorError) as error:
+        raise QuantizeError(
+            f"{path}, the calibration rows of an unfinished run, cannot be read: {error};"
+            " add --restart to begin anew"
+        ) from error
 
 
 def make_calibration(
-    documents: Iterable[tuple[str, str]],
+    documents: Iterable[Document],
     tokenizer: Tokenizer,
     *,
     source: str,
@@ -160,7 +204,7 @@ def make_calibration(
 
     Args:
         documents: title and text of each. A model with a chat template sees them as answers to a
-            question about the title, as it saw its training data.
+            question about the title, as it saw its training data. Of very many, some are taken.
         tokenizer: of the model.
         source: for people.
         num_tokens: in all rows together, rounded up to whole rows.
@@ -172,12 +216,12 @@ def make_calibration(
     """
     rows: list[list[int]] = []
     dropped = 0
-    for title, text in documents:
-        token_ids = _encode(tokenizer, title, text)
+    wanted = -(-num_tokens // row_tokens)
+    for title, content in sample(documents, max(MOST_DOCUMENTS, 8 * wanted), seed):
+        token_ids = _encode(tokenizer, title, content)
         count = len(token_ids) // row_tokens
         dropped += count == 0
         rows += [token_ids[i * row_tokens : (i + 1) * row_tokens] for i in range(count)]
-    wanted = -(-num_tokens // row_tokens)
     if len(rows) < wanted:
         raise QuantizeError(
             f"{source} makes {len(rows):,} rows of {row_tokens} tokens, but {wanted:,} are needed;"
@@ -188,11 +232,15 @@ def make_calibration(
     return Calibration(chosen, source, fingerprint(chosen), dropped)
 
 
-def _encode(tokenizer: Tokenizer, title: str, text: str) -> list[int]:
-    if tokenizer.chat_template is None:
+def _encode(tokenizer: Tokenizer, title: str, content: str | list[Message]) -> list[int]:
+    if isinstance(content, str):
+        if tokenizer.chat_template is None:
+            return tokenizer.encode(content, add_special_tokens=True, allow_special=False)
+        content = [
+            {"role": "user", "content": f"Tell me about: {title}"},
+            {"role": "assistant", "content": content},
+        ]
+    elif tokenizer.chat_template is None:
+        text = "\n\n".join(message["content"] for message in content)
         return tokenizer.encode(text, add_special_tokens=True, allow_special=False)
-    messages = [
-        {"role": "user", "content": f"Tell me about: {title}"},
-        {"role": "assistant", "content": text},
-    ]
-    return tokenizer.encode_chat(messages, add_generation_prompt=False)
+    return tokenizer.encode_chat(content, add_generation_prompt=False)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import ConfigError, QuantizeError
-from appliance.quant.calibration import default_documents, documents_at
+from appliance.quant.documents import default_documents, documents_at
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,4 +121,7 @@ def read(path: Path) -> list[tuple[str, str]]:
     """
     if not path.exists():
         raise QuantizeError(f"there is no text at {path}")
-    return documents_at(path)
+    return [
+        (name, text if isinstance(text, str) else SEPARATOR.join(part["content"] for part in text))
+        for name, text in documents_at(path)
+    ]

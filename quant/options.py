@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 4 << 30
 BLOCK = "block"  # a group size of FP8
+# Options that decide how a run goes, and nothing of what comes out.
+RUN_ONLY = frozenset({"overwrite", "restart", "device", "max_ram", "max_vram"})
 
 
 class Method(Enum):
@@ -170,6 +172,11 @@ class QuantizeOptions:
             what they do not is refused before any work is done.
         engine: another library may do the work, if it is installed.
         overwrite: replace an older model folder at the destination.
+        restart: discard what an unfinished run for this destination left.
+        device: where layers compute.
+        max_ram: bytes of memory that the process may use at most, all libraries included; None
+            takes what is free.
+        max_vram: bytes that torch may allocate on the GPU at most; None takes what is free.
         max_shard_bytes: where a new safetensors file begins.
     """
 
@@ -182,4 +189,28 @@ class QuantizeOptions:
     format: WeightFormat = WeightFormat.COMPRESSED_TENSORS
     engine: Engine = Engine.APPLIANCE
     overwrite: bool = False
+    restart: bool = False
+    device: str = "cpu"
+    max_ram: int | None = None
+    max_vram: int | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether the model is shown calibration rows, to choose codes or precisions."""
+        return self.method.needs_text or self.mixed is not None
+
+
+def choose_device(name: str) -> str:
+    """Cpu or cuda; "auto" is the GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device; use --device cpu")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"

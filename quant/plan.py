@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ from appliance.errors import ConfigError, QuantizeError
 from appliance.model.tensors import Role
 from appliance.quant.formats.store import CompressedTensorsStore
 from appliance.quant.formats.word_writer import awq_writer, gptq_writer
-from appliance.quant.mixed import choose_precisions
 from appliance.quant.options import WeightFormat, end_scheme
 from appliance.quant.scheme import Fp8Scheme
 from appliance.quant.shard_writer import TensorLayout
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
-    from torch import Tensor
 
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
@@ -130,6 +128,9 @@ def make_plan(
     if not any(found.values()):
         raise QuantizeError(f"nothing to quantize: every linear weight is {'; '.join(reasons)}")
     notes = [f"{len(names)} weights {reason}" for reason, names in reasons.items()]
+    if chosen is not None:
+        counts = Counter("16 bits" if s is None else str(s) for s in map(found.get, chosen))
+        notes += [f"{count} weights of {what}" for what, count in sorted(counts.items())]
     if Role.EMBEDDING in ends:
         notes.append("the embedding is quantized, which only appliance reads")
     store = choose_store(options.format, slots, found)
@@ -177,22 +178,6 @@ def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, Wei
         Role.HEAD: end_scheme(options.head, options.scheme),
     }
     return {role: scheme for role, scheme in asked.items() if scheme is not None}
-
-
-def mixed_schemes(
-    source: ModelSource, options: QuantizeOptions, rows: Tensor, dtype: torch.dtype
-) -> dict[str, LinearScheme | None] | None:
-    """What each linear becomes by `options.mixed`; None where all are to be alike.
-
-    Raises:
-        ConfigError: FP8 weights, or fewer bits than the smallest precision takes.
-    """
-    if options.mixed is None:
-        return None
-    if isinstance(options.scheme, Fp8Scheme):
-        raise ConfigError("--mixed chooses among integers of 3, 4 and 8 bits; use another --method")
-    chosen = choose_precisions(source, rows, options.scheme, options.mixed, dtype)
-    return dict(chosen)
 
 
 def _planned(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,8 +25,11 @@ class QuantizeReport:
         quantized_bytes: their codes, scales and zero points.
         parameters: numbers in the whole model.
         weight_bytes: all tensors.
-        seconds: from opening the model to the finished folder.
+        seconds: from opening the model to the finished folder, in all runs that it took.
         notes: one line for each thing worth knowing.
+        losses: of each quantized linear's outputs, as a share of their energy; none by rounding.
+        peak_ram: most bytes of memory the process had, in any run.
+        peak_vram: most bytes that torch had on the GPU.
         calibration: the text that was shown to the model, in words; "" if none was.
         calibration_fingerprint: changes with every token of it.
     """
@@ -42,6 +45,9 @@ class QuantizeReport:
     weight_bytes: int
     seconds: float
     notes: tuple[str, ...]
+    losses: dict[str, float] = field(default_factory=dict)
+    peak_ram: int = 0
+    peak_vram: int = 0
     calibration: str = ""
     calibration_fingerprint: str = ""
 
@@ -59,7 +65,9 @@ class QuantizeReport:
         """The report for a person."""
         lines = [
             f"quantized {self.num_quantized} weights of a {self.architecture} model"
-            f" ({self.method}, {self.scheme}) in {self.seconds:.1f} s",
+            f" ({self.method}, {self.scheme}) in {self.seconds:.1f} s,"
+            f" at most {self.peak_ram / 2**20:,.0f} MiB of memory"
+            + (f" and {self.peak_vram / 2**20:,.0f} MiB on the GPU" * (self.peak_vram > 0)),
             f"{self.out}: {self.weight_bytes / 2**20:,.1f} MiB,"
             f" {self.quantized_bits_per_weight:.2f} bits per quantized weight,"
             f" {self.bits_per_weight:.2f} per weight of the whole model",

@@ -44,6 +44,9 @@ def keep_facts(report: QuantizeReport) -> QuantizeFacts:
         calibration=report.calibration,
         calibration_fingerprint=report.calibration_fingerprint,
         seconds=report.seconds,
+        losses=report.losses,
+        peak_ram_bytes=report.peak_ram,
+        peak_vram_bytes=report.peak_vram,
         notes=report.notes,
     )
     run = Run(weights_fingerprint(report.out), facts)

@@ -14,12 +14,11 @@ from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.weight import dense
-from appliance.model.embedding import Embedding
 from appliance.model.loader import LayerBuilder
-from appliance.model.reader import ModelReader
 from appliance.model.rope import Rope, distinct_ropes
 from appliance.model.step import Step
-from appliance.quant.block import Block, Moments, dense_parts, observing
+from appliance.quant.block import Block, Moments, observing
+from appliance.quant.pieces import FloatReader
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,18 +44,16 @@ class Variants:
         self._num_rows, self._row_tokens = rows.shape
         self._device = torch.device("cpu")
         self._backend = observing(select_backend(self._device))
-        self._reader = ModelReader(source, self._device, FLOAT)
+        self._reader = FloatReader(source, self._device)
         kinds = distinct_ropes(source.spec)
         self._builder = LayerBuilder(self._backend, FLOAT, kinds)
         self._ropes = tuple(Rope.of(kind, self._row_tokens, self._device) for kind in kinds)
-        matrix, _ = self._reader.embedding_and_head()
-        embedding = Embedding.of(matrix, source.spec.embedding_scale, FLOAT)
-        self._streams = [embedding(rows.flatten())]  # the model as it is, then each change
+        self._streams = [self._reader.embed(rows.flatten())]  # the model as it is, then each change
         self._branches: list[Tensor] = []  # of the layer at hand, after it
 
     def block(self, index: int) -> Block:
         """Read a layer, in float32."""
-        weights = dense_parts(self._reader.layer(index))
+        weights = self._reader.layer(index)
         norm = weights.attention_norm
         return Block(self._builder.layer(weights, self._source.spec.layers[index], norm), norm)
 

@@ -10,12 +10,15 @@ import json
 import math
 import os
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import torch
 
 from appliance.checkpoint import INDEX_NAME, WEIGHTS_NAME
+from appliance.quant.staging import flush
+from appliance.quant.stream import write_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -56,18 +59,26 @@ class ShardWriter:
         folder: exists; gets the files and, if there are several, their index.
         layouts: every tensor that will be written.
         max_shard_bytes: where a new file begins; a larger tensor has a file to itself.
+        done: names of tensors that an earlier writer with the same arguments wrote and flushed.
 
     Raises:
         OSError: the space for all files is not there.
     """
 
-    def __init__(self, folder: Path, layouts: Sequence[TensorLayout], max_shard_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layouts: Sequence[TensorLayout],
+        max_shard_bytes: int,
+        done: Collection[str] = (),
+    ) -> None:
         shards = split_into_shards(layouts, max_shard_bytes)
         self.total_bytes = sum(layout.nbytes for layout in layouts)
         self.folder = folder
-        self._waiting = {layout.name: layout for layout in layouts}
-        self._places: dict[str, tuple[BinaryIO, int]] = {}
-        self._files: list[BinaryIO] = []
+        self._waiting = {layout.name: layout for layout in layouts if layout.name not in done}
+        self._places: dict[str, tuple[int, int]] = {}  # descriptor and offset
+        self._files: list[int] = []
+        self._unflushed: set[int] = set()
         file_names = (
             [WEIGHTS_NAME]
             if len(shards) == 1
@@ -109,16 +120,21 @@ class ShardWriter:
         """
         layout = self._waiting.pop(name)
         file, offset = self._places[name]
-        file.seek(offset)
+        self._unflushed.add(file)
         written = 0
         for piece in pieces:
             assert piece.dtype == layout.dtype, (name, piece.dtype, layout.dtype)
             assert piece.shape[1:] == layout.shape[1:], (name, piece.shape, layout.shape)
-            data = piece.detach().contiguous().flatten().view(torch.uint8)
-            file.write(data.numpy().data)
-            written += data.numel()
+            written += write_all(file, piece, offset + written)
         assert written == layout.nbytes, (name, written, layout)
         return written
+
+    def flush(self) -> None:
+        """Wait until all that was written is on the disk."""
+        for file in self._unflushed:
+            os.fsync(file)
+        self._unflushed.clear()
+        flush(self.folder)
 
     def _start_file(self, path: Path, shard: Sequence[TensorLayout]) -> None:
         # Widest types first, as the format has no gaps and every tensor must start aligned.
@@ -136,10 +152,11 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _HEADER_ALIGNMENT)
         prefix = struct.pack("<Q", len(text)) + text
-        file = path.open("wb")
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self._files.append(file)
-        os.posix_fallocate(file.fileno(), 0, len(prefix) + end)
-        file.write(prefix)
+        os.posix_fallocate(file, 0, len(prefix) + end)
+        assert os.pwrite(file, prefix, 0) == len(prefix), path
+        self._unflushed.add(file)
         self._places |= {name: (file, len(prefix) + start) for name, start in starts.items()}
 
     def _write_index(self, shards: dict[str, list[TensorLayout]]) -> None:
@@ -149,7 +166,7 @@ class ShardWriter:
 
     def _close(self) -> None:
         for file in self._files:
-            file.close()
+            os.close(file)
 
 
 def split_into_shards(

@@ -1,10 +1,11 @@
 """Runs calibration rows through a model with one layer in memory, the rest of it on the disk.
 
-What flows from layer to layer, the residual stream of all rows, lies in a memory-mapped file.
+Results do not depend on the memory there is: rows always go through a layer in the same portions.
 """
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,12 +13,12 @@ import torch
 from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.ragged import RaggedBatch
-from appliance.model.embedding import Embedding
 from appliance.model.loader import LayerBuilder
-from appliance.model.reader import ModelReader
 from appliance.model.rope import Rope, distinct_ropes
 from appliance.model.step import Step
-from appliance.quant.block import Block, Moments, dense_parts, observing
+from appliance.quant.block import Block, Moments, NothingMoreToSee, observing
+from appliance.quant.pieces import FloatReader
+from appliance.quant.stream import FLOAT, ResidualStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,8 +31,12 @@ if TYPE_CHECKING:
     from appliance.quant.block import ObservedLinear
 
 BLOCK_SIZE = 32  # which every backend has
-TOKENS_AT_ONCE = 4096
-FLOAT = torch.float32
+TOKENS_AT_ONCE = 512  # of whole rows; a longer row goes alone
+
+
+def tokens_at_once(row_tokens: int) -> int:
+    """How many tokens go through a layer together: those of as many rows as fit, or of one."""
+    return max(1, TOKENS_AT_ONCE // row_tokens) * row_tokens
 
 
 class Walk:
@@ -40,64 +45,99 @@ class Walk:
     Args:
         source: an opened model.
         rows: (num_rows, row_tokens) int64.
-        stream: file for the residual stream, 4 bytes for each token and hidden element; made here.
+        folder: where the residual stream is kept, 4 bytes for each token and hidden element, twice
+            while it moves on; made if it is not there.
         device: where layers compute.
+        layer: that the rows have reached; the stream before it is in the folder, unless it is 0.
+
+    Attributes:
+        seconds: spent in layers so far.
     """
 
     def __init__(
-        self, source: ModelSource, rows: Tensor, stream: Path, device: torch.device
+        self,
+        source: ModelSource,
+        rows: Tensor,
+        folder: Path,
+        device: torch.device,
+        layer: int = 0,
     ) -> None:
+        self.seconds = 0.0
         self._source = source
         self._device = device
         self._num_rows, self._row_tokens = rows.shape
-        self._backend = observing(select_backend(device))
-        self._reader = ModelReader(source, device, FLOAT)
+        # The kernels for a GPU keep no float32 cache; in whole rows torch's own do well there.
+        choice = "reference" if device.type == "cuda" else "auto"
+        self._backend = observing(select_backend(device, choice))
+        self._reader = FloatReader(source, device)
         kinds = distinct_ropes(source.spec)
         self._builder = LayerBuilder(self._backend, FLOAT, kinds)
         self._ropes = tuple(Rope.of(kind, self._row_tokens, device) for kind in kinds)
-        width = source.spec.hidden_size
-        size = rows.numel() * width
-        stream.touch()
-        self._stream = torch.from_file(str(stream), shared=True, size=size, dtype=FLOAT)
-        self._stream = self._stream.view(self._num_rows, self._row_tokens, width)
-        matrix, _ = self._reader.embedding_and_head()
-        embedding = Embedding.of(matrix, source.spec.embedding_scale, FLOAT)
-        for index, row in enumerate(rows):
-            self._stream[index] = embedding(row.to(device)).cpu()
+        folder.mkdir(exist_ok=True)
+        self._stream = ResidualStream(
+            folder, self._num_rows, self._row_tokens, source.spec.hidden_size, layer
+        )
+        if not self._stream.exists:
+            assert layer == 0, f"the stream before layer {layer} is not in {folder}"
+            with self._stream.written(0) as writer:
+                for portion in self._portions():
+                    embedded = self._reader.embed(rows[portion].flatten())
+                    writer.write(embedded)
 
     def block(self, index: int) -> Block:
         """Read a layer, in float32."""
-        weights = dense_parts(self._reader.layer(index))
+        weights = self._reader.layer(index)
         norm = weights.attention_norm
         return Block(self._builder.layer(weights, self._source.spec.layers[index], norm), norm)
 
     def observe(self, block: Block, linears: list[ObservedLinear]) -> list[Moments]:
-        """Show all rows to a layer; returns what some of its linears saw."""
+        """Show all rows to a layer; returns what some of its linears saw.
+
+        Nothing is computed past the last of them.
+
+        Args:
+            block: a layer.
+            linears: of it, in their order in it.
+        """
         moments = [Moments(linear.in_features, self._device) for linear in linears]
         for linear, seen in zip(linears, moments, strict=True):
             linear.moments = seen
-        for _ in self._run(block):
-            pass
-        for linear in linears:
-            linear.moments = None
+        linears[-1].is_last_watched = True
+        try:
+            for rows in self._portions():
+                try:
+                    self._run(block, rows)
+                except NothingMoreToSee:
+                    continue
+        finally:
+            linears[-1].is_last_watched = False
+            for linear in linears:
+                linear.moments = None
         return moments
 
     def advance(self, block: Block) -> None:
         """Put all rows through a layer as it is now; the next one sees what comes out."""
-        for rows, after in self._run(block):
-            self._stream[rows] = after.view(-1, *self._stream.shape[1:]).cpu()
+        with self._stream.written(self._stream.layer + 1) as writer:
+            for rows in self._portions():
+                writer.write(self._run(block, rows).cpu())
 
-    def _run(self, block: Block) -> Iterator[tuple[slice, Tensor]]:
-        """Rows, and the stream after the layer, some rows at a time."""
-        at_once = max(1, TOKENS_AT_ONCE // self._row_tokens)
-        norm = block.attention_norm
+    def _portions(self) -> Iterator[slice]:
+        """Rows that go through a layer together."""
+        at_once = tokens_at_once(self._row_tokens) // self._row_tokens
         for start in range(0, self._num_rows, at_once):
-            rows = slice(start, min(start + at_once, self._num_rows))
-            stream = self._stream[rows].flatten(0, 1).to(self._device)
-            hidden = self._backend.rms_norm(stream, norm.weight, norm.eps)
-            step, cache = self._step(rows.stop - rows.start, block)
-            _, after = block.layer(hidden, stream, step, cache, None)
-            yield rows, after
+            yield slice(start, min(start + at_once, self._num_rows))
+
+    def _run(self, block: Block, rows: slice) -> Tensor:
+        """The stream of some rows after the layer, (tokens, hidden_size)."""
+        started = time.perf_counter()
+        norm = block.attention_norm
+        stream = self._stream.read(rows).flatten(0, 1).to(self._device)
+        hidden = self._backend.rms_norm(stream, norm.weight, norm.eps)
+        step, cache = self._step(rows.stop - rows.start, block)
+        try:
+            return block.layer(hidden, stream, step, cache, None)[1]
+        finally:
+            self.seconds += time.perf_counter() - started
 
     def _step(self, count: int, block: Block) -> tuple[Step, LayerCache]:
         """A step of whole rows, and blocks for one layer of them."""

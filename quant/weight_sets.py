@@ -12,9 +12,10 @@ from appliance.errors import ConfigError
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.weight import dense, some_rows
 from appliance.model.embedding import Embedding
+from appliance.model.linear import stack_neighbours
 from appliance.model.reader import ModelReader
 from appliance.quant import rtn
-from appliance.quant.block import dense_parts
+from appliance.quant.pieces import FloatReader
 from appliance.quant.scheme import WeightScheme
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class StoredWeights:
 
     def layer(self, index: int) -> LayerWeights:
         """See `WeightSet`."""
-        return dense_parts(self.reader.layer(index))
+        return FloatReader(self.source, self._device).layer(index)
 
     def norm(self, index: int) -> Norm:
         """See `WeightSet`."""
@@ -129,7 +130,7 @@ class RoundedWeights:
         """See `WeightSet`."""
         weights = self._base.reader.layer(index)
         packed = self._candidate.reader.layer(index)
-        return dense_parts(
+        return _dense_parts(
             replace(
                 weights,
                 qkv=_rounded_parts(weights.qkv, packed.qkv),
@@ -150,6 +151,15 @@ class RoundedWeights:
     def head_rows(self, head: Weight, rows: slice) -> Tensor:
         """See `WeightSet`."""
         return _rounded(self._base.head_rows(head, rows), self._head)
+
+
+def _dense_parts(weights: LayerWeights) -> LayerWeights:
+    """Those of one input as one weight."""
+    return replace(
+        weights,
+        qkv=stack_neighbours(weights.qkv),
+        gate_up=stack_neighbours(weights.gate_up),
+    )
 
 
 def scheme_of(weight: Weight) -> WeightScheme | None:

@@ -1,167 +1,220 @@
-"""Fills a model folder's tensors: rounded one at a time, or calibrated layer by layer."""
+"""Fills a model folder's tensors unit by unit: layers, and the tensors that are in none.
+
+A unit is done when its tensors are on the disk and the journal says so. Units are rounded as they
+come, or calibrated layer by layer.
+"""
 
 from __future__ import annotations
 
-import math
-import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from appliance.errors import QuantizeError
-from appliance.kernels.fp8 import BLOCK, Fp8Weight
-from appliance.kernels.packed import PackedWeight
 from appliance.quant import data_free
 from appliance.quant.calibrated import quantize_layers
+from appliance.quant.pieces import WeightPieces, row_ranges
+from appliance.quant.progress import LAYER
 from appliance.quant.walk import Walk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from concurrent.futures import Executor
+    from pathlib import Path
 
+    from appliance.kernels.fp8 import Fp8Weight
+    from appliance.kernels.packed import PackedWeight
     from appliance.kernels.weight import Weight
     from appliance.model.source import ModelSource
+    from appliance.quant.calibrated import QuantizedLayer
     from appliance.quant.calibration import Calibration
     from appliance.quant.formats import WeightReader
     from appliance.quant.options import Method
     from appliance.quant.plan import PlannedTensor, QuantizePlan
+    from appliance.quant.progress import UnitLog
     from appliance.quant.shard_writer import ShardWriter
 
 PIECE_ELEMENTS = 1 << 18  # numbers of a weight that are worked on at once: 1 MiB in float32
+GPU_PIECE_ELEMENTS = 1 << 24
 
 
-class OnProgress(Protocol):
-    """What wants to know how far the work is."""
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is finished, and on resuming repeated, as a whole.
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Done and total are bytes of the result."""
+    Attributes:
+        name: "layer 3", or that of the only tensor.
+        tensors: in the order of the model.
+        layer: index, None for a tensor that is in no layer.
+    """
 
+    name: str
+    tensors: tuple[PlannedTensor, ...]
+    layer: int | None
 
-def write_rounded(
-    weights: WeightReader,
-    plan: QuantizePlan,
-    writer: ShardWriter,
-    method: Method,
-    on_progress: OnProgress | None,
-) -> None:
-    """Quantize every weight by itself; see `data_free`."""
-    done = 0
-    with _workers() as workers:
-        for tensor in plan.tensors:
-            weight = weights.load(tensor.name)
-            if tensor.scheme is None:
-                writer.write(tensor.name, _in_type(plan.dtype, tensor.name, weight))
-            else:
-                value = _quantized(workers, tensor, method, plan.dtype, weight)
-                for name, stored in plan.store.encode(tensor.name, value, tensor.scheme).items():
-                    writer.write(name, [stored])
-            done += tensor.nbytes
-            if on_progress is not None:
-                on_progress("quantizing", done, writer.total_bytes)
+    @property
+    def nbytes(self) -> int:
+        """Of the result."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
-def write_calibrated(
-    source: ModelSource,
-    plan: QuantizePlan,
-    writer: ShardWriter,
-    method: Method,
-    calibration: Calibration,
-    on_progress: OnProgress | None,
-) -> None:
-    """Quantize layer by layer with calibration rows; what is in no layer is written as it is."""
-    planned = {tensor.name: tensor for tensor in plan.tensors}
-    schemes = {tensor.name: tensor.scheme for tensor in plan.tensors}
-    done = 0
+def units_of(source: ModelSource, plan: QuantizePlan) -> list[Unit]:
+    """All tensors of a plan in units."""
+    layers = {slot.name: slot.layer for slot in source.slots()}
+    units: dict[str, tuple[int | None, list[PlannedTensor]]] = {}
+    for tensor in plan.tensors:
+        layer = layers[tensor.name]
+        name = tensor.name if layer is None else f"{LAYER}{layer}"
+        units.setdefault(name, (layer, []))[1].append(tensor)
+    return [Unit(name, tuple(tensors), layer) for name, (layer, tensors) in units.items()]
 
-    def write(tensor: PlannedTensor, value: Weight) -> None:
-        nonlocal done
-        if tensor.scheme is None:
-            writer.write(tensor.name, _in_type(plan.dtype, tensor.name, value))
+
+@dataclass(frozen=True, slots=True)
+class UnitWriter:
+    """Writes what becomes of tensors.
+
+    Attributes:
+        source: an opened model.
+        plan: what becomes of each tensor.
+        shards: the files.
+        log: keeps account of units that are done.
+        device: where numbers are worked on.
+        workers: threads that round pieces side by side.
+    """
+
+    source: ModelSource
+    plan: QuantizePlan
+    shards: ShardWriter
+    log: UnitLog
+    device: torch.device
+    workers: int
+
+    def round(self, units: list[Unit], method: Method) -> None:
+        """Quantize every weight by itself; see `data_free`."""
+        weights, dtype = self.source.weights, self.plan.dtype
+        with Rounding(weights, dtype, method, self.workers, self.device) as rounding:
+            for unit in units:
+                started = time.perf_counter()
+                for tensor in unit.tensors:
+                    self._round(rounding, tensor)
+                self._finish(unit, started)
+
+    def calibrate(
+        self, units: list[Unit], method: Method, calibration: Calibration, folder: Path
+    ) -> None:
+        """Quantize layer by layer with calibration rows; then what is in no layer is rounded.
+
+        Args:
+            units: all that are not done.
+            method: how.
+            calibration: what the model is shown.
+            folder: for the residual stream; holds that of an earlier run which was cut short.
+        """
+        layers = {unit.layer: unit for unit in units if unit.layer is not None}
+        if layers:
+            first = min(layers)
+            schemes = {tensor.name: tensor.scheme for tensor in self.plan.tensors}
+            started = time.perf_counter()
+            walk = Walk(self.source, calibration.rows, folder, self.device, first)
+            for layer in quantize_layers(
+                self.source, walk, method, schemes, self.plan.dtype, first=first
+            ):
+                unit = layers[layer.index]
+                for tensor in unit.tensors:
+                    self._write(tensor, layer.tensors.pop(tensor.name))
+                self._finish(unit, started, layer)
+                started = time.perf_counter()
+        self.round([unit for unit in units if unit.layer is None], method)
+
+    def _finish(self, unit: Unit, started: float, layer: QuantizedLayer | None = None) -> None:
+        self.shards.flush()
+        seconds = time.perf_counter() - started
+        if layer is None:
+            self.log.commit(unit.name, unit.nbytes, seconds)
         else:
-            assert not isinstance(value, Tensor), tensor.name
-            for name, stored in plan.store.encode(tensor.name, value, tensor.scheme).items():
-                writer.write(name, [stored])
-        done += tensor.nbytes
-        if on_progress is not None:
-            on_progress("quantizing", done, writer.total_bytes)
+            self.log.commit(
+                unit.name,
+                unit.nbytes,
+                seconds,
+                losses=layer.losses,
+                notes=layer.notes,
+                facts=layer.facts,
+            )
 
-    with tempfile.TemporaryDirectory(dir=writer.folder.parent, prefix=".calibration-") as folder:
-        walk = Walk(source, calibration.rows, Path(folder) / "stream", torch.device("cpu"))
-        for layer in quantize_layers(source, walk, method, schemes, plan.dtype):
-            for name, part in layer.tensors.items():
-                write(planned.pop(name), part)
-    for name, tensor in planned.items():  # embedding, head, norms that nothing was folded into
-        value = source.weights.load(name)
-        if tensor.scheme is not None:
-            with _workers() as workers:
-                value = _quantized(workers, tensor, method, plan.dtype, value)
-        write(tensor, value)
+    def _write(self, tensor: PlannedTensor, value: Weight) -> None:
+        """Write one tensor that is in memory."""
+        if isinstance(value, Tensor):
+            assert tensor.scheme is None, tensor.name
+            self.shards.write(tensor.name, [value.to(self.plan.dtype).cpu()])
+        else:
+            assert tensor.scheme is not None, tensor.name
+            for name, stored in self.plan.store.encode(tensor.name, value, tensor.scheme).items():
+                self.shards.write(name, [stored.cpu()])
 
-
-def _in_type(dtype: torch.dtype, name: str, weight: Weight) -> Iterator[Tensor]:
-    """The rows of a weight that is not quantized, piece by piece."""
-    for rows in _row_ranges(weight.shape):
-        yield _read_rows(name, weight, rows).to(dtype)
-
-
-def _quantized(
-    workers: Executor,
-    tensor: PlannedTensor,
-    method: Method,
-    scale_dtype: torch.dtype,
-    weight: Weight,
-) -> PackedWeight | Fp8Weight:
-    scheme = tensor.scheme
-    assert scheme is not None, tensor.name
-
-    def quantize_rows(rows: slice) -> PackedWeight | Fp8Weight:
-        piece = _read_rows(tensor.name, weight, rows)
-        return data_free.quantize(piece, scheme, method, scale_dtype)
-
-    return data_free.concatenate(list(workers.map(quantize_rows, _row_ranges(weight.shape))))
+    def _round(self, rounding: Rounding, tensor: PlannedTensor) -> None:
+        """Read, round and write one tensor, some rows at a time."""
+        if tensor.scheme is None:
+            self.shards.write(tensor.name, rounding.in_16_bits(tensor))
+        else:
+            self._write(tensor, rounding.packed(tensor))
 
 
-def _read_rows(name: str, weight: Weight, rows: slice) -> Tensor:
-    """Some rows of a weight in float32; packed ones are dequantized.
-
-    Raises:
-        QuantizeError: they hold NaN or infinity.
-    """
-    if isinstance(weight, PackedWeight):
-        piece = weight.rows(rows).dequantize()
-    elif isinstance(weight, Fp8Weight):
-        piece = weight.dequantize(rows=rows)
-    else:
-        piece = weight[rows].to(torch.float32)
-    if not torch.isfinite(piece).all():
-        raise QuantizeError(f"{name} holds NaN or infinity; fetch the model again")
-    return piece
-
-
-def _row_ranges(shape: tuple[int, ...]) -> list[slice]:
-    """Cut a tensor along its first dimension into pieces to work on at once.
-
-    Whole blocks of FP8, so that a piece may be quantized by itself.
-    """
-    rows = max(BLOCK, PIECE_ELEMENTS // math.prod(shape[1:]) // BLOCK * BLOCK)
-    return [slice(start, start + rows) for start in range(0, shape[0], rows)]
-
-
-@contextmanager
-def _workers() -> Iterator[Executor]:
+class Rounding:
     """Threads that share the cores by pieces of a weight, with torch on one core in each.
 
     Torch's own threads wait for each other after every operation, which takes ten times as long
     as the work itself where another program uses the cores too.
+
+    Args:
+        weights: what is read.
+        dtype: of scales, and of what is not quantized.
+        method: how codes are chosen.
+        workers: threads.
+        device: where numbers are rounded.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads) as workers:
-            yield workers
-    finally:
-        torch.set_num_threads(threads)
+
+    def __init__(
+        self,
+        weights: WeightReader,
+        dtype: torch.dtype,
+        method: Method,
+        workers: int,
+        device: torch.device,
+    ) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._method = method
+        self._device = device
+        self._piece = GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
+        self._workers = ThreadPoolExecutor(workers)
+        self._threads = torch.get_num_threads()
+
+    def __enter__(self) -> Rounding:
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._workers.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads)
+
+    def in_16_bits(self, tensor: PlannedTensor) -> Iterator[Tensor]:
+        """A tensor that is not quantized, some rows at a time."""
+        pieces = WeightPieces(self._weights, tensor.name)
+        for rows in row_ranges(tensor.shape, self._piece):
+            yield pieces.rows(rows).to(self._dtype)
+
+    def packed(self, tensor: PlannedTensor) -> PackedWeight | Fp8Weight:
+        """A weight by the scheme that is planned for it."""
+        scheme = tensor.scheme
+        assert scheme is not None, tensor.name
+        pieces = WeightPieces(self._weights, tensor.name)
+
+        def quantize_rows(rows: slice) -> PackedWeight | Fp8Weight:
+            piece = pieces.rows(rows).to(self._device)
+            found = data_free.quantize(piece, scheme, self._method, self._dtype)
+            return found.to(torch.device("cpu"))
+
+        ranges = row_ranges(tensor.shape, self._piece)
+        return data_free.concatenate(list(self._workers.map(quantize_rows, ranges)))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from appliance.commands.model_argument import Model
+from appliance.commands.sizes import parse_size
 from appliance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def quantize(
@@ -39,7 +45,10 @@ def quantize(
         int, typer.Option(help="Bits of the embedding of a model with a head of its own.")
     ] = 16,
     calibration: Annotated[
-        Path | None, typer.Option(help="Text file or folder of them [Python's help topics].")
+        str | None,
+        typer.Option(
+            help="Text file, folder of them, or hf:DATASET[:SPLIT[:COLUMN]] [Python's help topics]."
+        ),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate with.")] = 8192,
     seed: Annotated[int, typer.Option(help="Chooses the rows of text.")] = 0,
@@ -50,29 +59,55 @@ def quantize(
         str, typer.Option(help="Who quantizes: appliance, or autoawq or optimum if installed.")
     ] = "appliance",
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+    restart: Annotated[
+        bool, typer.Option(help="Discard what an unfinished run for OUT left, and begin anew.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where layers compute: auto, cpu or cuda.")] = "auto",
+    max_ram: Annotated[
+        str | None, typer.Option(help="Most memory of the process, such as 6GiB [what is free].")
+    ] = None,
+    max_vram: Annotated[
+        str | None, typer.Option(help="Most memory on the GPU [what is free].")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option(help="Try the largest layer, say what a run takes, write nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Events as lines of JSON on standard output.")
+    ] = False,
     card: Annotated[
         bool, typer.Option(help="Measure the result on held-out text, and write its quality card.")
     ] = True,
     card_tokens: Annotated[int, typer.Option(help="Tokens to measure on.")] = 4096,
 ) -> None:
-    """Quantize a model's weights into a folder that can be served."""
+    """Quantize a model's weights into a folder that can be served.
+
+    A run that is cut short keeps the layers it has done; the same command goes on from there.
+    """
+    if out is None:
+        raise ConfigError("--out DIR is needed: the folder to write the quantized model to")
+    from appliance.runtime import limit_spinning
+
+    limit_spinning()
+
     from appliance.commands.quantize_card import make_card_of_run
+    from appliance.commands.quantize_display import choose_display, describe_plan
     from appliance.config import cache_dir, jobs_dir
     from appliance.hub import resolve_model
     from appliance.jobs import JobFile
     from appliance.progress import ProgressLine
+    from appliance.quant import pipeline
     from appliance.quant.calibration import CalibrationText
     from appliance.quant.options import (
         Engine,
         Method,
         QuantizeOptions,
         WeightFormat,
+        choose_device,
         choose_scheme,
     )
-    from appliance.quant.pipeline import quantize_model
+    from appliance.quantize_events import QuantizeEvent, Unit, encode_event
 
-    if out is None:
-        raise ConfigError("--out DIR is needed: the folder to write the quantized model to")
     chosen = Method.parse(method)
     options = QuantizeOptions(
         scheme=choose_scheme(chosen, bits, group_size, symmetric=symmetric),
@@ -80,25 +115,58 @@ def quantize(
         head=head,
         mixed=mixed,
         embedding=embedding,
-        text=CalibrationText(calibration, calibration_tokens, seed=seed),
+        text=CalibrationText.parse(calibration, calibration_tokens, seed=seed),
         format=WeightFormat.parse(format),
         engine=Engine.parse(engine),
         overwrite=overwrite,
+        restart=restart,
+        device=choose_device(device),
+        max_ram=None if max_ram is None else parse_size(max_ram),
+        max_vram=None if max_vram is None else parse_size(max_vram),
     )
-    name = f"quantize {Path(model).name or 'the default model'}"
-    with ProgressLine() as progress, JobFile(jobs_dir(), name) as job:
-
-        def tell(stage: str, done: int, total: int) -> None:
-            progress(stage, done, total)
-            job.update(stage, done, total)
-
+    with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
-        report = quantize_model(
-            resolved.path,
-            out,
-            options,
-            on_progress=tell,
-        )
+    if dry_run:
+        plan = pipeline.dry_run(resolved.path, out, options)
+        typer.echo(encode_event(plan).decode() if as_json else "\n".join(describe_plan(plan)))
+        return
+    job = JobFile(jobs_dir(), f"quantize {resolved.path.name}")
+    with _interruptible(out), job, choose_display(as_json=as_json) as display:
+
+        def tell(event: QuantizeEvent) -> None:
+            display(event)
+            if isinstance(event, Unit):
+                left = event.remaining_seconds
+                job.update("quantizing", event.bytes_done, event.bytes_total, seconds_left=left)
+
+        report = pipeline.quantize_model(resolved.path, out, options, tell)
     typer.echo(report.summary(), err=True)
     make_card_of_run(report, resolved.path, card_tokens if card else 0)
     typer.echo(f"serve it with: appliance serve {out}", err=True)
+
+
+class _TerminatedError(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextmanager
+def _interruptible(out: Path) -> Iterator[None]:
+    """End on Ctrl-C and SIGTERM with one line that says what was kept.
+
+    Raises:
+        typer.Exit: with 130 or 143.
+    """
+    from appliance.quant.pipeline import what_is_kept
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        raise _TerminatedError
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        typer.echo(f"interrupted; {what_is_kept(out)}", err=True)
+        code = 143 if isinstance(error, _TerminatedError) else 130
+        raise typer.Exit(code) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -58,10 +58,14 @@ class GGUFFile:
             CheckpointError: the file changed since it was opened, or holds damaged scales.
             UnsupportedModelError: the type cannot be dequantized here.
         """
+        return self.load_rows(name, 0, self.shape(name)[0])
+
+    def load_rows(self, name: str, start: int, stop: int) -> Tensor | PackedWeight:
+        """Read part of a tensor along its first dimension; see `load`."""
         # Here, not at the top: opening a file for its tokenizer must not load torch.
         from appliance.gguf.tensors import read_tensor
 
-        info = self._header.tensors[name]
+        info = self._header.tensors[name].rows(start, stop)
         tensor, loss = read_tensor(self.path, self._header.identity, info)
         if loss is not None:
             before = self._losses.get(info.type.name)

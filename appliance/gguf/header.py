@@ -57,6 +57,13 @@ class TensorInfo:
     offset: int  # bytes from the start of the file
     nbytes: int
 
+    def rows(self, start: int, stop: int) -> TensorInfo:
+        """A part along the first dimension."""
+        row_bytes = self.nbytes // self.shape[0]
+        shape = (stop - start, *self.shape[1:])
+        offset = self.offset + start * row_bytes
+        return TensorInfo(self.name, shape, self.type, offset, (stop - start) * row_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:

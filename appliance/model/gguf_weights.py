@@ -68,14 +68,21 @@ class GGUFWeights:
 
     def load(self, name: str) -> Tensor | PackedWeight:
         """Read one tensor."""
+        return self.load_rows(name, 0, self.shape(name)[0])
+
+    def load_rows(self, name: str, start: int, stop: int) -> Tensor | PackedWeight:
+        """Read part of a tensor along its first dimension."""
         slot, stored_name = self._slots[name]
-        tensor = self._file.load(stored_name)
+        if slot.role in (Role.QUERY, Role.KEY) and self._mapping.interleaved_rope:
+            rows = halves_from_pairs(slot.shape[0], self._head_dim(slot))[start:stop]
+            first = int(rows.min())
+            tensor = self._file.load_rows(stored_name, first, int(rows.max()) + 1)
+            rows -= first
+            return tensor.rows(rows) if isinstance(tensor, PackedWeight) else tensor[rows]
+        tensor = self._file.load_rows(stored_name, start, stop)
         if slot.role is Role.NORM and self._mapping.norm_shift:
             assert not isinstance(tensor, PackedWeight), name
             return tensor.float() - self._mapping.norm_shift
-        if slot.role in (Role.QUERY, Role.KEY) and self._mapping.interleaved_rope:
-            rows = halves_from_pairs(slot.shape[0], self._head_dim(slot))
-            return tensor.rows(rows) if isinstance(tensor, PackedWeight) else tensor[rows]
         return tensor
 
     def _head_dim(self, slot: TensorSlot) -> int:

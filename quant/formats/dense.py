@@ -39,3 +39,7 @@ class DenseWeights:
     def load(self, name: str) -> Tensor:
         """Read one tensor."""
         return self._folder.load(name)
+
+    def load_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read part of a tensor along its first dimension."""
+        return self._folder.load_rows(name, start, stop)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 
 from appliance.checkpoint import write_safetensors
@@ -32,6 +37,7 @@ CONFIG: dict[str, Any] = {
 }
 
 MakeFolder = Callable[..., Path]
+ALPHABET = (string.ascii_letters + string.digits)[:50]
 
 
 def llama_tensors(config: dict[str, Any]) -> dict[str, Tensor]:
@@ -82,3 +88,41 @@ def make_llama(tmp_path: Path) -> MakeFolder:
         return folder
 
     return make
+
+
+@pytest.fixture
+def alphabet() -> str:
+    """What the model of the fixture `model` can read; a letter's place is its token."""
+    return ALPHABET
+
+
+@pytest.fixture
+def model(make_llama: MakeFolder) -> Path:
+    """A tiny llama that can read 50 letters and digits; some of its channels are loud."""
+    generator = torch.Generator().manual_seed(5)
+    loud = torch.logspace(-0.7, 0.7, 96)[torch.randperm(96, generator=generator)].bfloat16()
+    norms = [
+        f"model.layers.{layer}.{norm}.weight"
+        for layer in (0, 1)
+        for norm in ("input_layernorm", "post_attention_layernorm")
+    ]
+    folder = make_llama(tensors={name: loud.clone() for name in norms})
+    backend = Backend(BPE({letter: i for i, letter in enumerate(ALPHABET)}, []))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = ByteLevelDecoder()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(3)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for name in "abc":
+        numbers = torch.randint(0, 50, (900,), generator=generator).tolist()
+        (folder / f"{name}.txt").write_text("".join(ALPHABET[i] for i in numbers))
+    (folder / "short.md").write_text("abc")
+    (folder / "picture.png").write_bytes(b"\xff")
+    return folder

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import string
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer as Backend
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 from appliance.errors import QuantizeError
 from appliance.kernels.backend import REFERENCE
@@ -20,7 +15,8 @@ from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
 from appliance.quant import fold
-from appliance.quant.calibration import Calibration, CalibrationText, default_documents
+from appliance.quant.calibration import Calibration, CalibrationText
+from appliance.quant.documents import default_documents
 from appliance.quant.options import Method, QuantizeOptions
 from appliance.quant.pipeline import quantize_model
 from appliance.quant.scheme import WeightScheme
@@ -28,42 +24,9 @@ from appliance.quant.walk import Walk
 
 MakeFolder = Callable[..., Path]
 CPU = torch.device("cpu")
-ALPHABET = (string.ascii_letters + string.digits)[:50]
 # of the loss of rounding; random weights leave AWQ little to gain
 BOUNDS = {"awq": 0.95, "gptq": 0.8, "awq+gptq": 0.8}
 SCHEME = WeightScheme(4, 32, False)
-
-
-@pytest.fixture
-def model(make_llama: MakeFolder) -> Path:
-    """A tiny llama that can read 50 letters and digits; some of its channels are loud."""
-    generator = torch.Generator().manual_seed(5)
-    loud = torch.logspace(-0.7, 0.7, 96)[torch.randperm(96, generator=generator)].bfloat16()
-    norms = [
-        f"model.layers.{layer}.{norm}.weight"
-        for layer in (0, 1)
-        for norm in ("input_layernorm", "post_attention_layernorm")
-    ]
-    folder = make_llama(tensors={name: loud.clone() for name in norms})
-    backend = Backend(BPE({letter: i for i, letter in enumerate(ALPHABET)}, []))
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = ByteLevelDecoder()
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").unlink()
-    return folder
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    generator = torch.Generator().manual_seed(3)
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for name in "abc":
-        numbers = torch.randint(0, 50, (900,), generator=generator).tolist()
-        (folder / f"{name}.txt").write_text("".join(ALPHABET[i] for i in numbers))
-    (folder / "short.md").write_text("abc")
-    (folder / "picture.png").write_bytes(b"\xff")
-    return folder
 
 
 def options(text: Path, seed: int = 0) -> CalibrationText:
@@ -81,7 +44,9 @@ def kl_divergence(source: Path, result: Path) -> float:
     return float((base.exp() * (base - found)).sum(-1).mean())
 
 
-def test_rows_begin_documents_and_a_seed_orders_them(model: Path, text: Path) -> None:
+def test_rows_begin_documents_and_a_seed_orders_them(
+    model: Path, text: Path, alphabet: str
+) -> None:
     rows = options(text).rows_of(model)
     assert rows.rows.shape == (20, 48)
     assert rows.dropped == 1
@@ -90,7 +55,7 @@ def test_rows_begin_documents_and_a_seed_orders_them(model: Path, text: Path) ->
     again, other = options(text).rows_of(model), options(text, seed=1).rows_of(model)
     assert torch.equal(rows.rows, again.rows)
     assert rows.fingerprint == again.fingerprint != other.fingerprint
-    document = [ALPHABET.index(letter) for letter in (text / "a.txt").read_text()]
+    document = [alphabet.index(letter) for letter in (text / "a.txt").read_text()]
     starts = [document[i * 48 : (i + 1) * 48] for i in range(18)]
     assert sum(row in starts for row in rows.rows.tolist()) > 0
 
@@ -118,11 +83,11 @@ def test_scales_are_folded_without_a_trace(model: Path, text: Path, tmp_path: Pa
     source = open_model(model)
     walk = Walk(source, options(text).rows_of(model).rows, tmp_path / "stream", CPU)
     block = walk.block(0)
-    before = [after.clone() for _, after in walk._run(block)]
+    before = [walk._run(block, rows) for rows in walk._portions()]
     seen = walk.observe(block, list(block.linears()))
     chosen = fold.scale_inputs(block, seen, [SCHEME] * 4, torch.bfloat16, 0.0)
     assert any(scales.exponent > 0 for scales in chosen)
-    after = [stream for _, stream in walk._run(block)]
+    after = [walk._run(block, rows) for rows in walk._portions()]
     for one, other in zip(before, after, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     norm = block.attention_norm.weight

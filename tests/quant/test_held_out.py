@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from appliance.errors import ConfigError, QuantizeError
-from appliance.quant.calibration import default_documents
+from appliance.quant.documents import default_documents
 from appliance.quant.held_out import HeldOutText, Windows
 from appliance.tokenizer import Tokenizer
 

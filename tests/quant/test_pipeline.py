@@ -23,6 +23,7 @@ from appliance.quant.options import Method, QuantizeOptions
 from appliance.quant.pipeline import quantize_model
 from appliance.quant.rtn import quantize
 from appliance.quant.scheme import WeightScheme
+from appliance.quantize_events import Done, Plan, QuantizeEvent, Start, Unit, Written
 
 MakeFolder = Callable[..., Path]
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -165,24 +166,35 @@ def test_shards_hold_the_same_tensors_as_one_file(make_llama: MakeFolder, tmp_pa
 def test_the_same_model_gives_the_same_bytes_however_it_is_cut(
     make_llama: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = make_llama()
+    source = make_llama(intermediate_size=320)
     first = quantize_model(source, tmp_path / "first").out
-    monkeypatch.setattr(writing, "PIECE_ELEMENTS", 300)
+    monkeypatch.setattr(writing, "PIECE_ELEMENTS", 12_300)
     second = quantize_model(source, tmp_path / "second").out
     assert digests(first) == digests(second)
 
 
-def test_progress_counts_bytes_up_to_the_total(make_llama: MakeFolder, tmp_path: Path) -> None:
-    calls: list[tuple[str, int, int]] = []
-    report = quantize_model(
-        make_llama(),
-        tmp_path / "out",
-        on_progress=lambda stage, done, total: calls.append((stage, done, total)),
-    )
-    assert {(stage, total) for stage, _, total in calls} == {("quantizing", report.weight_bytes)}
-    done = [done for _, done, _ in calls]
-    assert done == sorted(done)
-    assert done[-1] == report.weight_bytes
+def test_events_count_units_and_bytes_up_to_the_total(
+    make_llama: MakeFolder, tmp_path: Path
+) -> None:
+    events: list[QuantizeEvent] = []
+    report = quantize_model(make_llama(), tmp_path / "out", on_event=events.append)
+    start, plan, *units, written, done = events
+    assert isinstance(start, Start)
+    assert isinstance(plan, Plan)
+    assert sum(kind.nbytes for kind in plan.classes) == report.weight_bytes
+    assert (start.units, start.units_done, start.weight_bytes) == (5, 0, report.weight_bytes)
+    assert written == Written(weight_bytes=report.weight_bytes)
+    assert isinstance(done, Done)
+    assert done.bits_per_weight == report.bits_per_weight
+    assert all(isinstance(unit, Unit) for unit in units)
+    counted = [unit for unit in units if isinstance(unit, Unit)]
+    assert [unit.name for unit in counted] == [
+        "model.embed_tokens.weight", "layer 0", "layer 1", "model.norm.weight", "lm_head.weight"
+    ]  # fmt: skip
+    assert [unit.done for unit in counted] == [1, 2, 3, 4, 5]
+    assert counted[-1].bytes_done == counted[-1].bytes_total == report.weight_bytes
+    assert counted[-1].remaining_seconds == 0
+    assert 0 < counted[0].ram <= counted[0].peak_ram <= report.peak_ram
 
 
 class Refusal(NamedTuple):
@@ -272,20 +284,28 @@ def test_too_little_space_is_seen_beforehand(
     assert names(tmp_path) == ["source"]
 
 
-def test_a_disk_that_fills_up_leaves_nothing_and_keeps_the_older_result(
+def test_a_disk_that_fills_up_at_the_end_keeps_the_older_result_and_the_work(
     make_llama: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = make_llama()
     out = quantize_model(source, tmp_path / "out").out
     before = digests(out)
 
-    def full(model_path: Path, folder: Path) -> None:
+    def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(pipeline, "write_tokenizer_files", full)
-    with pytest.raises(QuantizeError, match="No space left on device"):
-        quantize_model(source, out, QuantizeOptions(WeightScheme(8), overwrite=True))
+    eight = QuantizeOptions(WeightScheme(8), overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "flush", full)
+        with pytest.raises(QuantizeError, match=r"No space left on device; 5 finished parts"):
+            quantize_model(source, out, eight)
     assert digests(out) == before
+    events: list[QuantizeEvent] = []
+    quantize_model(source, out, eight, events.append)
+    assert not [event for event in events if isinstance(event, Unit)], "nothing is done twice"
+    down = open_model(out).weights.load(DOWN)
+    assert isinstance(down, PackedWeight)
+    assert down.bits == 8
     assert names(tmp_path) == ["out", "source"]
 
 

@@ -15,7 +15,8 @@ from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
 from appliance.quant.block import observing
-from appliance.quant.calibration import CalibrationText, default_documents
+from appliance.quant.calibration import CalibrationText
+from appliance.quant.documents import default_documents
 from appliance.quant.options import Method, QuantizeOptions
 from appliance.quant.pipeline import quantize_model
 from appliance.quant.scheme import WeightScheme

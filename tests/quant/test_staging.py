@@ -1,15 +1,17 @@
-"""A folder appears whole or not at all, also when the process is killed."""
+"""A folder appears whole or not at all, and what was built stays for the next run."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from appliance.errors import QuantizeError
-from appliance.quant.staging import check_destination, staged_folder
+from appliance.quant.staging import Staging, check_destination, locked
 
 
 def names(folder: Path) -> list[str]:
@@ -22,63 +24,98 @@ def model_folder(path: Path) -> Path:
     return path
 
 
+def begun(out: Path) -> Staging:
+    """A staging folder with one file in the result."""
+    staging = Staging(out)
+    with locked(staging):
+        staging.start_over()
+        (staging.result / "file").write_text("x")
+    return staging
+
+
 def test_the_folder_appears_at_the_end(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
-    with staged_folder(out) as staging:
-        (staging / "file").write_text("x")
-        assert not out.exists()
+    staging = begun(out)
+    assert not out.exists()
+    staging.publish()
     assert names(out) == ["file"]
     assert names(out.parent) == ["out"]
 
 
-def test_nothing_stays_when_the_work_fails(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with staged_folder(tmp_path / "out") as staging:
-            (staging / "file").write_text("x")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert names(tmp_path) == []
+def test_what_was_built_is_there_for_the_next_run(tmp_path: Path) -> None:
+    begun(tmp_path / "out")
+    staging = Staging(tmp_path / "out")
+    with locked(staging):
+        assert names(staging.result) == ["file"]
+        staging.start_over()
+        assert names(staging.result) == names(staging.state) == []
 
 
-def test_an_older_folder_is_replaced_only_by_a_complete_one(tmp_path: Path) -> None:
+def test_an_older_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     out = model_folder(tmp_path / "out")
-    with pytest.raises(RuntimeError), staged_folder(out):
-        raise RuntimeError
-    assert (out / "config.json").read_text() == "old"
-    with staged_folder(out) as staging:
-        (staging / "new").write_text("x")
-    assert names(out) == ["new"]
+    begun(out).publish()
+    assert names(out) == ["file"]
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("call", range(4))
+def test_publishing_that_was_cut_short_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    out = model_folder(tmp_path / "out")
+    staging = begun(out)
+    calls = 0
+
+    def cut(function: Callable[..., object]) -> Callable[..., object]:
+        def count(*arguments: object, **options: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == call + 1:
+                raise KeyboardInterrupt
+            return function(*arguments, **options)
+
+        return count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", cut(Path.rename))
+        patch.setattr(shutil, "rmtree", cut(shutil.rmtree))
+        with pytest.raises(KeyboardInterrupt):
+            staging.publish()
+    staging.publish()
+    assert names(out) == ["file"]
     assert names(tmp_path) == ["out"]
 
 
 def test_two_writers_of_one_folder_are_told_apart(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with staged_folder(out) as staging:
-        (staging / "file").write_text("x")
-        with pytest.raises(QuantizeError, match="another process is writing"), staged_folder(out):
-            pass
-    assert names(out) == ["file"]
+    staging = Staging(tmp_path / "out")
+    with (
+        locked(staging),
+        pytest.raises(QuantizeError, match="another process is writing"),
+        locked(Staging(tmp_path / "out")),
+    ):
+        pass
+    with locked(staging):
+        pass
 
 
-def test_a_killed_writer_leaves_no_folder_and_the_next_one_starts_clean(tmp_path: Path) -> None:
+def test_a_killed_writer_holds_no_lock(tmp_path: Path) -> None:
     out = tmp_path / "out"
     code = f"""
 import os, signal
 from pathlib import Path
-from appliance.quant.staging import staged_folder
-with staged_folder(Path({str(out)!r})) as staging:
-    (staging / "half").write_text("x")
+from appliance.quant.staging import Staging, locked
+staging = Staging(Path({str(out)!r}))
+with locked(staging):
+    staging.start_over()
+    (staging.result / "half").write_text("x")
     os.kill(os.getpid(), signal.SIGKILL)
 """
     result = subprocess.run([sys.executable, "-c", code], check=False)
     assert result.returncode == -9
     assert not out.exists()
-    with staged_folder(out) as staging:
-        (staging / "whole").write_text("x")
-    assert names(out) == ["whole"]
-    assert names(tmp_path) == ["out"]
+    staging = Staging(out)
+    with locked(staging):
+        assert names(staging.result) == ["half"]
 
 
 def test_a_free_or_empty_destination_is_fine(tmp_path: Path) -> None:

@@ -1,0 +1,180 @@
+"""Shows a run of `appliance quantize`: drawn on a terminal, else as lines, or as JSON."""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from appliance.quantize_events import (
+    Done,
+    Failed,
+    Plan,
+    QuantizeEvent,
+    Start,
+    Unit,
+    Written,
+    encode_event,
+)
+
+SHOWN_UNITS = 8  # the latest ones
+MIB = 1 << 20
+
+
+class Display(Protocol):
+    """Takes events, and leaves the terminal clean."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __call__(self, event: QuantizeEvent) -> None:
+        """Show one event."""
+        ...
+
+
+def choose_display(*, as_json: bool) -> Display:
+    """What suits standard error, or lines of JSON on standard output."""
+    if as_json:
+        return JsonLines()
+    console = Console(stderr=True)
+    return TerminalDisplay(console) if console.is_terminal else Lines()
+
+
+class JsonLines:
+    """One object per line on standard output; see `appliance.quantize_events`."""
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def __call__(self, event: QuantizeEvent) -> None:
+        """Write one event, at once."""
+        sys.stdout.write(encode_event(event).decode() + "\n")
+        sys.stdout.flush()
+
+
+class Lines:
+    """Plain lines on standard error."""
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def __call__(self, event: QuantizeEvent) -> None:
+        """Write what an event says, if it says anything that the command does not say itself."""
+        for line in _lines(event):
+            sys.stderr.write(f"  {line}\n")
+        sys.stderr.flush()
+
+
+class TerminalDisplay:
+    """A table of the latest layers with a bar below it.
+
+    Args:
+        console: a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._units: list[Unit] = []
+
+    def __enter__(self) -> TerminalDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def __call__(self, event: QuantizeEvent) -> None:
+        """Draw the table anew; what is not in it is a line above it."""
+        if isinstance(event, Unit):
+            self._units.append(event)
+            self._live.update(self._drawn(), refresh=True)
+            lines = [f"note: {note}" for note in event.notes]
+        else:
+            lines = _lines(event)
+        for line in lines:
+            self._console.print(Text(f"  {line}"))
+
+    def _drawn(self) -> Table:
+        latest = self._units[-1]
+        table = Table.grid(padding=(0, 2))
+        for unit in self._units[-SHOWN_UNITS:]:
+            table.add_row(f"  {unit.name}", _losses(unit), f"{unit.seconds:.1f} s")
+        table.add_row(
+            f"  {latest.done} of {latest.total}",
+            ProgressBar(total=latest.bytes_total, completed=latest.bytes_done, width=40),
+            f"{_duration(latest.remaining_seconds)} left",
+        )
+        table.add_row("  memory", _memory(latest), "")
+        return table
+
+
+def _lines(event: QuantizeEvent) -> list[str]:
+    match event:
+        case Start(units_done=0):
+            return [f"{event.architecture}, {event.method}, {event.scheme}: {event.units} parts"]
+        case Start():
+            return [f"going on after {event.units_done} of {event.units} parts"]
+        case Plan(measured=True):
+            return describe_plan(event)
+        case Unit():
+            losses = _losses(event)
+            return [
+                f"{event.name} ({event.done} of {event.total})"
+                + (f": {losses}" if losses else "")
+                + f", {event.seconds:.1f} s, {_duration(event.remaining_seconds)} left,"
+                f" {_memory(event)}",
+                *(f"note: {note}" for note in event.notes),
+            ]
+        case Plan() | Written() | Done() | Failed():
+            return []
+
+
+def describe_plan(plan: Plan) -> list[str]:
+    """What a run takes and makes, for a person."""
+    gpu = f", {plan.peak_vram / MIB:,.0f} MiB on the GPU" if plan.peak_vram else ""
+    size = sum(kind.nbytes for kind in plan.classes)
+    return [
+        *(
+            f"{kind.count} {kind.tensors}: {kind.form}, {kind.nbytes / MIB:,.1f} MiB"
+            for kind in plan.classes
+        ),
+        f"memory: {plan.peak_ram / MIB:,.0f} MiB at most{gpu}, as measured with the largest layer",
+        f"disk: {size / MIB:,.1f} MiB, and {plan.disk_bytes / MIB:,.1f} MiB until the end",
+        f"time: about {_duration(plan.seconds)}",
+    ]
+
+
+def _losses(unit: Unit) -> str:
+    """The mean loss of a unit's weights; they lie too close together to be told apart here."""
+    if not unit.losses:
+        return ""
+    worst = max(unit.losses.values())
+    return f"loss {sum(unit.losses.values()) / len(unit.losses):.2e}, at most {worst:.2e}"
+
+
+def _memory(unit: Unit) -> str:
+    shown = f"RAM {unit.ram / MIB:,.0f} MiB (most {unit.peak_ram / MIB:,.0f})"
+    if unit.peak_vram:
+        shown += f", VRAM {unit.vram / MIB:,.0f} MiB (most {unit.peak_vram / MIB:,.0f})"
+    return shown
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    minutes, hours = whole // 60 % 60, whole // 3600
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {whole % 60:02} s"

@@ -1,0 +1,152 @@
+"""Reads weights some rows at a time, so that no tensor has to be in memory whole."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from appliance.errors import QuantizeError
+from appliance.kernels.weight import dense, some_rows
+from appliance.model.linear import LinearPart
+from appliance.model.reader import ModelReader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from appliance.kernels.weight import Weight
+    from appliance.model.source import ModelSource
+    from appliance.quant.formats import WeightReader
+
+PIECE_ELEMENTS = 1 << 20  # numbers that are read at once: 4 MiB in float32
+ROW_MULTIPLE = 128  # the tallest block of weights that shares anything
+
+
+@runtime_checkable
+class ReadsRows(Protocol):
+    """A `WeightReader` that need not read a tensor whole."""
+
+    def load_rows(self, name: str, start: int, stop: int) -> Weight:
+        """Read part of a tensor along its first dimension."""
+        ...
+
+
+class WeightPieces:
+    """Rows of one weight in float32.
+
+    Args:
+        weights: what to read from; one that cannot read rows is asked for the whole tensor once.
+        name: of the tensor.
+    """
+
+    def __init__(self, weights: WeightReader, name: str) -> None:
+        self._name = name
+        self._whole: Weight | None = None
+        self._reader: ReadsRows | None = None
+        if isinstance(weights, ReadsRows):
+            self._reader = weights
+        else:
+            self._whole = weights.load(name)
+
+    def rows(self, rows: slice) -> Tensor:
+        """Some rows; packed ones are dequantized.
+
+        Raises:
+            QuantizeError: they hold NaN or infinity.
+        """
+        if self._reader is not None:
+            part = self._reader.load_rows(self._name, rows.start, rows.stop)
+        else:
+            assert self._whole is not None
+            part = some_rows(self._whole, rows, torch.float32)
+        if not isinstance(part, Tensor):
+            part = dense(part, torch.float32)
+        elif part.dtype.itemsize < 2 or not part.dtype.is_floating_point:
+            raise QuantizeError(
+                f"{self._name} holds {part.dtype}; quantize the 16-bit model it was made from"
+            )
+        if not torch.isfinite(part).all():
+            raise QuantizeError(f"{self._name} holds NaN or infinity; fetch the model again")
+        return part.to(torch.float32)
+
+
+def row_ranges(shape: tuple[int, ...], elements: int) -> list[slice]:
+    """Cut a tensor along its first dimension into pieces of about so many numbers.
+
+    Whole blocks of rows, so that a piece may be quantized by itself.
+    """
+    blocks = elements // math.prod(shape[1:]) // ROW_MULTIPLE
+    rows = max(1, blocks) * ROW_MULTIPLE
+    return [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
+
+
+class FloatReader(ModelReader):
+    """Reads layers in float32, weights of one input as one, in no more memory than they take.
+
+    Args:
+        source: an opened and checked model.
+        device: where tensors go.
+    """
+
+    def __init__(self, source: ModelSource, device: torch.device) -> None:
+        super().__init__(source, device, torch.float32)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows of the embedding as the first layer sees them.
+
+        Args:
+            token_ids: (num_tokens,) int64; each row is read once.
+
+        Returns:
+            (num_tokens, hidden_size) float32.
+        """
+        table = WeightPieces(self._source.weights, f"{self._names.embedding}.weight")
+        ids, places = token_ids.unique(return_inverse=True)
+        rows = torch.cat([table.rows(run) for run in _runs(ids.tolist())])[places]
+        scale = torch.tensor(self._source.spec.embedding_scale, dtype=torch.float32)
+        return rows if float(scale) == 1.0 else rows * scale
+
+    def _dense(self, name: str) -> Tensor:
+        """A norm or a bias, in float32."""
+        pieces = WeightPieces(self._source.weights, name)
+        return pieces.rows(slice(0, self._source.weights.shape(name)[0])).to(self._device)
+
+    def _parts(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
+        """One part, of all sources' rows."""
+        names = [self._names.in_layer(index, source) for source in sources]
+        shapes = [self._source.weights.shape(f"{name}.weight") for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        stacked = torch.empty((rows, shapes[0][1]), dtype=torch.float32, device=self._device)
+        start = 0
+        for name, shape in zip(names, shapes, strict=True):
+            for part, piece in pieces_of(self._source.weights, f"{name}.weight"):
+                stacked[start + part.start : start + part.stop] = piece
+            start += shape[0]
+        biases = [self._dense(f"{name}.bias") for name in names] if bias else []
+        return [LinearPart(stacked, torch.cat(biases) if biases else None)]
+
+
+def pieces_of(
+    weights: WeightReader, name: str, elements: int = PIECE_ELEMENTS
+) -> Iterator[tuple[slice, Tensor]]:
+    """All rows of a weight in their order, in float32.
+
+    Raises:
+        QuantizeError: it holds NaN or infinity.
+    """
+    pieces = WeightPieces(weights, name)
+    for rows in row_ranges(tuple(weights.shape(name)), elements):
+        yield rows, pieces.rows(rows)
+
+
+def _runs(numbers: list[int]) -> Iterator[slice]:
+    """Rising numbers as ranges without gaps."""
+    start = previous = numbers[0]
+    for number in numbers[1:]:
+        if number != previous + 1:
+            yield slice(start, previous + 1)
+            start = number
+        previous = number
+    yield slice(start, previous + 1)

@@ -1,0 +1,122 @@
+"""Runs a quantization again and again, killed each time, until it comes to its end.
+
+A script, so that torch is imported once and its threads begin in the children: a fork of this
+process is a fresh run. Prints one line of JSON: {"kills": ..., "layers": [...]}, the layers in the
+order in which runs began to read them, and "published" where a result got its name: what comes
+after that replaces it.
+
+Usage: killed_runs.py MODEL OUT TEXT METHOD SEED writes|moments
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from appliance.quant.calibration import CalibrationText
+from appliance.quant.options import Method, QuantizeOptions
+from appliance.quant.pieces import FloatReader
+from appliance.quant.pipeline import quantize_model
+from appliance.quant.scheme import WeightScheme
+from appliance.quant.staging import Staging
+
+# Every way in which the pipeline changes what is on the disk.
+CHANGES = [
+    *((os, name) for name in ("fsync", "pwrite", "write", "posix_fallocate", "unlink", "rmdir")),
+    *((Path, name) for name in ("rename", "replace", "mkdir", "write_bytes", "write_text")),
+    (shutil, "copyfile"),
+]
+MOST_KILLS = 60
+PUBLISHED = "published"
+
+
+def die_at(call: int) -> None:
+    """Kill this process before, or in the middle of, its n-th change of the disk."""
+    calls = 0
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                if name in ("write", "pwrite"):
+                    data = arguments[1]
+                    function(arguments[0], data[: len(data) // 2], *arguments[2:])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **options)
+
+        return change
+
+    for owner, name in CHANGES:
+        setattr(owner, name, counted(name, getattr(owner, name)))
+
+
+def main() -> None:
+    model, out, text, method, seed, how = sys.argv[1:]
+    rng = random.Random(int(seed))
+    trace = Path(out).with_name("trace")
+    options = QuantizeOptions(
+        WeightScheme(4, 32, False),
+        Method(method),
+        CalibrationText(Path(text), num_tokens=480, row_tokens=48),
+        overwrite=True,
+    )
+
+    def run(calls: int) -> None:
+        layer = FloatReader.layer
+
+        def traced(self: FloatReader, index: int) -> Any:
+            with trace.open("a") as file:
+                file.write(f"{index}\n")
+            return layer(self, index)
+
+        FloatReader.layer = traced  # type: ignore[method-assign, assignment]
+        discard = Staging.discard
+
+        def traced_discard(self: Staging) -> None:
+            if self.out.exists():
+                with trace.open("a") as file:
+                    file.write(f"{PUBLISHED}\n")
+            discard(self)
+
+        Staging.discard = traced_discard  # type: ignore[method-assign]
+        if calls:
+            die_at(calls)
+        quantize_model(Path(model), Path(out), options)
+
+    longest = 0.0
+    for kills in range(MOST_KILLS):
+        calls = rng.randint(1, 130) if how == "writes" else 0
+        child = os.fork()
+        if child == 0:
+            try:
+                run(calls)
+            finally:
+                os._exit(int(sys.exc_info()[0] is not None))
+        started = time.monotonic()
+        if how == "moments" and kills:
+            time.sleep(rng.uniform(0, longest))
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        if how == "moments" and not kills:  # the first one tells how long a run takes
+            longest = time.monotonic() - started
+            shutil.rmtree(out)
+            trace.unlink(missing_ok=True)
+            continue
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            layers = trace.read_text().split() if trace.exists() else []
+            sys.stdout.write(json.dumps({"kills": kills, "layers": layers}))
+            return
+    raise AssertionError("it never came to its end")
+
+
+main()

@@ -1,0 +1,174 @@
+"""`appliance quantize` as a person meets it: signals, events, displays."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from large_model import LETTERS, write_large_model
+from rich.console import Console
+
+from appliance.commands.quantize_display import Lines, TerminalDisplay
+from appliance.errors import ConfigError
+from appliance.quant.options import choose_device
+from appliance.quantize_events import (
+    Done,
+    Failed,
+    Plan,
+    QuantizeEvent,
+    Start,
+    TensorClass,
+    Unit,
+    Written,
+    decode_event,
+    encode_event,
+)
+
+START = Start(
+    model="m", out="o", architecture="llama", method="gptq", scheme="4 bits", units=5,
+    units_done=0, weight_bytes=10**6,
+)  # fmt: skip
+PLAN = Plan(
+    peak_ram=300 << 20, peak_vram=0, disk_bytes=1 << 20, seconds=200, measured=True,
+    classes=(TensorClass(tensors="head", count=1, form="16 bits", nbytes=2 << 20),),
+)  # fmt: skip
+UNIT = Unit(
+    name="layer 3", done=4, total=5, seconds=2.5, losses={"a": 0.01, "b": 0.03},
+    notes=("3 of 4 inputs were 0",), bytes_done=5, bytes_total=10, remaining_seconds=4000,
+    ram=200 << 20, peak_ram=300 << 20, vram=1 << 20, peak_vram=2 << 20,
+)  # fmt: skip
+DONE = Done(
+    out="o", seconds=1.0, weight_bytes=10, bits_per_weight=4.5, peak_ram=1, peak_vram=0, notes=()
+)
+ALL: list[QuantizeEvent] = [
+    START,
+    PLAN,
+    UNIT,
+    Written(weight_bytes=5),
+    DONE,
+    Failed(message="x", units_done=2),
+]
+
+
+@pytest.mark.parametrize("event", ALL, ids=lambda event: type(event).__name__)
+def test_events_are_read_as_they_were_written(event: QuantizeEvent) -> None:
+    line = encode_event(event)
+    assert b"\n" not in line
+    assert decode_event(line) == event
+
+
+def test_lines_say_loss_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    with Lines() as display:
+        for event in ALL:
+            display(event)
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.splitlines() == [
+        "  llama, gptq, 4 bits: 5 parts",
+        "  1 head: 16 bits, 2.0 MiB",
+        "  memory: 300 MiB at most, as measured with the largest layer",
+        "  disk: 2.0 MiB, and 1.0 MiB until the end",
+        "  time: about 3 min 20 s",
+        "  layer 3 (4 of 5): loss 2.00e-02, at most 3.00e-02, 2.5 s, 1 h 06 min left,"
+        " RAM 200 MiB (most 300), VRAM 1 MiB (most 2)",
+        "  note: 3 of 4 inputs were 0",
+    ]
+
+
+def test_a_terminal_shows_the_latest_layers_and_a_bar() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100, color_system=None)
+    with TerminalDisplay(console) as display:
+        for event in ALL:
+            display(event)
+    shown = stream.getvalue()
+    for part in (
+        "layer 3",
+        "loss 2.00e-02",
+        "4 of 5",
+        "1 h 06 min left",
+        "most 300",
+        "inputs were",
+    ):
+        assert part in shown
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == "cpu"
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        choose_device("cuda")
+    with pytest.raises(ConfigError, match="not auto, cpu or cuda"):
+        choose_device("tpu")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    """Quantize a model of twelve layers, with lines of JSON."""
+    write_large_model(tmp_path / "model", hidden=128, middle=256, layers=12, vocab=50)
+    (tmp_path / "text.txt").write_text(LETTERS * 800)
+    return [
+        sys.executable, "-m", "appliance", "quantize", str(tmp_path / "model"),
+        "--out", str(tmp_path / "out"), "--method", "gptq", "--json",
+        "--calibration", str(tmp_path / "text.txt"), "--calibration-tokens", "1024",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_keeps_what_is_done_and_says_so(
+    command: list[str], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if sum(isinstance(decode_event(line), Unit) for line in lines) == 2:
+            process.send_signal(number)
+            break
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    (last,) = errors.splitlines()
+    assert "finished parts are kept in" in last
+    assert "Traceback" not in errors
+    failed = decode_event(output.splitlines()[-1])
+    assert isinstance(failed, Failed)
+    assert failed.units_done >= 2
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    events = [decode_event(line) for line in result.stdout.splitlines()]
+    assert isinstance(events[0], Start)
+    assert events[0].units_done == failed.units_done
+    assert isinstance(events[-1], Done)
+    assert "quantized 84 weights" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "text.txt"]
+
+
+def test_a_dry_run_prints_the_plan(command: list[str], tmp_path: Path) -> None:
+    result = subprocess.run(
+        [*command, "--dry-run", "--max-ram", "4GiB"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert plan["event"] == "plan"
+    assert plan["measured"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_ceiling_that_is_too_low_is_one_line(command: list[str]) -> None:
+    result = subprocess.run(
+        [*command, "--max-ram", "50MiB"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 4
+    (line,) = result.stderr.splitlines()
+    assert "is the least that would do" in line
+    (*_, last) = result.stdout.splitlines()
+    assert isinstance(decode_event(last), Failed)
