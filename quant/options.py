@@ -62,6 +62,8 @@ class QuantizeOptions:
         text: what to calibrate with, for methods that do; by default what `CalibrationText` says.
         overwrite: replace an older model folder at the destination.
         max_shard_bytes: where a new safetensors file begins.
+        kv_bits: of an element of the KV cache on average, scales included, for which each layer's
+            precision is chosen with the calibration text; None leaves the KV cache alone.
     """
 
     scheme: WeightScheme = field(default_factory=WeightScheme)
@@ -69,3 +71,8 @@ class QuantizeOptions:
     text: CalibrationText | None = None
     overwrite: bool = False
     max_shard_bytes: int = MAX_SHARD_BYTES
+    kv_bits: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_bits is not None and not 1 <= self.kv_bits <= 16:
+            raise ConfigError(f"--kv-bits {self.kv_bits:g} is not between 1 and 16")

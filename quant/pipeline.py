@@ -20,6 +20,12 @@ from appliance.files import read_json
 from appliance.gguf import GGUFFile
 from appliance.model.source import open_model
 from appliance.quant.calibration import CalibrationText
+from appliance.quant.kv_files import (
+    calibrate_kv_cache,
+    kv_scale_layouts,
+    with_kv_scheme,
+    write_kv_scales,
+)
 from appliance.quant.options import QuantizeOptions
 from appliance.quant.plan import make_plan
 from appliance.quant.report import QuantizeReport
@@ -70,15 +76,22 @@ def quantize_model(
         plan = make_plan(source.slots(), options.scheme, _stored_dtype(source))
         _check_space(out, plan)
         calibration = None
-        if method.needs_text:
+        if method.needs_text or options.kv_bits is not None:
             calibration = (options.text or CalibrationText()).rows_of(model_path)
         with staged_folder(out) as staging:
-            with ShardWriter(staging, plan.layouts(), options.max_shard_bytes) as writer:
-                if calibration is None:
+            kv = None
+            if options.kv_bits is not None:
+                assert calibration is not None
+                kv = calibrate_kv_cache(source, calibration, staging, options.kv_bits)
+            layouts = [*plan.layouts(), *kv_scale_layouts(source, kv)]
+            with ShardWriter(staging, layouts, options.max_shard_bytes) as writer:
+                if calibration is None or not method.needs_text:
                     write_rounded(source.weights, plan, writer, on_progress)
                 else:
                     write_calibrated(source, plan, writer, method, calibration, on_progress)
-            config = json.dumps(plan.model_config(source.config), indent=2, ensure_ascii=False)
+                write_kv_scales(source, kv, writer)
+            config_json = with_kv_scheme(plan.model_config(source.config), kv)
+            config = json.dumps(config_json, indent=2, ensure_ascii=False)
             (staging / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
             write_tokenizer_files(model_path, staging)
     except OSError as error:
@@ -97,7 +110,11 @@ def quantize_model(
         parameters=sum(math.prod(tensor.shape) for tensor in plan.tensors),
         weight_bytes=sum(tensor.nbytes for tensor in plan.tensors),
         seconds=time.monotonic() - started,
-        notes=(*_notes(model_path, options.scheme, calibration), *plan.notes),
+        notes=(
+            *([] if kv is None else [str(kv)]),
+            *_notes(model_path, options.scheme, calibration),
+            *plan.notes,
+        ),
     )
 
 

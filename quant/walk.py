@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_cache import LayerCache
     from appliance.model.source import ModelSource
     from appliance.quant.block import ObservedLinear
+    from appliance.quant.kv import AttentionWatch
 
 BLOCK_SIZE = 32  # which every backend has
 TOKENS_AT_ONCE = 4096
@@ -42,15 +43,23 @@ class Walk:
         rows: (num_rows, row_tokens) int64.
         stream: file for the residual stream, 4 bytes for each token and hidden element; made here.
         device: where layers compute.
+        watch: sees every layer's attention, for `kv`.
     """
 
     def __init__(
-        self, source: ModelSource, rows: Tensor, stream: Path, device: torch.device
+        self,
+        source: ModelSource,
+        rows: Tensor,
+        stream: Path,
+        device: torch.device,
+        watch: AttentionWatch | None = None,
     ) -> None:
         self._source = source
         self._device = device
         self._num_rows, self._row_tokens = rows.shape
         self._backend = observing(select_backend(device))
+        if watch is not None:
+            self._backend = watch.on(self._backend)
         self._reader = ModelReader(source, device, FLOAT)
         kinds = distinct_ropes(source.spec)
         self._builder = LayerBuilder(self._backend, FLOAT, kinds)
@@ -86,6 +95,10 @@ class Walk:
         """Put all rows through a layer as it is now; the next one sees what comes out."""
         for rows, after in self._run(block):
             self._stream[rows] = after.view(-1, *self._stream.shape[1:]).cpu()
+
+    def energy(self) -> Tensor:
+        """Means of squares of the stream as it is now: (num_rows, row_tokens)."""
+        return torch.stack([row.square().mean(-1) for row in self._stream])
 
     def _run(self, block: Block) -> Iterator[tuple[slice, Tensor]]:
         """Rows, and the stream after the layer, some rows at a time."""

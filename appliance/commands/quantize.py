@@ -28,6 +28,10 @@ def quantize(
         Path | None, typer.Option(help="Text file or folder of them [Python's help topics].")
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate with.")] = 8192,
+    kv_bits: Annotated[
+        float | None,
+        typer.Option(help="Bits of a KV cache element, such as 8, 6 or 4.75: chosen by layer."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the rows of text.")] = 0,
     overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
 ) -> None:
@@ -47,6 +51,7 @@ def quantize(
         method=Method.parse(method),
         text=CalibrationText(calibration, calibration_tokens, seed=seed),
         overwrite=overwrite,
+        kv_bits=kv_bits,
     )
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)

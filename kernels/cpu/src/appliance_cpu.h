@@ -119,9 +119,9 @@ typedef struct {
  * (num_kv_heads, block_size / 16) pages of ap_page_bytes each. A page holds the keys and values of
  * 16 tokens of one head; page.h says how.
  *
- * Blocks of a sealed layer (AP_SEALED, AP_K8V4) are made when all their tokens are known. Until then the tokens lie
- * as AP_INT8 in an open page of a second arena, laid out in the same way: open page i begins at
- * open_base + i * open_bytes, layer l in it at layers[l].open_offset.
+ * Blocks of a sealed layer (AP_SEALED, AP_K8V4) are made when all their tokens are known. Until
+ * then the tokens lie as AP_INT8 in an open page of a second arena, laid out in the same way: open
+ * page i begins at open_base + i * open_bytes, layer l in it at layers[l].open_offset.
  */
 typedef struct {
     int64_t offset;           /* bytes, a multiple of 64 */

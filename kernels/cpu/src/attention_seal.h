@@ -1,5 +1,5 @@
-/* Sealing: an open page of 8 bits becomes a block with values of 4 bits, and with keys of 4 bits that
- * have scales by dimension, or of 8 bits as they were.
+/* Sealing: an open page of 8 bits becomes a block with values of 4 bits, and with keys of 4 bits
+ * that have scales by dimension, or of 8 bits as they were.
  *
  * It is made from the 8-bit form and from nothing else, so the same tokens always give the same
  * block, however they came there.

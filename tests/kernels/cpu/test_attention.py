@@ -191,8 +191,8 @@ def relative_error(out: Array, expected: Array) -> float:
 
 
 def bound(format: Format) -> float:
-    """The scales of sealed keys go into the query, whose largest channel is then the larger."""
-    return 2e-3 if format is Format.SEALED else 1e-3 if format in INTEGER else 1e-5
+    """Sealed keys meet a query of 8 bits; what they lost themselves is about ten times that."""
+    return 3e-2 if format is Format.SEALED else 1e-3 if format in INTEGER else 1e-5
 
 
 by_format = pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
