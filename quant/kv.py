@@ -17,6 +17,8 @@ from appliance.errors import QuantizeError
 from appliance.kernels.kv_cache import KVBlocks, KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.kv_page.reference import E4M3_MAX
+from appliance.kernels.paged_attention.cpu_plan import CpuAttentionWork
+from appliance.kernels.ragged import RaggedBatch
 from appliance.quant.formats.kv_plan import KVLayer
 from appliance.quant.kv_attention import EVERY, attend_with
 from appliance.quant.walk import Walk
@@ -62,7 +64,8 @@ class AttentionWatch:
             window: int | None = None,
             softcap: float | None = None,
         ) -> Tensor:
-            batch = work if isinstance(work, RaggedBatch) else work.batch  # type: ignore[attr-defined]
+            batch = work.batch if isinstance(work, CpuAttentionWork) else work
+            assert isinstance(batch, RaggedBatch)
             assert isinstance(cache, KVBlocks)
             self.queries += query.split(batch.host_query_lens)
             parts = zip(batch.host_block_tables, batch.host_context_lens, strict=True)

@@ -1,10 +1,10 @@
 /* Scores of query rows against the keys of pages: q . k * scale, one vector a page and row.
  *
- * Float keys are multiplied in the order of the dimensions. Integer keys meet the query as integers
- * of 14 bits in two parts from -64 to 64: 128 * high + low. Sealed keys meet, with a query made anew
- * for each block, integers of 8 bits: what is lost so is at most a tenth of what the keys lost, in
- * squares and with a head_dim of 64. Integer sums are exact, so neither the number of rows nor of
- * pages that are multiplied together can be seen in the result.
+ * Float keys are multiplied in the order of the dimensions. Integer keys meet the query as
+ * integers of 14 bits in two parts from -64 to 64: 128 * high + low. Sealed keys meet, with a query
+ * made anew for each block, integers of 8 bits: what is lost so is at most a tenth of what the keys
+ * lost, in squares and with a head_dim of 64. Integer sums are exact, so neither the number of rows
+ * nor of pages that are multiplied together can be seen in the result.
  */
 #ifndef AP_ATTENTION_SCORES_H
 #define AP_ATTENTION_SCORES_H
