@@ -178,6 +178,8 @@ class QuantizeOptions:
             takes what is free.
         max_vram: bytes that torch may allocate on the GPU at most; None takes what is free.
         max_shard_bytes: where a new safetensors file begins.
+        kv_bits: of an element of the KV cache on average, scales included, for which each layer's
+            precision is chosen with the calibration text; None leaves the KV cache alone.
     """
 
     scheme: LinearScheme = field(default_factory=WeightScheme)
@@ -194,11 +196,16 @@ class QuantizeOptions:
     max_ram: int | None = None
     max_vram: int | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
+    kv_bits: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_bits is not None and not 1 <= self.kv_bits <= 16:
+            raise ConfigError(f"--kv-bits {self.kv_bits:g} is not between 1 and 16")
 
     @property
     def needs_text(self) -> bool:
         """Whether the model is shown calibration rows, to choose codes or precisions."""
-        return self.method.needs_text or self.mixed is not None
+        return self.method.needs_text or self.mixed is not None or self.kv_bits is not None
 
 
 def choose_device(name: str) -> str:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,20 +18,24 @@ import torch
 from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ApplianceError, QuantizeError
 from appliance.files import read_json
-from appliance.gguf import GGUFFile
 from appliance.model.source import open_model
 from appliance.quant.calibration import Calibration, CalibrationText, load_rows, save_rows
 from appliance.quant.dry_run import out_of_memory_is_one_line, plan_run
 from appliance.quant.engines import quantize_by_engine
 from appliance.quant.fingerprint import fingerprint_of
 from appliance.quant.journal import Journal
-from appliance.quant.memory import MemoryUse
+from appliance.quant.kv_files import (
+    kept_kv_plan,
+    kv_scale_layouts,
+    with_kv_scheme,
+    write_kv_plan,
+    write_kv_scales,
+)
 from appliance.quant.options import Engine, QuantizeOptions
 from appliance.quant.plan import make_plan
 from appliance.quant.precisions import kept_schemes, mixed_schemes
 from appliance.quant.progress import EventLog, UnitLog
 from appliance.quant.report import QuantizeReport
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.shard_writer import ShardWriter
 from appliance.quant.staging import Staging, check_destination, flush, locked
 from appliance.quant.stream import stream_bytes
@@ -41,29 +44,16 @@ from appliance.quant.writing import UnitWriter, units_of
 from appliance.quantize_events import Done, Failed, Start, Written, ignore_event
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from appliance.model.source import ModelSource
-    from appliance.quant.plan import QuantizePlan
     from appliance.quant.scheme import LinearScheme
     from appliance.quant.writing import Unit
     from appliance.quantize_events import OnEvent, Plan
 
 STREAM = "stream"  # in the state folder
 SHOWN_NOTES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What was asked for, opened and planned."""
-
-    model_path: Path
-    options: QuantizeOptions
-    source: ModelSource
-    plan: QuantizePlan
-    device: torch.device
-    started: float  # by time.monotonic
 
 
 def quantize_model(
@@ -153,7 +143,7 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
     return plan_run(run.source, run.plan, options, calibration, is_tried=True)[1]
 
 
-def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started: float) -> _Run:
+def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started: float) -> Run:
     """Check what can be checked, and plan."""
     # A run that was killed after it gave the result its name has only its own traces to remove.
     is_published = Journal(staging.state).is_complete and not staging.result.exists()
@@ -162,14 +152,14 @@ def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started:
     _refuse_quantized(model_path)
     source = open_model(model_path)
     plan = make_plan(source, options, _stored_dtype(source))
-    return _Run(model_path, options, source, plan, torch.device(options.device), started)
+    return Run(model_path, options, source, plan, torch.device(options.device), started)
 
 
-def _with_precisions(run: _Run, chosen: Mapping[str, LinearScheme | None]) -> _Run:
+def _with_precisions(run: Run, chosen: Mapping[str, LinearScheme | None]) -> Run:
     return replace(run, plan=make_plan(run.source, run.options, run.plan.dtype, chosen))
 
 
-def _quantize(run: _Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
+def _quantize(run: Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
     with locked(staging):
         journal = Journal(staging.state)
         lost = journal.is_complete and not (staging.result.exists() or staging.out.exists())
@@ -188,7 +178,7 @@ def _quantize(run: _Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
             raise
 
 
-def _go_on(run: _Run, staging: Staging, journal: Journal, on_event: OnEvent) -> QuantizeReport:
+def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> QuantizeReport:
     """Do what the journal does not have yet."""
     resumes = bool(journal.records)
     calibration = _calibration(run, staging.state, resumes=resumes)
@@ -198,6 +188,9 @@ def _go_on(run: _Run, staging: Staging, journal: Journal, on_event: OnEvent) -> 
     if run.options.mixed is not None and calibration is not None:
         chosen = kept_schemes(run.source, run.options, calibration, run.plan.dtype, staging.state)
         run = _with_precisions(run, chosen)
+    if run.options.kv_bits is not None and calibration is not None:
+        kv = kept_kv_plan(run.source, calibration, staging.state, run.device, run.options.kv_bits)
+        run = replace(run, kv=kv)
     if not journal.is_complete:
         units = units_of(run.source, run.plan)
         events = EventLog(staging.state, on_event)
@@ -216,12 +209,12 @@ def _go_on(run: _Run, staging: Staging, journal: Journal, on_event: OnEvent) -> 
         _fill(run, staging, journal, units, calibration, events, memory.workers)
         _finish(run, staging.result)
         journal.complete()
-    report = _report(run, staging.out, journal, calibration)
+    report = report_of(run, staging.out, journal, calibration)
     staging.publish()
     return report
 
 
-def _start(run: _Run, out: Path, units: list[Unit], journal: Journal) -> Start:
+def _start(run: Run, out: Path, units: list[Unit], journal: Journal) -> Start:
     return Start(
         model=str(run.model_path),
         out=str(out),
@@ -237,7 +230,7 @@ def _start(run: _Run, out: Path, units: list[Unit], journal: Journal) -> Start:
 
 
 def _fill(
-    run: _Run,
+    run: Run,
     staging: Staging,
     journal: Journal,
     units: list[Unit],
@@ -261,7 +254,7 @@ def _fill(
         bytes_done=sum(unit.nbytes for unit in done),
         device=run.device,
     )
-    layouts = plan.layouts()
+    layouts = [*plan.layouts(), *kv_scale_layouts(run.source, run.kv)]
     with ShardWriter(staging.result, layouts, options.max_shard_bytes, written) as shards:
         writer = UnitWriter(run.source, plan, shards, log, run.device, workers)
         try:
@@ -272,60 +265,24 @@ def _fill(
         except QuantizeError:
             journal.start({})  # a number that is not finite would be met again
             raise
+        write_kv_scales(run.source, run.kv, shards)
+        shards.flush()
     events(Written(weight_bytes=weight_bytes))
 
 
-def _finish(run: _Run, result: Path) -> None:
+def _finish(run: Run, result: Path) -> None:
     """Write what is left, and see that all of it is on the disk."""
-    config = json.dumps(run.plan.model_config(run.source.config), indent=2, ensure_ascii=False)
+    model_config = with_kv_scheme(run.plan.model_config(run.source.config), run.kv)
+    config = json.dumps(model_config, indent=2, ensure_ascii=False)
+    if run.kv is not None:
+        write_kv_plan(run.kv, result)
     (result / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
     for path in result.iterdir():
         flush(path)
     flush(result)
 
 
-def _report(
-    run: _Run, out: Path, journal: Journal, calibration: Calibration | None
-) -> QuantizeReport:
-    plan, options = run.plan, run.options
-    quantized = [tensor for tensor in plan.tensors if tensor.scheme is not None]
-    use = MemoryUse.now(run.device)
-    peak_ram, peak_vram = journal.peaks
-    return QuantizeReport(
-        out=out,
-        architecture=run.source.spec.architecture,
-        method=options.method.value,
-        scheme=options.scheme,
-        num_quantized=len(quantized),
-        quantized_parameters=sum(math.prod(tensor.shape) for tensor in quantized),
-        quantized_bytes=sum(tensor.nbytes for tensor in quantized),
-        parameters=sum(math.prod(tensor.shape) for tensor in plan.tensors),
-        weight_bytes=sum(tensor.nbytes for tensor in plan.tensors),
-        seconds=max(
-            time.monotonic() - run.started, sum(record.seconds for record in journal.records)
-        ),
-        losses={name: loss for record in journal.records for name, loss in record.losses.items()},
-        peak_ram=max(use.peak_ram, peak_ram),
-        peak_vram=max(use.peak_vram, peak_vram),
-        notes=(
-            *_notes(run.model_path, options.scheme, calibration),
-            *_first_of(note for record in journal.records for note in record.notes),
-            *plan.notes,
-        ),
-        calibration="" if calibration is None else str(calibration),
-        calibration_fingerprint="" if calibration is None else calibration.fingerprint,
-    )
-
-
-def _first_of(notes: Iterable[str]) -> Iterator[str]:
-    """What layers had to say, as much of it as a person reads; events have all of it."""
-    every = list(notes)
-    yield from every[:SHOWN_NOTES]
-    if len(every) > SHOWN_NOTES:
-        yield f"{len(every) - SHOWN_NOTES} more weights are like these"
-
-
-def _calibration(run: _Run, state: Path, *, resumes: bool) -> Calibration | None:
+def _calibration(run: Run, state: Path, *, resumes: bool) -> Calibration | None:
     """The rows of text, from the text if it is there, else as an earlier run kept them."""
     if not run.options.needs_text:
         return None
@@ -353,7 +310,7 @@ def _stored_dtype(source: ModelSource) -> torch.dtype:
     return torch.float16 if dtype == "float16" else torch.bfloat16
 
 
-def _check_space(run: _Run, staging: Staging, calibration: Calibration | None) -> None:
+def _check_space(run: Run, staging: Staging, calibration: Calibration | None) -> None:
     result = sum(tensor.nbytes for tensor in run.plan.tensors)
     work = 0
     if calibration is not None:
@@ -367,21 +324,3 @@ def _check_space(run: _Run, staging: Staging, calibration: Calibration | None) -
             + f", but {staging.out.parent} has {(there + free) / 2**20:,.0f} MiB free; make room or"
             " choose another --out"
         )
-
-
-def _notes(
-    model_path: Path, scheme: LinearScheme, calibration: Calibration | None
-) -> Iterator[str]:
-    if calibration is not None:
-        yield str(calibration)
-    if model_path.is_file():
-        file = GGUFFile(model_path)
-        types = {file.type_name(n) for n in file.tensor_names() if len(file.shape(n)) == 2}
-        lossy = sorted(types - {"F32", "F16", "BF16"})
-        if lossy:
-            yield (
-                f"re-quantized from {', '.join(lossy)}, so the losses of both add up;"
-                " the 16-bit model it was made from gives a better result"
-            )
-    if isinstance(scheme, WeightScheme) and not scheme.symmetric:
-        yield ("transformers loads zero points only with CompressedTensorsConfig(dequantize=True)")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_cache import LayerCache
     from appliance.model.source import ModelSource
     from appliance.quant.block import ObservedLinear
+    from appliance.quant.kv import AttentionWatch
 
 BLOCK_SIZE = 32  # which every backend has
 TOKENS_AT_ONCE = 512  # of whole rows; a longer row goes alone
@@ -49,6 +50,7 @@ class Walk:
             while it moves on; made if it is not there.
         device: where layers compute.
         layer: that the rows have reached; the stream before it is in the folder, unless it is 0.
+        watch: sees every layer's attention, for `kv`.
 
     Attributes:
         seconds: spent in layers so far.
@@ -61,6 +63,7 @@ class Walk:
         folder: Path,
         device: torch.device,
         layer: int = 0,
+        watch: AttentionWatch | None = None,
     ) -> None:
         self.seconds = 0.0
         self._source = source
@@ -69,6 +72,8 @@ class Walk:
         # The kernels for a GPU keep no float32 cache; in whole rows torch's own do well there.
         choice = "reference" if device.type == "cuda" else "auto"
         self._backend = observing(select_backend(device, choice))
+        if watch is not None:
+            self._backend = watch.on(self._backend)
         self._reader = FloatReader(source, device)
         kinds = distinct_ropes(source.spec)
         self._builder = LayerBuilder(self._backend, FLOAT, kinds)
@@ -120,6 +125,11 @@ class Walk:
         with self._stream.written(self._stream.layer + 1) as writer:
             for rows in self._portions():
                 writer.write(self._run(block, rows).cpu())
+
+    def energy(self) -> Tensor:
+        """Means of squares of the stream as it is now: (num_rows, row_tokens)."""
+        portions = [self._stream.read(rows) for rows in self._portions()]
+        return torch.cat([rows.square().mean(-1) for rows in portions]).to(self._device)
 
     def _portions(self) -> Iterator[slice]:
         """Rows that go through a layer together."""

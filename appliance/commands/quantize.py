@@ -51,6 +51,10 @@ def quantize(
         ),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate with.")] = 8192,
+    kv_bits: Annotated[
+        float | None,
+        typer.Option(help="Bits of a KV cache element, such as 8, 6 or 4.75: chosen by layer."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the rows of text.")] = 0,
     format: Annotated[
         str, typer.Option(help="Of the files: compressed-tensors, awq or gptq.")
@@ -123,6 +127,7 @@ def quantize(
         device=choose_device(device),
         max_ram=None if max_ram is None else parse_size(max_ram),
         max_vram=None if max_vram is None else parse_size(max_vram),
+        kv_bits=kv_bits,
     )
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)

@@ -19,6 +19,7 @@ from appliance.engine.device import CudaDevice
 from appliance.engine.device_runner import DeviceRunner, fixed_bytes
 from appliance.engine.device_sampler import DeviceSampler
 from appliance.engine.execution import Precision, TorchExecution, choose_execution
+from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.measure import graph_allowance, measure_workspace
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
@@ -27,7 +28,6 @@ from appliance.engine.open_pages import num_open_pages
 from appliance.engine.sampler import Sampler
 from appliance.engine.scheduler import Scheduler, SchedulerLimits
 from appliance.errors import ConfigError
-from appliance.kernels.kv_cache import KVFormat
 from appliance.model.source import open_model
 from appliance.version import __version__
 
@@ -47,11 +47,6 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float32": torch.float32,
-}
-_FORMAT_OF_DTYPE = {
-    torch.bfloat16: KVFormat.BF16,
-    torch.float16: KVFormat.FP16,
-    torch.float32: KVFormat.FP32,
 }
 # Left to the rest of the system on a CPU, whose memory everything shares.
 CPU_RESERVE = 0.10
@@ -77,9 +72,9 @@ def load_parts(
     begin = time.perf_counter()
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     torch.set_num_threads(threads)
-    precision = _precision(config)
     on_progress("reading the model", 0, 0)
     source = open_model(Path(config.model))
+    precision, kv_notes = _precision(config, source)
     execution, notes = choose_execution(config, precision, source, threads)
     if device is None and precision.device.type == "cuda":
         device = CudaDevice(precision.device)
@@ -116,7 +111,7 @@ def load_parts(
             num_blocks=plan.num_blocks,
         ),
         prefix_caching=config.prefix_caching,
-        namespace=precision.kv_format.value,
+        namespace=in_words(precision),
         num_open=num_open,
     )
     info = EngineInfo(
@@ -125,7 +120,7 @@ def load_parts(
         device=_device_name(precision.device, threads),
         backend=execution.name,
         weight_format=executor.weight_format,
-        kv_format=precision.kv_format.value,
+        kv_format=in_words(precision),
         context_length=plan.context_length,
         vocab_size=source.spec.vocab_size,
         eos_token_ids=eos_token_ids,
@@ -138,9 +133,11 @@ def load_parts(
         memory_bytes=plan.budget_bytes,
         load_seconds=time.perf_counter() - begin,
         fingerprint=_fingerprint(
-            Path(config.model), f"{executor.weight_format} {execution.name} {precision}"
+            Path(config.model),
+            f"{executor.weight_format} {execution.name} {precision.device} {precision.dtype} "
+            f"{in_words(precision)} {precision.block_size}",
         ),
-        notes=(*notes, *source.weights.notes()),
+        notes=(*kv_notes, *notes, *source.weights.notes()),
     )
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     look_ahead = runner.depth > 0
@@ -209,7 +206,7 @@ def load_device_runner(
     return runner, plan
 
 
-def _precision(config: EngineConfig) -> Precision:
+def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tuple[str, ...]]:
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise ConfigError(
@@ -222,24 +219,7 @@ def _precision(config: EngineConfig) -> Precision:
     else:
         old_gpu = device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0)
         dtype = torch.float16 if old_gpu else torch.bfloat16
-    kv_format = _kv_format(config.kv_cache_dtype, dtype, device)
-    # The library takes other blocks for some of these; a size for all of them is simpler.
-    on_pages = not kv_format.has_elements
-    return Precision(
-        device=device,
-        dtype=dtype,
-        kv_format=kv_format,
-        block_size=config.block_size or (32 if device.type == "cuda" or on_pages else 16),
-    )
-
-
-def _kv_format(word: str, dtype: torch.dtype, device: torch.device) -> KVFormat:
-    """What a setting stands for; "int4" is the best form of 4 bits that a device serves."""
-    if word == "auto":
-        return _FORMAT_OF_DTYPE[dtype]
-    if word == "int4":
-        return KVFormat.INT4_SEALED if device.type == "cpu" else KVFormat.INT4
-    return KVFormat.INT4 if word == "int4-rotated" else KVFormat(word)
+    return choose_kv(config, source, device, dtype)
 
 
 def _num_open(config: EngineConfig, source: ModelSource, precision: Precision) -> int:
@@ -255,7 +235,7 @@ def _memory_request(
         spec=source.spec,
         weight_bytes=execution.weight_bytes(source),
         kv_bytes_per_token=execution.kv_bytes_per_token(source.spec),
-        kv_format=precision.kv_format.value,
+        kv_format=in_words(precision),
         block_size=precision.block_size,
         activation_bytes=execution.activation_bytes,
         budget_bytes=memory_budget(precision.device, config.gpu_memory_utilization),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.backend import Backend, Linear
     from appliance.kernels.decoder_cache import AnyLayerCache
+    from appliance.kernels.ragged import RaggedBatch
     from appliance.model.norm import Norm
     from appliance.model.spec import AttentionSpec
     from appliance.model.step import Step
@@ -45,7 +46,7 @@ class Attention:
         num_tokens = hidden.shape[0]
         qkv = self.qkv(hidden).view(num_tokens, -1, spec.head_dim)
         cos, sin = step.rotations[self.rope]
-        query = self._write(qkv, cos, sin, step, cache)
+        query = write_step(backend, qkv, cos, sin, cache, step.batch, self._norms())
         attended = backend.paged_attention(
             query,
             cache,
@@ -56,23 +57,32 @@ class Attention:
         )
         return self.output(attended.reshape(num_tokens, -1))
 
-    def _write(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, step: Step, cache: AnyLayerCache
-    ) -> Tensor:
-        """Put keys and values where they go, and seal what is full; returns the queries."""
-        write, norms = self.backend.rotate_and_write, self._norms()
-        if not isinstance(cache, SealedPages):
-            return write(qkv, cos, sin, cache, step.batch.slot_mapping, norms)
-        spans = step.batch.sealed
-        assert spans is not None
-        assert spans.slot_mapping is not None
-        query = write(qkv, cos, sin, cache.open, spans.slot_mapping, norms)
-        if spans.moves is not None and len(spans.moves):
-            self.backend.seal_kv(cache, spans.moves)
-        return query
-
     def _norms(self) -> HeadNorms | None:
         if self.query_norm is None or self.key_norm is None:
             return None
         assert self.query_norm.eps == self.key_norm.eps
         return HeadNorms(self.query_norm.weight, self.key_norm.weight, self.query_norm.eps)
+
+
+def write_step(
+    backend: Backend,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: AnyLayerCache,
+    batch: RaggedBatch,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Put a step's keys and values where they go, and seal the blocks that are full then.
+
+    The arguments are those of `kv_write.reference.rotate_and_write_with`; returns the queries.
+    """
+    if not isinstance(cache, SealedPages):
+        return backend.rotate_and_write(qkv, cos, sin, cache, batch.slot_mapping, norms)
+    spans = batch.sealed
+    assert spans is not None
+    assert spans.slot_mapping is not None
+    query = backend.rotate_and_write(qkv, cos, sin, cache.open, spans.slot_mapping, norms)
+    if spans.moves is not None and len(spans.moves):
+        backend.seal_kv(cache, spans.moves)
+    return query

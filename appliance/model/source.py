@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec
 
 # Tensors that checkpoints carry along and that no arithmetic here needs.
-_UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale")
+_UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,23 +9,22 @@ from appliance.config import EngineConfig
 from appliance.engine.execution import Precision, choose_execution
 from appliance.errors import ConfigError
 from appliance.kernels.kv_cache import KVFormat
-
-if TYPE_CHECKING:
-    from appliance.model.source import ModelSource
+from appliance.model.source import open_model
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "device", "said"),
+    ("kv_format", "device", "kernels", "said"),
     [
-        (KVFormat.FP8, "cpu", "fp8 KV blocks need a GPU's kernels; use --kv-cache-dtype int8"),
-        (KVFormat.INT4_SEALED, "cuda", "does not serve them yet; use --kv-cache-dtype int8"),
-        (KVFormat.INT4_SEALED, "cpu", "does not serve them yet"),
+        (KVFormat.INT4_SEALED, "cuda", "auto", "not served on a GPU yet.*use --kv-cache-dtype"),
+        (KVFormat.K8V4, "cuda", "auto", "not served on a GPU yet"),
+        (KVFormat.INT4_SEALED, "cpu", "auto", "--block-size 16 cannot be; leave it out"),
+        (KVFormat.FP8, "cpu", "torch", "hold 32 tokens where torch executes the model, not 16"),
     ],
 )
 def test_a_format_that_cannot_be_served_is_refused_before_loading(
-    kv_format: KVFormat, device: str, said: str
+    tiny_llama: Path, kv_format: KVFormat, device: str, kernels: str, said: str
 ) -> None:
-    config = EngineConfig(kv_cache_dtype=kv_format.value)
-    precision = Precision(torch.device(device), torch.bfloat16, kv_format, 32)
+    config = EngineConfig(kv_cache_dtype=kv_format.value, kernels=kernels)
+    precision = Precision(torch.device(device), torch.bfloat16, kv_format, 16)
     with pytest.raises(ConfigError, match=said):
-        choose_execution(config, precision, cast("ModelSource", None), 1)
+        choose_execution(config, precision, open_model(tiny_llama), 1)

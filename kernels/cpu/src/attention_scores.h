@@ -1,8 +1,10 @@
 /* Scores of query rows against the keys of pages: q . k * scale, one vector a page and row.
  *
- * Float keys are multiplied in the order of the dimensions. Integer keys meet the query as integers
- * of 14 bits in two parts from -64 to 64: 128 * high + low. Integer sums are exact, so neither the
- * number of rows nor of pages that are multiplied together can be seen in the result.
+ * Float keys are multiplied in the order of the dimensions. Integer keys meet the query as
+ * integers of 14 bits in two parts from -64 to 64: 128 * high + low. Sealed keys meet, with a query
+ * made anew for each block, integers of 8 bits: what is lost so is at most a tenth of what the keys
+ * lost, in squares and with a head_dim of 64. Integer sums are exact, so neither the number of rows
+ * nor of pages that are multiplied together can be seen in the result.
  */
 #ifndef AP_ATTENTION_SCORES_H
 #define AP_ATTENTION_SCORES_H
@@ -15,6 +17,7 @@ enum {
     TILE_PAGES = 4, /* whose values are added up as integers */
     MOST_ROWS = 24, /* of one KV head, in a block: scores of a split stay in the L1 cache */
     QUERY_HIGHEST = 64 * 128,
+    SEALED_QUERY_HIGHEST = 127,
 };
 
 #define LOG2_E 1.44269504088896341f /* scores are powers of 2 */
@@ -68,9 +71,9 @@ static void prepare_query(int format, const float *x, int32_t dim, float scale, 
 }
 
 /* The query of a row for one block: the scales of the keys go into it, the offsets into one number.
- * pages: the block's two; parts has room for 2 * dim. */
+ * pages: the block's two; codes has room for dim. */
 INLINE void seal_query(const query_row *row, const uint8_t *const *page, int32_t at, int32_t dim,
-                       int8_t *parts, query_row *out) {
+                       int8_t *codes, query_row *out) {
     const uint16_t *scales = (const uint16_t *)(const void *)(page[0] + at);
     const uint16_t *offsets = (const uint16_t *)(const void *)(page[1] + at);
     float scaled[MAX_HEAD_DIM];
@@ -86,8 +89,17 @@ INLINE void seal_query(const query_row *row, const uint8_t *const *page, int32_t
     float magnitude;
     memcpy(&magnitude, &bits, sizeof magnitude);
     magnitude = magnitude < INFINITY ? magnitude : NAN;
-    integer_query(scaled, magnitude, dim, row->scale, parts, out);
+    out->scale = magnitude * (1.0f / SEALED_QUERY_HIGHEST) * row->scale;
     out->offset = vf_sum(sum) * row->scale;
+    out->high = codes;
+    vfloat inverse = vf_set(magnitude > 1e-30f ? SEALED_QUERY_HIGHEST / magnitude : 0.0f);
+    vint whole_sum = vi_zero();
+    for (int32_t d = 0; d < dim; d += 16) {
+        vint whole = vi_round(vf_mul(vf_load(scaled + d), inverse));
+        whole_sum = vi_add(whole_sum, whole);
+        vi_store_bytes(codes + d, whole);
+    }
+    out->sum = vi_sum(whole_sum);
 }
 
 INLINE vfloat load_floats(int format, const uint8_t *p, int64_t index) {
@@ -135,6 +147,7 @@ INLINE void integer_scores(int format, const int rows, const int pages, const qu
         /* codes of 8 bits are stored with 128 added, sealed ones with KEY_CENTRE */
         int centre = has_byte_keys(format) ? 128 : format == AP_SEALED ? KEY_CENTRE : 0;
         low[i] = vi_set(-centre * row[i % rows].sum);
+        if (format == AP_SEALED) high[i] = low[i];
     }
     int32_t values = page_of(format, dim).values;
     if (has_byte_keys(format))
@@ -152,8 +165,9 @@ INLINE void integer_scores(int format, const int rows, const int pages, const qu
             UNROLL for (int i = 0; i < rows * pages; i++) {
                 vbyte both = vb_load(page[i / rows] + 8 * d);
                 high[i] = vi_dot_nibbles(high[i], vb_low(both), row[i % rows].high + d);
-                low[i] = vi_dot_nibbles(low[i], vb_low(both), row[i % rows].low + d);
                 high[i] = vi_dot_nibbles(high[i], vb_high(both), row[i % rows].high + d + 4);
+                if (format == AP_SEALED) continue;
+                low[i] = vi_dot_nibbles(low[i], vb_low(both), row[i % rows].low + d);
                 low[i] = vi_dot_nibbles(low[i], vb_high(both), row[i % rows].low + d + 4);
             }
         }
@@ -161,7 +175,8 @@ INLINE void integer_scores(int format, const int rows, const int pages, const qu
     UNROLL for (int i = 0; i < rows * pages; i++) {
         const query_row *of = row + i % rows;
         const uint8_t *at = page[i / rows] + scales;
-        vfloat sum = vf_from_int(vi_add(vi_shift_left(high[i], 7), low[i]));
+        bool one_part = format == AP_SEALED;
+        vfloat sum = vf_from_int(one_part ? high[i] : vi_add(vi_shift_left(high[i], 7), low[i]));
         if (format == AP_INT4)
             sum = vf_fma(page_scales(at + 32), vf_set((float)of->sum), sum);
         if (format == AP_SEALED)
@@ -224,13 +239,13 @@ INLINE int32_t next_rows(int32_t left) {
     return left % 4 == 1 || left % 4 == 2 ? 3 : 4;
 }
 
-/* All rows against the two pages of a sealed block; parts has room for 2 * dim of each row. */
+/* All rows against the two pages of a sealed block; codes has room for dim of each row. */
 INLINE void sealed_scores(int32_t rows, const query_row *row, const uint8_t *const *page,
-                          int32_t dim, int8_t *parts, float *scores) {
+                          int32_t dim, int8_t *codes, float *scores) {
     query_row of_block[MOST_ROWS];
     int32_t channels = page_of(AP_SEALED, dim).channels;
     for (int32_t m = 0; m < rows; m++)
-        seal_query(row + m, page, channels, dim, parts + 2 * dim * m, of_block + m);
+        seal_query(row + m, page, channels, dim, codes + dim * m, of_block + m);
     for (int32_t m = 0, together; m < rows; m += together) {
         together = next_rows(rows - m);
         int32_t pages = pages_of_scores[together - 1] < 2 ? 1 : 2;

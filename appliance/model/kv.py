@@ -1,0 +1,56 @@
+"""What a checkpoint says about its KV cache, in the words of its model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import UnsupportedModelError
+from appliance.model.executor import heads_of
+from appliance.quant.formats.kv_plan import KVLayer, read_plan, stored_scales
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.model.source import ModelSource
+
+
+def planned_kv(source: ModelSource) -> tuple[KVLayer, ...] | None:
+    """The plan of `appliance quantize --kv-bits`, or None if there is none.
+
+    Raises:
+        CheckpointError: it is damaged or of another model.
+    """
+    if not source.path.is_dir():
+        return None
+    return read_plan(source.path, heads_of(source.spec))
+
+
+def kv_scales(source: ModelSource) -> tuple[list[Tensor | None], int]:
+    """FP8 scales of each layer, (2, num_kv_heads) or None, and how many layers have none.
+
+    Raises:
+        CheckpointError: scales of a shape that nobody knows.
+    """
+    names = source.family.names
+    layers = [names.in_layer(i, "").removesuffix(".") for i in range(len(source.spec.layers))]
+    scales, missing = stored_scales(source.weights, layers, heads_of(source.spec))
+    return scales, len(missing)
+
+
+def wants_fp8(source: ModelSource) -> bool:
+    """Whether `kv_cache_scheme` in config.json asks for FP8 keys and values.
+
+    Raises:
+        UnsupportedModelError: it asks for something else.
+    """
+    config: Any = source.config.get("quantization_config")
+    scheme = config.get("kv_cache_scheme") if isinstance(config, dict) else None
+    if not isinstance(scheme, dict):
+        return False
+    if scheme.get("type") != "float" or scheme.get("num_bits") != 8 or scheme.get("dynamic"):
+        raise UnsupportedModelError(
+            f"{source.path.name}: kv_cache_scheme asks for {scheme.get('num_bits')} bits of type "
+            f"{scheme.get('type')!r}; only static 8-bit float is read, so choose a KV format with "
+            "--kv-cache-dtype"
+        )
+    return True

@@ -1,0 +1,170 @@
+"""What a checkpoint says about its KV cache: a plan of ours in a file beside, or others' scales.
+
+`kv_cache.json` holds a format for each layer, FP8 scales by head, and means of keys; readers that
+do not know it ignore it. The tensors k_scale and v_scale of a layer's attention, one number or one
+for each head, belong to the compressed-tensors project.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.errors import CheckpointError
+from appliance.files import read_json
+from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from appliance.quant.formats.reader import WeightReader
+
+FILE = "kv_cache.json"
+VERSION = 1
+SCALE_NAMES = ("self_attn.k_scale", "self_attn.v_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """One layer of a plan.
+
+    Attributes:
+        format: what it should be stored in.
+        head_scales: (2, num_kv_heads) float32 of keys and values, if it is stored in FP8.
+        plain_scales: the same for readers that do not take the mean off the keys.
+        key_mean: (num_kv_heads, head_dim) float32, or None where taking it off gains nothing.
+        errors: by format, what it does to the residual stream, as a share of its energy.
+    """
+
+    format: KVFormat
+    head_scales: Tensor
+    plain_scales: Tensor
+    key_mean: Tensor | None
+    errors: dict[str, float]
+
+    def precision(self, format: KVFormat | None = None) -> LayerPrecision:
+        """How it is stored: as planned, or in another format with what was measured for it."""
+        format = format or self.format
+        scales = self.head_scales if format is KVFormat.FP8 else None
+        return LayerPrecision(format, scales, self.key_mean if format.is_quantized else None)
+
+
+def to_json(layers: Sequence[KVLayer], bits: float) -> dict[str, Any]:
+    """The content of `kv_cache.json`.
+
+    Args:
+        layers: all of the model.
+        bits: of an element on average, scales included.
+    """
+    return {
+        "version": VERSION,
+        "bits_per_element": round(bits, 4),
+        "layers": [
+            {
+                "format": layer.format.value,
+                "k_scale": layer.head_scales[0].tolist(),
+                "k_scale_with_mean": layer.plain_scales[0].tolist(),
+                "v_scale": layer.head_scales[1].tolist(),
+                "k_mean": None if layer.key_mean is None else layer.key_mean.tolist(),
+                "errors": layer.errors,
+            }
+            for layer in layers
+        ],
+    }
+
+
+def read_plan(folder: Path, heads: Sequence[tuple[int, int]]) -> tuple[KVLayer, ...] | None:
+    """The plan in a model folder, or None if there is none.
+
+    Args:
+        folder: of the model.
+        heads: of each layer, its KV heads and their width.
+
+    Raises:
+        CheckpointError: the file is damaged, of a later version, or of another model.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    content = read_json(path)
+    if content.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {content.get('version')!r}, but only {VERSION} can be read; use a"
+            " newer appliance, or remove the file to serve without its plan"
+        )
+    layers = content.get("layers")
+    if not isinstance(layers, list) or len(layers) != len(heads):
+        raise CheckpointError(f"{path} is of another model; remove it or quantize again")
+    try:
+        return tuple(_layer(entry, *of) for entry, of in zip(layers, heads, strict=True))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); quantize the model again") from error
+
+
+def _layer(entry: dict[str, Any], num_kv_heads: int, head_dim: int) -> KVLayer:
+    scales = torch.tensor([entry["k_scale"], entry["v_scale"]], dtype=torch.float32)
+    mean = entry["k_mean"]
+    key_mean = None if mean is None else torch.tensor(mean, dtype=torch.float32)
+    _check_shape(scales, (2, num_kv_heads))
+    if not bool((scales > 0).all()):
+        raise ValueError("a scale is not positive")
+    if key_mean is not None:
+        _check_shape(key_mean, (num_kv_heads, head_dim))
+    plain = torch.stack((torch.tensor(entry["k_scale_with_mean"]), scales[1]))
+    _check_shape(plain, (2, num_kv_heads))
+    return KVLayer(KVFormat(entry["format"]), scales, plain, key_mean, dict(entry["errors"]))
+
+
+def _check_shape(tensor: Tensor, shape: tuple[int, int]) -> None:
+    if tuple(tensor.shape) != shape or not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{tuple(tensor.shape)} numbers, not finite ones of {shape}")
+
+
+def stored_scales(
+    weights: WeightReader, layer_names: Sequence[str], heads: Sequence[tuple[int, int]]
+) -> tuple[list[Tensor | None], list[str]]:
+    """FP8 scales that a checkpoint carries as tensors.
+
+    Args:
+        weights: of the model.
+        layer_names: such as model.layers.0.
+        heads: of each layer, its KV heads and their width.
+
+    Returns:
+        Of each layer (2, num_kv_heads) float32 of keys and values, or None; and the names of those
+        without scales.
+
+    Raises:
+        CheckpointError: scales that are neither one number nor one for each head.
+    """
+    present = set(weights.tensor_names())
+    found: list[Tensor | None] = []
+    missing = []
+    for layer, (num_kv_heads, _) in zip(layer_names, heads, strict=True):
+        names = [f"{layer}.{name}" for name in SCALE_NAMES]
+        single = f"{layer}.self_attn.kv_scale"
+        if single in present:
+            names = [single, single]
+        if not present.issuperset(names):
+            found.append(None)
+            missing.append(layer)
+            continue
+        found.append(torch.stack([_scales(weights, name, num_kv_heads) for name in names]))
+    return found, missing
+
+
+def _scales(weights: WeightReader, name: str, num_kv_heads: int) -> Tensor:
+    scales = weights.load(name)
+    assert isinstance(scales, torch.Tensor)
+    scales = scales.float().flatten()
+    if scales.numel() not in (1, num_kv_heads) or not bool((scales > 0).all()):
+        raise CheckpointError(
+            f"{name} holds {scales.numel()} scales where 1 or {num_kv_heads} positive ones are"
+            " expected; quantize the model again"
+        )
+    return scales.expand(num_kv_heads)

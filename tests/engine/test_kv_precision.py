@@ -1,0 +1,145 @@
+"""Which precision the KV cache gets: asked for, planned, or what others' checkpoints say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from appliance.config import EngineConfig
+from appliance.engine.engine import LLMEngine
+from appliance.engine.kv_precision import choose_kv
+from appliance.engine.request import Request, SamplingParams
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.model.source import open_model
+from appliance.quant.formats.kv_plan import FILE
+
+CPU = torch.device("cpu")
+HEADS, DIM = 2, 16
+
+
+def choose(
+    folder: Path, word: str = "auto", device: torch.device = CPU
+) -> tuple[tuple[LayerPrecision, ...], tuple[str, ...]]:
+    config = EngineConfig(model=str(folder), kv_cache_dtype=word)
+    precision, notes = choose_kv(config, open_model(folder), device, torch.bfloat16)
+    assert precision.kv_layers is not None
+    return precision.kv_layers, notes
+
+
+def planned(folder: Path, formats: list[str], mean: float | None = None) -> Path:
+    layer: dict[str, Any] = {"k_scale": [0.1, 0.2], "v_scale": [0.3, 0.4], "errors": {}}
+    layer["k_mean"] = None if mean is None else [[mean] * DIM] * HEADS
+    layers = [{"format": form, **layer} for form in formats]
+    (folder / FILE).write_text(json.dumps({"version": 1, "layers": layers}))
+    return folder
+
+
+@pytest.fixture
+def model(tiny_llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+
+
+def with_scales(folder: Path, scales: dict[str, list[float]], scheme: Any) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    for name, values in scales.items():
+        tensors[f"model.layers.{name}"] = torch.tensor(values)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+        "kv_cache_scheme": scheme,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+FP8_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+def test_auto_is_the_dtype_of_activations_without_a_plan(model: Path) -> None:
+    layers, notes = choose(model)
+    assert [layer.format for layer in layers] == [KVFormat.BF16] * 2
+    assert not notes
+
+
+def test_auto_follows_the_plan_layer_by_layer(model: Path) -> None:
+    layers, _ = choose(planned(model, ["int4-sealed", "int8"], mean=3.0))
+    assert [layer.format for layer in layers] == [KVFormat.INT4_SEALED, KVFormat.INT8]
+    assert all(layer.key_mean is not None for layer in layers)
+
+
+def test_what_is_asked_for_overrides_the_plan_and_takes_its_scales(model: Path) -> None:
+    folder = planned(model, ["int4-sealed", "int8"])
+    layers, _ = choose(folder, "fp8")
+    assert [layer.format for layer in layers] == [KVFormat.FP8] * 2
+    assert layers[0].head_scales is not None
+    assert layers[0].head_scales.tolist() == torch.tensor([[0.1, 0.2], [0.3, 0.4]]).tolist()
+    assert choose(folder, "bf16")[0][0].head_scales is None
+
+
+def test_a_plan_that_a_gpu_cannot_serve_becomes_int8_and_is_noted(model: Path) -> None:
+    layers, notes = choose(planned(model, ["int4-sealed", "int8"]), device=torch.device("cuda"))
+    assert {layer.format for layer in layers} == {KVFormat.INT8}
+    assert "int8, not as planned" in notes[0]
+
+
+@pytest.mark.parametrize("count", [1, HEADS])
+def test_scales_of_others_are_honoured(model: Path, count: int) -> None:
+    values = [0.5, 0.25][:count]
+    scales = {f"{i}.self_attn.{x}_scale": values for i in range(2) for x in "kv"}
+    layers, notes = choose(with_scales(model, scales, FP8_SCHEME))
+    assert [layer.format for layer in layers] == [KVFormat.FP8] * 2
+    expected = torch.tensor(values).expand(HEADS).tolist()
+    assert [layer.head_scales.tolist() for layer in layers if layer.head_scales is not None] == [
+        [expected] * 2
+    ] * 2
+    assert not notes
+
+
+def test_a_single_scale_counts_for_keys_and_values_and_missing_ones_are_noted(
+    model: Path,
+) -> None:
+    folder = with_scales(model, {"0.self_attn.kv_scale": [0.5]}, FP8_SCHEME)
+    layers, notes = choose(folder)
+    assert layers[0].head_scales is not None
+    assert layers[0].head_scales.tolist() == [[0.5] * HEADS] * 2
+    assert layers[1].head_scales is None
+    assert "1 of 2 layers have no FP8 scales" in notes[0]
+
+
+def test_scales_of_another_shape_and_other_schemes_are_refused(model: Path) -> None:
+    scales = {f"{i}.self_attn.{x}_scale": [1.0] * 3 for i in range(2) for x in "kv"}
+    with pytest.raises(CheckpointError, match="holds 3 scales where 1 or 2"):
+        choose(with_scales(model, scales, FP8_SCHEME))
+    with pytest.raises(UnsupportedModelError, match="asks for 4 bits of type 'int'"):
+        choose(with_scales(model, {}, {"num_bits": 4, "type": "int"}))
+
+
+def test_a_mixed_plan_is_served_and_named(model: Path) -> None:
+    folder = planned(model, ["int4-sealed", "int8"], mean=0.5)
+    config = EngineConfig(model=str(folder), threads=1, max_num_seqs=4)
+    engine = LLMEngine.load(
+        config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
+    )
+    assert engine.info.kv_format == "1 layers int4-sealed, 1 layers int8"
+    engine.submit(
+        Request(
+            request_id="a",
+            prompt_token_ids=tuple(range(3, 73)),
+            sampling=SamplingParams(n=3, max_tokens=40, temperature=1.0, seed=1),
+        )
+    )
+    tokens = 0
+    while engine.has_work:
+        tokens += sum(len(delta.token_ids) for delta in engine.step().deltas)
+    assert tokens == 120
