@@ -35,7 +35,7 @@ from appliance.quant.options import Engine, QuantizeOptions
 from appliance.quant.plan import make_plan
 from appliance.quant.precisions import kept_schemes, mixed_schemes
 from appliance.quant.progress import EventLog, UnitLog
-from appliance.quant.report import QuantizeReport
+from appliance.quant.run import Run, report_of
 from appliance.quant.shard_writer import ShardWriter
 from appliance.quant.staging import Staging, check_destination, flush, locked
 from appliance.quant.stream import stream_bytes
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.model.source import ModelSource
+    from appliance.quant.report import QuantizeReport
     from appliance.quant.scheme import LinearScheme
     from appliance.quant.writing import Unit
     from appliance.quantize_events import OnEvent, Plan
 
 STREAM = "stream"  # in the state folder
-SHOWN_NOTES = 3
 
 
 def quantize_model(

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from appliance.quant.plan import QuantizePlan
     from appliance.quant.scheme import LinearScheme
 
+SHOWN_NOTES = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -14,7 +14,6 @@ from appliance.kernels.weight import dense
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
-from appliance.quant.block import observing
 from appliance.quant.calibration import CalibrationText
 from appliance.quant.documents import default_documents
 from appliance.quant.options import Method, QuantizeOptions
@@ -35,7 +34,7 @@ def topics(*, held_out: bool) -> str:
 
 
 def logits(path: Path, token_ids: list[int]) -> torch.Tensor:
-    decoder = load_decoder(open_model(path), observing(select_backend(CPU)), CPU, torch.float32)
+    decoder = load_decoder(open_model(path), select_backend(CPU), CPU, torch.float32)
     with torch.inference_mode():
         return logits_of(decoder, token_ids).log_softmax(-1)
 

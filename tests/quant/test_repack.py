@@ -123,7 +123,7 @@ def test_a_quantized_head_is_for_compressed_tensors_only(
     make_llama: MakeFolder, tmp_path: Path
 ) -> None:
     options = QuantizeOptions(format=WeightFormat.GPTQ, head=8)
-    with pytest.raises(ConfigError, match="--format gptq does not hold an embedding or head"):
+    with pytest.raises(ConfigError, match="--format gptq does not hold a quantized"):
         quantize_model(make_llama(), tmp_path / "out", options)
 
 
