@@ -39,18 +39,21 @@ PAGES = {
 }
 
 
-async def keep_asking(client: httpx.AsyncClient, stop: asyncio.Event, seed: int) -> None:
+async def keep_asking(
+    client: httpx.AsyncClient, model: str, stop: asyncio.Event, seed: int
+) -> None:
     """One person who asks again as soon as an answer is there."""
     chance = random.Random(seed)
     while not stop.is_set():
         question = prompt_of(chance.randrange(20, 300), 160, chance.randrange(10**6))
         body = {
-            "model": "any", "messages": [{"role": "user", "content": question}],
+            "model": model, "messages": [{"role": "user", "content": question}],
             "max_tokens": chance.randrange(100, 600), "temperature": 1.0, "ignore_eos": True,
             "stream": True,
         }  # fmt: skip
         try:
             async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                answer.raise_for_status()
                 async for _ in answer.aiter_bytes():
                     if stop.is_set():
                         return
@@ -105,8 +108,9 @@ async def with_load(url: str, options: argparse.Namespace) -> None:
     """Take all pictures of a server while people ask it."""
     stop = asyncio.Event()
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
         people = [
-            asyncio.create_task(keep_asking(client, stop, seed))
+            asyncio.create_task(keep_asking(client, model, stop, seed))
             for seed in range(options.concurrency)
         ]
         await asyncio.sleep(options.warm_up)
