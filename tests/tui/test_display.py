@@ -101,6 +101,7 @@ async def test_themes_change_every_colour_and_back(event_server: EventServer) ->
         app.use_theme("dark")
         await shown(app, pilot)
         await pilot.pause(0.3)  # until Textual has styled its own widgets
+        await shown(app, pilot)
         assert colors_of(sent(app)) == dark
 
 

@@ -10,7 +10,6 @@ from appliance.tui.raster import ColorMode
 from appliance.tui.screens.map import MapPage
 from appliance.tui.widgets.block_map import BlockMap
 from tests.tui.conftest import (
-    CACHED,
     FREE,
     INFO,
     STATS,
@@ -140,4 +139,4 @@ async def test_nothing_to_look_at(event_server: EventServer) -> None:
         await pilot.press("2", "plus", "right", "enter", "minus")
         await shown(app, pilot)
         assert "waiting for the first block map" in screen_text(app)
-        assert CACHED not in block_map_colors(app)
+        assert palette.CACHED not in block_map_colors(app)
