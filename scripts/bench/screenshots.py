@@ -29,13 +29,10 @@ from appliance.tui.server import Server
 FOLDER = ROOT / "tui" / "screenshots"
 PAGES = {
     "dashboard": ((160, 48), "", "dark"),
-    "large": ((240, 67), "tab tab", "dark"),
+    "large": ((240, 67), "tab tab tab", "dark"),
     "small": ((80, 24), "", "dark"),
-    "map": ((160, 48), "2 tab plus right right right down", "dark"),
-    "age": ((160, 48), "c c c c", "dark"),
-    "requests": ((160, 48), "3 tab s s s s s", "dark"),
-    "model": ((120, 40), "4", "dark"),
-    "light": ((160, 48), "", "light"),
+    "map": ((160, 48), "2 tab tab plus right right right down", "dark"),
+    "requests": ((120, 32), "3 tab s s s s s", "light"),
 }
 
 
@@ -45,7 +42,7 @@ async def keep_asking(
     """One person who asks again as soon as an answer is there."""
     chance = random.Random(seed)
     while not stop.is_set():
-        question = prompt_of(chance.randrange(20, 300), 160, chance.randrange(10**6))
+        question = prompt_of(chance.randrange(20, 400), 200, chance.randrange(10**6))
         body = {
             "model": model, "messages": [{"role": "user", "content": question}],
             "max_tokens": chance.randrange(100, 600), "temperature": 1.0, "ignore_eos": True,
