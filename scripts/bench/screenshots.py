@@ -32,7 +32,7 @@ PAGES = {
     "large": ((240, 67), "tab tab tab", "dark"),
     "small": ((80, 24), "", "dark"),
     "map": ((160, 48), "2 tab tab plus right right right down", "dark"),
-    "requests": ((120, 32), "3 tab s s s s s", "light"),
+    "requests": ((160, 40), "3 s s s s s tab", "light"),
 }
 
 

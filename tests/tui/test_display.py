@@ -105,6 +105,14 @@ async def test_themes_change_every_colour_and_back(event_server: EventServer) ->
         assert colors_of(sent(app)) == dark
 
 
+def test_no_colour_of_words_is_one_of_blocks() -> None:
+    words = {
+        palette.TEXT, palette.MUTED, palette.NOTE, palette.FAINT, palette.ACCENT, palette.GOOD,
+        palette.WARNING, palette.BAD, palette.TOKENS_IN, palette.TOKENS_OUT, palette.FOCUSED,
+    }  # fmt: skip
+    assert words.isdisjoint(PAINT)
+
+
 async def test_a_terminal_with_few_colours_has_no_themes(event_server: EventServer) -> None:
     async with dashboard(event_server, display=Display(Colors.STANDARD)) as (app, pilot):
         app.use_theme("light")

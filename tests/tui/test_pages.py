@@ -8,6 +8,7 @@ import pytest
 from appliance.events import Gpu, Job, Log, LogLine, Machine, QualityFact
 from appliance.tui.look import Sort
 from appliance.tui.screens.requests import Filter, RequestsPage
+from appliance.tui.widgets.requests import columns_for
 from tests.tui.conftest import (
     CACHED,
     INFO,
@@ -267,3 +268,11 @@ async def test_another_make_of_server_is_shown_by_its_metrics(event_server: Even
         del event_server.pages["/metrics"]
         await shown(app, pilot, lambda: not app.state.current)
         assert "is not an appliance" in screen_text(app) or "lost" in screen_text(app)
+
+
+@pytest.mark.parametrize("width", [30, 60, 76, 100, 120, 200])
+def test_columns_of_the_table_fit_and_the_id_stays(width: int) -> None:
+    columns = columns_for(width)
+    assert columns[0].sort is Sort.REQUEST
+    assert 4 + sum(column.width for column in columns) <= max(width, 44)
+    assert (len(columns) == len(Sort)) is (width >= 92)

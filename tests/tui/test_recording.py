@@ -57,6 +57,7 @@ def test_every_item_comes_back_from_a_line(item: FeedItem) -> None:
 async def test_a_recording_is_played_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     record(path)
+    assert path.stat().st_mode & 0o077 == 0, "for its owner only"
     *items, end = await played(path)
     assert items == ITEMS
     assert end == Connection(Phase.ENDED, "the recording is over")

@@ -55,7 +55,7 @@ def test_any_moment_that_is_kept_looks_as_it_did(
 
 
 def test_an_hour_takes_no_more_memory_than_a_few_minutes() -> None:
-    budget = 400_000
+    budget = 2_000_000
     timeline, state, sizes = Timeline(budget), DashboardState(), []
     busy = sequences(*(sequence(slot) for slot in range(1, 20)))
     ticks = 5 * 3600

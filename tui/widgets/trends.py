@@ -33,7 +33,7 @@ class Trends(Panel):
         history = view.state.history
         graphs: list[tuple[str, History, str, Callable[[float], str], float | None]] = [
             ("first token, p50", history.first_token, palette.WARNING, numbers.duration, None),
-            ("between tokens, p50", history.inter_token, palette.ACCENT, numbers.duration, None),
+            ("between, p50", history.inter_token, palette.ACCENT, numbers.duration, None),
             (
                 "between tokens, p99",
                 history.inter_token_p99,
