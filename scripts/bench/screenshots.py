@@ -29,10 +29,10 @@ from appliance.tui.server import Server
 FOLDER = ROOT / "tui" / "screenshots"
 PAGES = {
     "dashboard": ((160, 48), "", "dark"),
-    "large": ((240, 67), "tab tab tab", "dark"),
+    "large": ((240, 67), "shift+tab", "dark"),
     "small": ((80, 24), "", "dark"),
-    "map": ((160, 48), "2 tab tab plus right right right down", "dark"),
-    "requests": ((160, 40), "3 s s s s s tab", "light"),
+    "map": ((160, 48), "2 shift+tab plus right right right down", "dark"),
+    "requests": ((160, 40), "3 shift+tab", "light"),
 }
 
 
