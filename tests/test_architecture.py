@@ -176,7 +176,7 @@ def test_the_server_loads_nothing_that_is_large_and_not_needed() -> None:
 
 
 def test_the_dashboard_loads_neither_torch_nor_the_engine() -> None:
-    loaded = loaded_after("import appliance.tui.app")
+    loaded = loaded_after("import appliance.tui.run")
     assert "torch" not in loaded
     assert not any(name.startswith("appliance.engine") for name in loaded)
 

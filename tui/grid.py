@@ -68,6 +68,17 @@ class Grid:
         rows, columns = np.nonzero(_tiles(self) == block)
         return int(rows[0]), int(columns[0])
 
+    def corners(self) -> NDArray[np.bool_]:
+        """(height, width) where a block begins: its only pixel, or the corner of its tile."""
+        if self.dense:
+            return np.ones((self.height, self.width), dtype=np.bool_)
+        tiles = _tiles(self)
+        first = np.ones(tiles.shape, dtype=np.bool_)
+        first[1:] &= tiles[1:] != tiles[:-1]
+        first[:, 1:] &= tiles[:, 1:] != tiles[:, :-1]
+        first &= tiles != NO_BLOCK
+        return first
+
     def shown(self, ranks: NDArray[np.uint32]) -> NDArray[np.int64]:
         """The block that stands for each pixel: of its bucket, the first with the highest rank.
 

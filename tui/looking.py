@@ -190,7 +190,10 @@ class Looking(_Base):
                 self.end_request(key)
 
         question = f"Abort {key.request_id}{of}?"
-        self.push_screen(ConfirmScreen(question, "Its client gets what was made so far."), decided)
+        self.push_screen(
+            ConfirmScreen(question, "Its client is told that whoever runs the server ended it."),
+            decided,
+        )
 
     def action_help(self) -> None:
         """Explain keys and colours."""

@@ -30,14 +30,15 @@ MUTED = "#8494a8"
 NOTE = "#5d6c80"
 FAINT = "#3a4657"
 BRIGHT = "#ffffff"
-ACCENT = "#56b4e9"
+# A shade off the owners' hues, so that themes can tell them apart.
+ACCENT = "#58b5ea"
 GOOD = "#3fb68b"
-WARNING = "#e69f00"
+WARNING = "#e7a002"
 BAD = "#ff6b5e"
 FOCUSED = "#1f2a3a"  # behind the line in focus
 PROMPT_ROWS = "#2f6f99"
 TOKENS_OUT = "#3fb68b"
-TOKENS_IN = "#56b4e9"
+TOKENS_IN = ACCENT
 
 
 def _theme(

@@ -7,6 +7,7 @@ seconds since the beginning.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,7 +106,8 @@ class Recorder:
         self._next_flush = self._begin
         self.failure = ""
         try:
-            self._file = path.open("xb")
+            # Requests stand in it: it is for its owner only.
+            self._file = open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")  # noqa: SIM115
         except FileExistsError as error:
             raise ConfigError(f"--record {path}: the file exists; name a new one") from error
         except OSError as error:

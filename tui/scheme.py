@@ -77,6 +77,8 @@ SIXTEEN = {
     palette.FAINT: "bright_black",
     palette.BRIGHT: "bright_white",
     palette.GOOD: "bright_green",
+    palette.ACCENT: "bright_cyan",
+    palette.WARNING: "yellow",
     palette.BAD: "bright_red",
     palette.FOCUSED: "bright_black",
     palette.PROMPT_ROWS: "cyan",

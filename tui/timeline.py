@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SEGMENT_SECONDS = 60.0
 BUDGET_BYTES = 24 * 2**20
+_HISTORIES_BYTES = 64 * 2**10  # what a state holds besides its map, roughly
 
 
 @dataclass(slots=True)
@@ -107,4 +108,4 @@ class Timeline:
 
 def _size_of(state: DashboardState) -> int:
     blocks = state.blocks
-    return 4096 + (0 if blocks is None else blocks.cells.nbytes + blocks.changed.nbytes)
+    return _HISTORIES_BYTES + (0 if blocks is None else blocks.cells.nbytes + blocks.changed.nbytes)

@@ -29,28 +29,28 @@ from appliance.tui.server import Server
 FOLDER = ROOT / "tui" / "screenshots"
 PAGES = {
     "dashboard": ((160, 48), "", "dark"),
-    "large": ((240, 67), "tab tab", "dark"),
+    "large": ((240, 67), "shift+tab", "dark"),
     "small": ((80, 24), "", "dark"),
-    "map": ((160, 48), "2 tab plus right right right down", "dark"),
-    "age": ((160, 48), "c c c c", "dark"),
-    "requests": ((160, 48), "3 tab s s s s s", "dark"),
-    "model": ((120, 40), "4", "dark"),
-    "light": ((160, 48), "", "light"),
+    "map": ((160, 48), "2 shift+tab plus right right right down", "dark"),
+    "requests": ((160, 40), "3 shift+tab", "light"),
 }
 
 
-async def keep_asking(client: httpx.AsyncClient, stop: asyncio.Event, seed: int) -> None:
+async def keep_asking(
+    client: httpx.AsyncClient, model: str, stop: asyncio.Event, seed: int
+) -> None:
     """One person who asks again as soon as an answer is there."""
     chance = random.Random(seed)
     while not stop.is_set():
-        question = prompt_of(chance.randrange(20, 300), 160, chance.randrange(10**6))
+        question = prompt_of(chance.randrange(20, 400), 200, chance.randrange(10**6))
         body = {
-            "model": "any", "messages": [{"role": "user", "content": question}],
+            "model": model, "messages": [{"role": "user", "content": question}],
             "max_tokens": chance.randrange(100, 600), "temperature": 1.0, "ignore_eos": True,
             "stream": True,
         }  # fmt: skip
         try:
             async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                answer.raise_for_status()
                 async for _ in answer.aiter_bytes():
                     if stop.is_set():
                         return
@@ -105,8 +105,9 @@ async def with_load(url: str, options: argparse.Namespace) -> None:
     """Take all pictures of a server while people ask it."""
     stop = asyncio.Event()
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
         people = [
-            asyncio.create_task(keep_asking(client, stop, seed))
+            asyncio.create_task(keep_asking(client, model, stop, seed))
             for seed in range(options.concurrency)
         ]
         await asyncio.sleep(options.warm_up)

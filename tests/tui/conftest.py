@@ -60,6 +60,7 @@ class EventServer:
     """Gives each request the next answer; the last one again and again."""
 
     answers: list[Answer] = field(default_factory=list)
+    pages: dict[str, Answer] = field(default_factory=dict)  # of paths with one of their own
     requests: list[str] = field(default_factory=list)  # request line and headers
     port: int = 0
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -93,7 +94,13 @@ class EventServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             self.requests.append((await reader.readuntil(b"\r\n\r\n")).decode())
-            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            path = self.requests[-1].split(" ")[1]
+            if path in self.pages:
+                answer = self.pages[path]
+            elif len(self.answers) > 1:
+                answer = self.answers.pop(0)
+            else:
+                answer = self.answers[0]
             head = (
                 f"HTTP/1.1 {answer.status}\r\nContent-Type: {answer.content_type}\r\n"
                 "Transfer-Encoding: chunked\r\n\r\n"
@@ -108,6 +115,11 @@ class EventServer:
                 await reader.read()  # until the other side leaves
         self._writers.discard(writer)
         writer.close()
+
+
+def page(content: bytes, status: str = "200 OK", kind: str = "application/json") -> Answer:
+    """An answer that is no feed."""
+    return Answer((), content, Ending.FINISH, status, kind)
 
 
 def chunk(content: bytes) -> bytes:

@@ -89,7 +89,7 @@ def screen_text(app: DashboardApp) -> str:
     return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
 
 
-def colors(app: DashboardApp) -> dict[str, int]:
+def block_map_colors(app: DashboardApp) -> dict[str, int]:
     """How many pixels of the block map have which colour."""
     block_map = app.screen_stack[0].query_one(BlockMap)
     counts: dict[str, int] = {}

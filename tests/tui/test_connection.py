@@ -18,7 +18,7 @@ from tests.tui.conftest import (
 from tests.tui.piloting import (
     LARGE,
     SMALL,
-    colors,
+    block_map_colors,
     dashboard,
     screen_text,
     shown,
@@ -30,7 +30,7 @@ async def test_a_lost_server_leaves_a_dim_picture_and_comes_back(event_server: E
         await event_server.stop()
         await shown(app, pilot, lambda: app.state.connection.phase is Phase.LOST)
         assert "lost, retrying" in screen_text(app)
-        seen = colors(app)
+        seen = block_map_colors(app)
         assert palette.dimmed(palette.owner_hue(1)) in seen
         assert palette.owner_hue(1) not in seen
         event_server.answers = [Answer((INFO, snapshot([CACHED] * 4096, epoch=1), STATS))]
@@ -38,7 +38,7 @@ async def test_a_lost_server_leaves_a_dim_picture_and_comes_back(event_server: E
         await shown(app, pilot, lambda: app.state.current)
         await shown(app, pilot, lambda: app.state.blocks and app.state.blocks.counts().cached)
         assert "● live" in screen_text(app)
-        assert palette.CACHED in colors(app)
+        assert palette.CACHED in block_map_colors(app)
 
 
 @pytest.mark.parametrize("size", [LARGE, SMALL])
@@ -84,4 +84,4 @@ async def test_a_restarting_engine_is_told_and_its_old_map_dimmed(
         event_server.send(msgspec.structs.replace(INFO, state="restarting", restarts=1))
         await shown(app, pilot, lambda: not app.state.current)
         assert "restarting · restarted 1 x" in screen_text(app)
-        assert palette.owner_hue(1) not in colors(app)
+        assert palette.owner_hue(1) not in block_map_colors(app)

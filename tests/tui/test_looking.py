@@ -17,7 +17,7 @@ from tests.tui.conftest import (
 )
 from tests.tui.piloting import (
     SMALL,
-    colors,
+    block_map_colors,
     dashboard,
     screen_text,
     shown,
@@ -28,31 +28,33 @@ async def test_colour_modes(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("c")
         await pilot.pause()
-        seen = colors(app)
+        seen = block_map_colors(app)
         assert {palette.ACTIVE, palette.SHARED, palette.CACHED, palette.FREE} <= set(seen)
         assert palette.owner_hue(1) not in seen
         assert "KV blocks by state" in screen_text(app)
         assert "active 1,024" in screen_text(app)
         await pilot.press("c")
         await pilot.pause()
-        seen = colors(app)
+        seen = block_map_colors(app)
         assert seen[palette.REFERENCE_STEPS[0]] > seen[palette.REFERENCE_STEPS[1]] > 0
         assert palette.SHARED not in seen
         assert "KV blocks by references" in screen_text(app)
         await pilot.press("c")
         await pilot.pause()
-        assert {palette.owner_hue(0), palette.FREE} == set(colors(app)) - {palette.BACKGROUND}
+        assert {palette.owner_hue(0), palette.FREE} == set(block_map_colors(app)) - {
+            palette.BACKGROUND
+        }
         assert "KV blocks by precision" in screen_text(app)
         assert "int8 2,048" in screen_text(app)
         await pilot.press("c")
         await pilot.pause()
-        seen = colors(app)
+        seen = block_map_colors(app)
         assert {palette.AGE_STEPS[0], palette.FREE} & set(seen)
         assert "KV blocks by age" in screen_text(app)
         await pilot.press("c")
         await pilot.pause()
         assert "KV blocks by owner" in screen_text(app)
-        assert palette.owner_hue(1) in colors(app)
+        assert palette.owner_hue(1) in block_map_colors(app)
 
 
 async def test_focus_dims_the_others_and_follows_the_keys(event_server: EventServer) -> None:
@@ -60,7 +62,7 @@ async def test_focus_dims_the_others_and_follows_the_keys(event_server: EventSer
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("tab")
         await pilot.pause()
-        seen = colors(app)
+        seen = block_map_colors(app)
         assert first in seen
         assert palette.dimmed(second) in seen
         assert {second, palette.FREE, palette.CACHED}.isdisjoint(seen)
@@ -68,7 +70,7 @@ async def test_focus_dims_the_others_and_follows_the_keys(event_server: EventSer
 
         await pilot.press("down")
         await pilot.pause()
-        seen = colors(app)
+        seen = block_map_colors(app)
         # The shared blocks were taken by the second sequence last, so they are lit with it.
         assert {second, palette.SHARED} <= set(seen)
         assert first not in seen
@@ -76,7 +78,7 @@ async def test_focus_dims_the_others_and_follows_the_keys(event_server: EventSer
         await pilot.press("down")
         await pilot.pause()
         assert "▸■ cmpl-next" in screen_text(app)
-        assert {first, second, palette.SHARED}.isdisjoint(colors(app))
+        assert {first, second, palette.SHARED}.isdisjoint(block_map_colors(app))
 
         await pilot.press("up", "shift+tab")
         await pilot.pause()
@@ -84,7 +86,7 @@ async def test_focus_dims_the_others_and_follows_the_keys(event_server: EventSer
 
         await pilot.press("escape")
         await pilot.pause()
-        assert {first, second, palette.FREE} <= set(colors(app))
+        assert {first, second, palette.FREE} <= set(block_map_colors(app))
 
 
 async def test_focus_ends_with_its_sequence(event_server: EventServer) -> None:
@@ -93,7 +95,7 @@ async def test_focus_ends_with_its_sequence(event_server: EventServer) -> None:
         event_server.send(sequences(sequence(2)))
         await shown(app, pilot, lambda: len(app.state.sequences) == 1)
         assert "▸" not in screen_text(app)
-        assert palette.FREE in colors(app)
+        assert palette.FREE in block_map_colors(app)
 
 
 async def test_a_click_on_a_block_or_a_line_focuses_its_sequence(event_server: EventServer) -> None:
@@ -118,11 +120,11 @@ async def test_pause_holds_the_picture(event_server: EventServer) -> None:
         before = app.state
         await shown(app, pilot, lambda: app.state is not before)
         assert "‖ paused" in screen_text(app)
-        assert palette.owner_hue(1) in colors(app)
+        assert palette.owner_hue(1) in block_map_colors(app)
         await pilot.press("p")
         await pilot.pause()
         assert "● live" in screen_text(app)
-        assert palette.owner_hue(1) not in colors(app)
+        assert palette.owner_hue(1) not in block_map_colors(app)
 
 
 async def test_help(event_server: EventServer) -> None:

@@ -19,7 +19,7 @@ from tests.tui.piloting import (
     CELLS,
     LARGE,
     SMALL,
-    colors,
+    block_map_colors,
     dashboard,
     screen_text,
     shown,
@@ -31,7 +31,7 @@ async def test_the_map_shows_owners_and_what_they_share(
     event_server: EventServer, size: tuple[int, int]
 ) -> None:
     async with dashboard(event_server, size) as (app, _):
-        seen = colors(app)
+        seen = block_map_colors(app)
     area = sum(seen.values())
     # An eighth is shared, an eighth is each sequence's own, an eighth cached, half free.
     for color, share in {
@@ -107,7 +107,7 @@ async def test_resizing_goes_from_one_layout_to_the_other(event_server: EventSer
         await pilot.resize_terminal(*SMALL)
         await pilot.pause(0.1)
         assert "out/s" in screen_text(app)
-        assert sum(colors(app).values()) == 78 * 17 * 2
+        assert sum(block_map_colors(app).values()) == 78 * 17 * 2
         await pilot.resize_terminal(*LARGE)
         await pilot.pause(0.1)
         text = screen_text(app)

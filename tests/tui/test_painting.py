@@ -17,7 +17,7 @@ from tests.tui.conftest import (
 )
 from tests.tui.piloting import (
     EVERYTHING,
-    colors,
+    block_map_colors,
     dashboard,
     screen_text,
     shown,
@@ -30,7 +30,7 @@ async def test_deltas_change_what_is_shown(event_server: EventServer) -> None:
         before = app.state
         event_server.send(Delta(epoch=1, runs=(Run(0, 4096, CACHED),)))
         await shown(app, pilot, lambda: app.state is not before)
-        assert set(colors(app)) <= {palette.CACHED, palette.BACKGROUND}
+        assert set(block_map_colors(app)) <= {palette.CACHED, palette.BACKGROUND}
         assert "cached 4,096" in screen_text(app)
 
 
@@ -58,7 +58,7 @@ async def test_what_was_sent_by_the_short_way_is_painted_by_the_long_way_too(
     event_server: EventServer,
 ) -> None:
     async with dashboard(event_server) as (app, pilot):
-        assert palette.WRITING not in colors(app)
+        assert palette.WRITING not in block_map_colors(app)
         before = app.state
         event_server.send(Delta(epoch=1, runs=(Run(2048, 2048, active(1)),)))
         await until(pilot, lambda: app.state is not before)

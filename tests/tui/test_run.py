@@ -13,7 +13,7 @@ import sys
 import termios
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -44,15 +44,23 @@ sys.exit(code)
 class Terminal:
     """A pseudo-terminal with the dashboard in it."""
 
-    def __init__(self, url: str, *arguments: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        program: tuple[str, ...] = ("-c", PROGRAM),
+        size: tuple[int, int] = (80, 24),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.ours, self.theirs = pty.openpty()
-        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        columns, rows = size
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.settings = termios.tcgetattr(self.theirs)
         self.drawn = bytearray()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, url, *arguments],
+            [sys.executable, *program, *arguments],
             stdin=self.theirs, stdout=self.theirs, stderr=self.theirs, cwd=ROOT,
-            env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
+            | (environment or {}),
         )  # fmt: skip
 
     async def until(self, happened: Callable[[], object]) -> None:
@@ -77,16 +85,11 @@ class Terminal:
 
 
 @asynccontextmanager
-async def terminal(server: EventServer, *arguments: str) -> AsyncIterator[Terminal]:
-    """A terminal that shows the whole dashboard."""
-    server.answers = [Answer((INFO, snapshot([CACHED] * 500), STATS))]
-    shown = Terminal(server.url, *arguments)
+async def drawing(shown: Terminal) -> AsyncIterator[Terminal]:
+    """Reads what is drawn, and ends the program in the end."""
     loop = asyncio.get_running_loop()
     loop.add_reader(shown.ours, lambda: shown.drawn.extend(os.read(shown.ours, 65536)))
     try:
-        await shown.shows(b"SmolLM2")
-        await shown.shows(b"cached 500")
-        assert termios.tcgetattr(shown.theirs) != shown.settings
         yield shown
     finally:
         loop.remove_reader(shown.ours)
@@ -94,6 +97,22 @@ async def terminal(server: EventServer, *arguments: str) -> AsyncIterator[Termin
         shown.process.wait()
         os.close(shown.ours)
         os.close(shown.theirs)
+
+
+@asynccontextmanager
+async def terminal(server: EventServer, *arguments: str) -> AsyncIterator[Terminal]:
+    """A terminal that shows the whole dashboard."""
+    server.answers = [Answer((INFO, snapshot([CACHED] * 500), STATS))]
+    async with drawing(Terminal(server.url, *arguments)) as shown:
+        await shown.shows(b"SmolLM2")
+        await shown.shows(b"cached 500")
+        assert termios.tcgetattr(shown.theirs) != shown.settings
+        yield shown
+
+
+def top(*arguments: str, **options: Any) -> Terminal:
+    """`appliance top` as a person types it."""
+    return Terminal(*arguments, program=("-m", "appliance", "top"), **options)
 
 
 async def test_it_loads_nothing_heavy_and_leaves_the_terminal_clean(
@@ -122,7 +141,10 @@ async def test_a_crash_leaves_the_terminal_clean_and_says_why(event_server: Even
         os.write(shown.ours, b"c")
         assert await shown.ends() == 1
         shown.assert_clean()
-        assert b"planted" in shown.drawn.split(b"\x1b[?1049l")[1]
+        said = shown.drawn.split(b"\x1b[?1049l")[1]
+        assert b"planted" in said
+        assert b"locals" not in said, "they may be private"
+        assert b"Bearer" not in said
 
 
 def test_without_a_terminal_it_says_so() -> None:
@@ -138,3 +160,57 @@ def test_without_a_terminal_it_says_so() -> None:
 def test_a_bad_address_is_refused_before_the_screen_is_touched() -> None:
     with pytest.raises(ConfigError, match="is no address"):
         run_dashboard("ftp://box", None)
+
+
+async def test_a_locale_without_utf8_gets_ascii(event_server: EventServer) -> None:
+    event_server.answers = [Answer((INFO, snapshot([CACHED] * 500), STATS))]
+    async with drawing(top("--url", event_server.url, environment={"LC_ALL": "C"})) as shown:
+        await shown.shows(b"SmolLM2")
+        await shown.shows(b":" * 60)
+        os.write(shown.ours, b"q")
+        assert await shown.ends() == 0
+    assert shown.drawn.isascii()
+
+
+async def test_a_terminal_that_is_too_small_is_told(event_server: EventServer) -> None:
+    event_server.answers = [Answer((INFO, snapshot([CACHED] * 500), STATS))]
+    async with drawing(top("--url", event_server.url, size=(20, 5))) as shown:
+        await shown.shows(b"Terminal too small:")
+        await shown.shows(b"20x5.")
+        os.write(shown.ours, b"q")
+        assert await shown.ends() == 0
+        shown.assert_clean()
+
+
+async def test_what_was_recorded_is_replayed(event_server: EventServer, tmp_path: Path) -> None:
+    event_server.answers = [Answer((INFO, snapshot([CACHED] * 500), STATS))]
+    path = str(tmp_path / "feed")
+    async with drawing(top("--url", event_server.url, "--record", path)) as shown:
+        await shown.shows(b"recording")
+        await shown.shows(b"cached 500")
+        os.write(shown.ours, b"q")
+        assert await shown.ends() == 0
+    await event_server.stop()
+    async with drawing(top("--replay", path)) as shown:
+        await shown.shows(b"cached 500")
+        await shown.shows(b"end of the recording")
+        os.write(shown.ours, b"q")
+        assert await shown.ends() == 0
+        shown.assert_clean()
+    async with drawing(top("--url", event_server.url, "--record", path)) as shown:
+        assert await shown.ends() != 0
+        await shown.shows(b"the file exists")
+
+
+async def test_a_server_that_fails_takes_its_dashboard_with_it() -> None:
+    serve = ("-m", "appliance", "serve", "--port", "1", "/nowhere/model.gguf")
+    alone = await asyncio.create_subprocess_exec(
+        sys.executable, *serve, cwd=ROOT, stderr=asyncio.subprocess.DEVNULL
+    )
+    code = await alone.wait()
+    async with drawing(Terminal(program=(*serve, "--top"))) as shown:
+        assert await shown.ends() == code > 0
+        await shown.shows(b"the server ended; the last it said:")
+        said = shown.drawn.split(b"the last it said:")[1]
+        assert b"/nowhere/model.gguf" in said
+        assert termios.tcgetattr(shown.theirs) == shown.settings

@@ -1,12 +1,30 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.events import Delta, Run, Sequences
-from appliance.tui.state import Connection, DashboardState, FeedItem, Phase, reduce
+from appliance.events import (
+    BlockTable,
+    Delta,
+    Log,
+    LogLine,
+    Run,
+    Sequences,
+    Snapshot,
+    Stats,
+)
+from appliance.stats import StepView
+from appliance.tui.state import (
+    MAX_LOG_LINES,
+    Connection,
+    DashboardState,
+    FeedItem,
+    Phase,
+    reduce,
+)
 from tests.tui.conftest import CACHED, FREE, INFO, STATS, active, sequence, snapshot
 
 NUM_BLOCKS = 40
@@ -18,7 +36,9 @@ runs = st.integers(0, NUM_BLOCKS - 1).flatmap(
 )
 steps = st.one_of(
     st.lists(runs, max_size=4).map(tuple),  # blocks that change
-    st.sampled_from(["snapshot", "restart", "lost", "stray", "stats", "sequences", "info"]),
+    st.sampled_from(
+        ["snapshot", "restart", "lost", "stray", "stats", "sequences", "info", "log", "table"]
+    ),
 )
 
 
@@ -48,6 +68,11 @@ def test_any_interleaving_ends_at_the_truth(script: list[str | tuple[Run, ...]])
                 items = [STATS]
             case "sequences":
                 items = [Sequences(sequences=(sequence(1),))]
+            case "log":
+                line = LogLine(time=1.0, level="ERROR", source="engine", message="ouch")
+                items = [Log(lines=(line,) * 300)]
+            case "table":
+                items = [BlockTable(request_id="x", index=0, num_tokens=1, blocks=())]
             case _:
                 items = [INFO]
         for item in items:
@@ -55,6 +80,7 @@ def test_any_interleaving_ends_at_the_truth(script: list[str | tuple[Run, ...]])
         assert state.blocks is not None
         assert state.blocks.cells.tolist() == truth
         assert state.blocks.epoch == epoch
+        assert len(state.log) <= MAX_LOG_LINES
 
 
 def test_a_delta_before_any_snapshot_is_ignored() -> None:
@@ -110,3 +136,33 @@ def test_the_map_is_current_only_with_a_connection_and_a_ready_engine() -> None:
     state = reduce(state, INFO)
     assert state.current
     assert not reduce(state, Connection(Phase.LOST)).current
+
+
+def test_ages_are_told_by_snapshots_and_counted_from_changes() -> None:
+    first = Snapshot.of(1, 16, np.array([FREE] * 3, dtype="<u4").tobytes(), b"\x05\0\x07\0\0\0")
+    state = reduce(DashboardState(), first, 100.0)
+    state = reduce(state, Delta(epoch=1, runs=(Run(1, 1, CACHED),)), 102.0)
+    assert state.blocks is not None
+    assert state.blocks.changed.tolist() == [95.0, 102.0, 100.0]
+    # One without ages, as after a lost connection, leaves what is unchanged as old as it is.
+    state = reduce(state, snapshot([FREE, FREE, FREE], epoch=2), 110.0)
+    assert state.blocks is not None
+    assert state.blocks.changed.tolist() == [95.0, 110.0, 100.0]
+
+
+def test_histories_of_differences() -> None:
+    def stats(time: float, steps: int, queries: int, hits: int, *rows: int) -> Stats:
+        engine = msgspec.structs.replace(
+            STATS.engine, steps_total=steps, prefix_queries_total=queries, prefix_hits_total=hits
+        )
+        ran = tuple(StepView(at, prefill, 2, 3, 0.1) for at, prefill in enumerate(rows))
+        return msgspec.structs.replace(STATS, time=time, engine=engine, steps=ran)
+
+    state = DashboardState()
+    for one in (stats(1.0, 100, 10, 5, 4, 8), stats(3.0, 140, 30, 20), stats(4.0, 3, 0, 0)):
+        state = reduce(state, one)
+    history = state.history
+    assert history.steps.values == (0.0, 20.0, 0.0), "counters of a new engine begin at 0"
+    assert history.hit_rate.values == (0.0, 0.75, 0.75)
+    assert history.prefill_rows.values == (6.0, 0.0, 0.0)
+    assert history.decode_rows.values == (2.0, 0.0, 0.0)

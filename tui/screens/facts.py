@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 class ModelPage(Page):
     """What is loaded, and its memory."""
 
-    DEFAULT_CSS = "ModelPage StatusLine { display: none; }"
+    DEFAULT_CSS = """
+    ModelPage {
+        ModelPanel, MemoryPanel { width: 1fr; height: 1fr; }
+        StatusLine { display: none; }
+    }
+    """
 
     def body(self) -> ComposeResult:
         """Two panels side by side."""

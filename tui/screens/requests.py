@@ -10,7 +10,7 @@ from textual.widgets import Input
 
 from appliance.tui import palette
 from appliance.tui.messages import QueryTyped
-from appliance.tui.screens.page import Page
+from appliance.tui.screens.page import MIN_WIDTH, Page
 from appliance.tui.widgets.request_detail import RequestDetail
 from appliance.tui.widgets.requests import RequestTable
 
@@ -42,6 +42,9 @@ class RequestsPage(Page):
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("x", "app.abort", "Abort"),
     ]
+    HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012  (typed by Textual)
+        (0, "-tiny"), (MIN_WIDTH, "-narrow"), (152, "-wide"),
+    ]  # fmt: skip
     DEFAULT_CSS = f"""
     RequestsPage {{
         RequestTable {{ height: 1fr; }}

@@ -34,6 +34,7 @@ _UPPER_HALF = "▀"
 _COLORS = tuple(Color.parse(color) for color in PAINT)
 _PAPER = Color.parse(palette.BACKGROUND)
 _REVERSED = Style(reverse=True)
+_INKED = 1 << 12  # of a letter: it stands on the colour of its block
 # A cell is a code: letter << 16 | upper pixel << 8 | lower pixel. No letter is a half block.
 
 
@@ -133,11 +134,14 @@ class BlockMap(PaintsItself):
         picture = pixels(part, grid, look.mode, emphasis, view.clock)
         if port.lettered:
             drawn = letters(picture, part, grid, look.mode)
+            if not view.lettered:
+                # On the colour of its block, once in each.
+                drawn = np.where(grid.corners(), drawn, np.uint32(ord(" "))) | np.uint32(_INKED)
             codes = drawn << np.uint32(16) | picture.astype(np.uint32) * np.uint32(0x101)
         else:
             wide = picture.astype(np.uint32)
             codes = wide[0::2] << np.uint32(8) | wide[1::2]
-        if look.cursor is not None and look.cursor in port.span and look.level + view.lettered:
+        if look.cursor is not None and look.cursor in port.span:
             y, x = grid.pixel_of(look.cursor - port.span.start)
             y = y if port.lettered else y // 2
             codes[y, x] = codes[y, x] & np.uint32(0xFFFF0000) | np.uint32(CURSOR * 0x101)
@@ -149,7 +153,11 @@ class BlockMap(PaintsItself):
             letter, upper, lower = code >> 16, code >> 8 & 0xFF, code & 0xFF
             if letter:
                 style = Style.from_color(_COLORS[upper], _PAPER)
-                known = chr(letter), style + _REVERSED if upper == CURSOR else style
+                if letter & _INKED:
+                    style = Style.from_color(_ink_on(PAINT[upper]), _COLORS[upper])
+                elif upper == CURSOR:
+                    style += _REVERSED
+                known = chr(letter & ~_INKED), style
             elif upper == lower:
                 # Equal halves need no glyph, and then no seam shows between cells.
                 known = " ", Style.from_color(None, _COLORS[lower])
@@ -164,6 +172,13 @@ class BlockMap(PaintsItself):
         line.truncate(width, overflow="ellipsis")
         line.pad_left((width - line.cell_len) // 2)
         return strip_of(line, width, self.rich_style, self.app.console)
+
+
+def _ink_on(color: str) -> Color:
+    """Black or white, whichever can be read on a colour."""
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    light = 0.299 * red + 0.587 * green + 0.114 * blue > 110
+    return _PAPER if light else Color.parse(palette.TEXT)
 
 
 def changed_regions(before: NDArray[np.uint32], after: NDArray[np.uint32]) -> list[Region]:

@@ -50,7 +50,8 @@ def machine_lines(machine: Machine, width: int) -> list[Text]:
 def gpu_lines(gpu: Gpu, width: int) -> list[Text]:
     """What the driver tells of one GPU."""
     busy = "-" if gpu.utilization is None else f"{gpu.utilization:.0%}"
-    lines = [pair(gpu.name, busy, width, color=HEADLINE)]
+    energy = "" if gpu.joules_per_token is None else f"{gpu.joules_per_token:.2f} J/token"
+    lines = [pair(gpu.name, busy, width, note=energy, color=HEADLINE)]
     if gpu.memory_used_bytes is not None and gpu.memory_total_bytes is not None:
         of = f"of {numbers.size(gpu.memory_total_bytes)}"
         lines.append(pair("memory", numbers.size(gpu.memory_used_bytes), width, note=of))
@@ -64,6 +65,4 @@ def gpu_lines(gpu: Gpu, width: int) -> list[Text]:
     lines.append(
         pair("clock", clock, width, note=f"held down: {held}" if held else "", color=color)
     )
-    if gpu.joules_per_token is not None:
-        lines.append(pair("energy", f"{gpu.joules_per_token:.2f} J/token", width))
     return lines

@@ -33,7 +33,8 @@ class Minimap(Lines):
             return []
         port = self.screen.query_one(BlockMap).viewport(view)
         if not port.zoomed:
-            return [Text("all blocks; + looks closer, arrows move the cursor", palette.NOTE)]
+            words = "all blocks" if view.look.level else "all blocks; + looks closer"
+            return [Text(f"{words}, arrows move the cursor", palette.NOTE)]
         grid = Grid(blocks.num_blocks, width, 1)
         row = pixels(blocks, grid, view.mode, view.emphasis, view.clock)[0].tolist()
         line = Text()

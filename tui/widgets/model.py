@@ -12,7 +12,7 @@ from appliance.tui.widgets.machine import gpu_lines, machine_lines
 from appliance.tui.widgets.panel import HEADLINE, Panel, pair
 
 if TYPE_CHECKING:
-    from appliance.events import Info, Stats
+    from appliance.events import Info, Job, Stats
     from appliance.tui.view import View
 
 _BAR = "━"
@@ -45,7 +45,8 @@ class ModelPanel(Panel):
             ("restarts", str(info.restarts) if info.restarts else ""),
             ("server version", info.version),
         ]
-        lines = [pair(info.model, info.state, width, color=HEADLINE)]
+        lines = _job(view.state.job, width)
+        lines.append(pair(info.model, info.state, width, color=HEADLINE))
         lines += [pair(name, value, width) for name, value in facts if value]
         if info.quality:
             lines += [Text(), Text("quality card", f"bold {palette.TEXT}")]
@@ -54,16 +55,21 @@ class ModelPanel(Panel):
             ]
         for note in info.notes:
             lines += [Text(), *wrapped(f"note: {note}", width, palette.WARNING)]
-        job = view.state.job
-        if job is not None and job.done < job.total:
-            left = "" if job.seconds_left is None else f"{numbers.clock(job.seconds_left)} left"
-            lines += [Text(), Text(job.name, f"bold {palette.BRIGHT}")]
-            lines.append(pair(job.stage, f"{job.done:,} of {job.total:,}", width, note=left))
-            done = round(width * job.done / job.total)
-            lines.append(
-                Text.assemble((_BAR * done, palette.ACCENT), (_BAR * (width - done), palette.FAINT))
-            )
         return lines
+
+
+def _job(job: Job | None, width: int) -> list[Text]:
+    """How far a long task is, while it goes on."""
+    if job is None or job.done >= job.total:
+        return []
+    left = "" if job.seconds_left is None else f"{numbers.clock(job.seconds_left)} left"
+    done = round(width * job.done / job.total)
+    return [
+        Text(job.name, f"bold {palette.BRIGHT}"),
+        pair(job.stage, f"{job.done:,} of {job.total:,}", width, note=left),
+        Text.assemble((_BAR * done, palette.ACCENT), (_BAR * (width - done), palette.FAINT)),
+        Text(),
+    ]
 
 
 class MemoryPanel(Panel):

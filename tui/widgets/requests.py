@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -44,7 +44,24 @@ _COLUMNS = (
     Column(Sort.AGE, 9),
 )
 _MARK = 4  # focus mark and swatch
-_FIXED = _MARK + sum(column.width for column in _COLUMNS)
+_SHORT_REQUEST = 18
+# What narrow terminals do without, the first to go first.
+_DISPENSABLE = (Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.OWNER, Sort.SPEED, Sort.AGE)
+
+
+def columns_for(width: int) -> list[Column]:
+    """As many columns as fit."""
+    columns = list(_COLUMNS)
+    if _width_of(columns) > width:
+        columns[0] = replace(columns[0], width=_SHORT_REQUEST)
+    for sort in _DISPENSABLE:
+        if _width_of(columns) > width:
+            columns = [column for column in columns if column.sort is not sort]
+    return columns
+
+
+def _width_of(columns: list[Column]) -> int:
+    return _MARK + sum(column.width for column in columns)
 
 
 class RequestTable(Panel):
@@ -66,7 +83,7 @@ class RequestTable(Panel):
         if self._view is None or at is None:
             return
         if at.y == 0:
-            if (sort := _sort_at(at.x)) is not None:
+            if (sort := _sort_at(at.x, self.size.width)) is not None:
                 self.post_message(SortChosen(sort))
             return
         room = _room(self._view, self.size.height)
@@ -112,10 +129,10 @@ def _first_shown(view: View, room: int) -> int:
     return 0
 
 
-def _sort_at(x: int) -> Sort | None:
+def _sort_at(x: int, width: int) -> Sort | None:
     """The column under a cell of the heading."""
     right = _MARK
-    for column in _COLUMNS:
+    for column in columns_for(width):
         right += column.width
         if _MARK <= x < right:
             return column.sort
@@ -123,13 +140,14 @@ def _sort_at(x: int) -> Sort | None:
 
 
 def _heading(view: View, width: int) -> Text:
+    columns = columns_for(width)
     line = Text(" " * _MARK)
-    for column in _COLUMNS:
+    for column in columns:
         chosen = column.sort is view.look.sort
         arrow = ("▲" if view.look.ascending else "▼") if chosen else ""
         color = palette.BRIGHT if chosen else palette.MUTED
         line.append(_fitted(column.sort.value + arrow, column), color)
-    if width - _FIXED >= _MIN_BAR:
+    if width - _width_of(columns) >= _MIN_BAR:
         line.append("   cached, prompt, generated", palette.MUTED)
     return line
 
@@ -141,23 +159,21 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
     sibling = f" #{sequence.index}" if sequence.index else ""
     color = palette.TEXT if running else palette.MUTED
     line = Text.assemble((" ▸" if focused else "  ", palette.BRIGHT), ("■ ", hue))
-    for column, words in zip(
-        _COLUMNS,
-        (
-            sequence.request_id + sibling,
-            sequence.owner or "-",
-            sequence.status,
-            numbers.count(sequence.prompt_tokens),
-            numbers.count(sequence.cached_tokens),
-            numbers.count(sequence.output_tokens),
-            numbers.rate(sequence.tokens_per_second) if sequence.output_tokens else "-",
-            numbers.count(sequence.blocks),
-            numbers.clock(sequence.age_seconds),
-        ),
-        strict=True,
-    ):
-        line.append(_fitted(words, column), color)
-    room = width - _FIXED
+    values = {
+        Sort.REQUEST: sequence.request_id + sibling,
+        Sort.OWNER: sequence.owner or "-",
+        Sort.STATE: sequence.status,
+        Sort.PROMPT: numbers.count(sequence.prompt_tokens),
+        Sort.CACHED: numbers.count(sequence.cached_tokens),
+        Sort.GENERATED: numbers.count(sequence.output_tokens),
+        Sort.SPEED: numbers.rate(sequence.tokens_per_second) if sequence.output_tokens else "-",
+        Sort.BLOCKS: numbers.count(sequence.blocks),
+        Sort.AGE: numbers.clock(sequence.age_seconds),
+    }
+    columns = columns_for(width)
+    for column in columns:
+        line.append(_fitted(values[column.sort], column), color)
+    room = width - _width_of(columns)
     if room >= _MIN_BAR:
         line.append("   ").append_text(_bar(sequence, room - 3, longest, hue))
     if focused:

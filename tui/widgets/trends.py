@@ -33,7 +33,7 @@ class Trends(Panel):
         history = view.state.history
         graphs: list[tuple[str, History, str, Callable[[float], str], float | None]] = [
             ("first token, p50", history.first_token, palette.WARNING, numbers.duration, None),
-            ("between tokens, p50", history.inter_token, palette.ACCENT, numbers.duration, None),
+            ("between, p50", history.inter_token, palette.ACCENT, numbers.duration, None),
             (
                 "between tokens, p99",
                 history.inter_token_p99,
@@ -52,7 +52,7 @@ class Trends(Panel):
             shown = values.columns(width, GRAPH_SECONDS)
             heading = Text(f"{name}  ", palette.MUTED)
             heading.append(words(values.latest) if shown else "-", f"bold {color}")
-            peak = f"peak {words(values.peak)}"
+            peak = f" peak {words(values.peak)}"
             heading.append(peak.rjust(max(0, width - heading.cell_len)), palette.MUTED)
             full = max(shown, default=0.0) if top is None else top
             bars = sparkline(shown, width, each - 2, full)

@@ -1,0 +1,278 @@
+"""The pages of requests, model and log, and the way back in time."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from appliance.events import Gpu, Job, Log, LogLine, Machine, QualityFact
+from appliance.tui.look import Sort
+from appliance.tui.screens.requests import Filter, RequestsPage
+from appliance.tui.widgets.requests import columns_for
+from tests.tui.conftest import (
+    CACHED,
+    INFO,
+    STATS,
+    Answer,
+    EventServer,
+    page,
+    sequence,
+    sequences,
+    snapshot,
+)
+from tests.tui.piloting import CELLS, LARGE, SMALL, block_map_colors, dashboard, screen_text, shown
+
+THREE = sequences(
+    sequence(1, owner="anna", output_tokens=5, tokens_per_second=9.0, age_seconds=50.0),
+    sequence(2, owner="codex", output_tokens=900, tokens_per_second=40.0, age_seconds=40.0),
+    sequence(3, owner="anna", output_tokens=70, tokens_per_second=2.0, age_seconds=30.0),
+)
+WITH_THREE = Answer((INFO, snapshot(CELLS), THREE, STATS))
+
+
+def order(text: str) -> list[str]:
+    """The requests of the table from the top."""
+    words = (word for line in text.splitlines() for word in line[:50].split())
+    return [word.removeprefix("chatcmpl-") for word in words if word.startswith("chatcmpl-")]
+
+
+async def test_the_table_is_sorted_by_any_column(event_server: EventServer) -> None:
+    async with dashboard(event_server, LARGE, WITH_THREE) as (app, pilot):
+        await pilot.press("3")
+        await shown(app, pilot, lambda: app.state.stats)
+        assert order(screen_text(app)) == ["1", "2", "3"]
+        for sort, wanted in {
+            Sort.GENERATED: ["2", "3", "1"],
+            Sort.SPEED: ["2", "1", "3"],
+            Sort.OWNER: ["1", "3", "2"],
+        }.items():
+            while app.look.sort is not sort:
+                await pilot.press("s")
+            await shown(app, pilot)
+            assert order(screen_text(app)) == wanted
+        await pilot.press("r")
+        await shown(app, pilot)
+        assert order(screen_text(app))[0] == "2"
+        # The heading of the column `prompt`, inside the border.
+        await pilot.click("RequestTable", offset=(57, 1))
+        assert app.look.sort is Sort.PROMPT
+        await pilot.click("RequestTable", offset=(57, 1))
+        assert app.look.ascending
+
+
+async def test_a_filter_leaves_what_contains_all_words(event_server: EventServer) -> None:
+    async with dashboard(event_server, LARGE, WITH_THREE) as (app, pilot):
+        await pilot.press("3", "slash", *"anna 3")
+        await shown(app, pilot, lambda: app.state.stats)
+        assert order(screen_text(app)) == ["3"]
+        await pilot.press(*"x")
+        await shown(app, pilot)
+        assert "No request contains 'anna 3x'; esc shows all." in screen_text(app)
+        await pilot.press("enter")
+        assert not isinstance(app.focused, Filter)
+        await pilot.press("escape")
+        await shown(app, pilot)
+        assert order(screen_text(app)) == ["1", "2", "3"]
+        assert isinstance(app.screen, RequestsPage)
+
+
+async def test_the_detail_of_a_request(event_server: EventServer) -> None:
+    secret = sequences(sequence(1, prompt="Tell me a joke about blocks", computed_tokens=1300))
+    answer = Answer((INFO, snapshot(CELLS), secret, STATS))
+    async with dashboard(event_server, LARGE, answer) as (app, pilot):
+        await pilot.press("3", "down")
+        await shown(app, pilot, lambda: app.state.stats)
+        await pilot.press("down")
+        await shown(app, pilot)
+        text = screen_text(app)
+        assert "Tell me a joke about blocks" in text
+        assert "99.1 %" in text, "1300 of 82 blocks of 16"
+
+
+async def test_prompts_that_are_not_shown_are_not_shown(event_server: EventServer) -> None:
+    async with dashboard(event_server, LARGE, WITH_THREE) as (app, pilot):
+        await pilot.press("3")
+        await shown(app, pilot, lambda: app.state.stats)
+        await pilot.press("down")
+        await shown(app, pilot)
+        assert "This server does not show prompts." in screen_text(app)
+
+
+@pytest.mark.parametrize("size", [LARGE, SMALL])
+async def test_a_request_is_aborted_after_a_question(
+    event_server: EventServer, size: tuple[int, int]
+) -> None:
+    path = "/admin/v1/requests/chatcmpl-1/abort"
+    event_server.pages[path] = page(b'{"aborted": true}')
+    async with dashboard(event_server, size) as (app, pilot):
+        await pilot.press("x")
+        await shown(app, pilot)
+        assert "choose a request first" in screen_text(app)
+        await pilot.press("tab", "x")
+        await shown(app, pilot)
+        assert "Abort chatcmpl-1 of anna?" in screen_text(app)
+        await pilot.press("n")
+        await pilot.pause()
+        assert not any(path in request for request in event_server.requests)
+        await pilot.press("x", "y")
+        await shown(app, pilot, lambda: app.look.message.startswith("aborted"))
+        assert "aborted chatcmpl-1" in screen_text(app)
+        assert sum(path in request for request in event_server.requests) == 1
+
+
+async def test_a_refused_abort_is_told(event_server: EventServer) -> None:
+    path = "/admin/v1/requests/chatcmpl-1/abort"
+    event_server.pages[path] = page(b'{"error": {"message": "it has ended"}}', "404 Not Found")
+    async with dashboard(event_server) as (app, pilot):
+        await pilot.press("tab", "x", "y")
+        await shown(app, pilot, lambda: "not aborted" in app.look.message)
+        assert "not aborted: it has ended" in screen_text(app)
+
+
+@pytest.mark.parametrize("size", [LARGE, SMALL])
+async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[int, int]) -> None:
+    info = msgspec.structs.replace(
+        INFO,
+        memory_bytes=8 * 2**30,
+        workspace_bytes=2**28,
+        quality=(QualityFact(name="perplexity", value=11.53, note="WikiText"),),
+        notes=("the C library was not built",),
+    )
+    job = Job(name="quantize Qwen3-8B", stage="layers", done=3, total=36, seconds_left=75.0)
+    async with dashboard(event_server, size, Answer((info, STATS, job))) as (app, pilot):
+        await pilot.press("4")
+        await shown(app, pilot, lambda: app.state.job)
+        text = screen_text(app)
+        for words in (
+            "perplexity",
+            "11.53",
+            "quantize Qwen3-8B",
+            "3 of 36",
+            "planned of",
+            "3.0 GiB",
+        ):
+            assert words in text, words
+        assert "note: the C library was not built" in text
+
+
+async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) -> None:
+    gpu = Gpu(
+        name="RTX 4090", utilization=0.93, memory_used_bytes=20 * 2**30,
+        memory_total_bytes=24 * 2**30, power_watts=312.0, power_limit_watts=450.0,
+        temperature_celsius=71.0, sm_clock_mhz=2520, throttled=("power cap",),
+        joules_per_token=0.42,
+    )  # fmt: skip
+    stats = msgspec.structs.replace(STATS, machine=Machine(gpus=(gpu, Gpu(name="silent"))))
+    async with dashboard(event_server, LARGE, Answer((INFO, stats))) as (app, pilot):
+        await pilot.press("4")
+        await shown(app, pilot, lambda: app.state.stats)
+        text = screen_text(app)
+    for words in (
+        "RTX 4090",
+        "93%",
+        "20.0 GiB",
+        "312 W  71 °C",
+        "held down: power cap",
+        "2,520 MHz",
+        "0.42 J/token",
+        "silent",
+    ):
+        assert words in text, words
+
+
+async def test_without_a_gpu_processor_and_memory_are_shown(event_server: EventServer) -> None:
+    machine = Machine(cpu_cores=16, cpu_used=5.5, engine_rss_bytes=3 * 2**30)
+    stats = msgspec.structs.replace(STATS, machine=machine)
+    async with dashboard(event_server, LARGE, Answer((INFO, stats))) as (app, pilot):
+        await shown(app, pilot, lambda: app.state.stats)
+        text = screen_text(app)
+    assert "of 16 cores" in text
+    assert "5.5" in text
+    assert "3.0 GiB" in text
+
+
+def log_line(number: int, level: str = "WARNING") -> LogLine:
+    return LogLine(time=float(number), level=level, source="engine", message=f"line {number}")
+
+
+async def test_the_log_grows_and_is_scrolled(event_server: EventServer) -> None:
+    many = Log(lines=tuple(log_line(number) for number in range(100)))
+    async with dashboard(event_server, SMALL, Answer((INFO, many))) as (app, pilot):
+        await pilot.press("5")
+        await shown(app, pilot, lambda: app.state.log)
+        assert "line 99" in screen_text(app)
+        assert "line 50" not in screen_text(app)
+        event_server.send(Log(lines=(log_line(100, "ERROR"),)))
+        await shown(app, pilot, lambda: len(app.state.log) == 101)
+        assert "ERROR    engine: line 100" in screen_text(app)
+        await pilot.press(*["pageup"] * 5)
+        await shown(app, pilot)
+        assert "line 50" in screen_text(app)
+        assert "line 100" not in screen_text(app)
+        await pilot.press(*["pageup"] * 50)
+        await shown(app, pilot)
+        assert "line 0" in screen_text(app)
+
+
+async def test_an_empty_log_says_so(event_server: EventServer) -> None:
+    async with dashboard(event_server) as (app, pilot):
+        await pilot.press("5")
+        await shown(app, pilot)
+        assert "Nothing to tell" in screen_text(app)
+
+
+async def test_back_in_time_and_forward_again(event_server: EventServer) -> None:
+    async with dashboard(event_server) as (app, pilot):
+        before = block_map_colors(app)
+        await pilot.pause(0.3)
+        event_server.send(snapshot([CACHED] * 4096))
+        await shown(app, pilot, lambda: app.state.blocks and app.state.blocks.counts().active == 0)
+        assert block_map_colors(app) != before
+        app.action_rewind(0.2)  # type: ignore[arg-type]  # keys give whole seconds
+        await shown(app, pilot)
+        assert "paused" in screen_text(app)
+        assert block_map_colors(app) == before
+        await pilot.press("right_square_bracket")
+        await shown(app, pilot)
+        assert app.look.held is None
+        assert "live" in screen_text(app)
+        await pilot.press("left_curly_bracket")  # farther than there is: the beginning
+        assert app.look.held is not None
+
+
+async def test_pages_are_in_the_command_palette(event_server: EventServer) -> None:
+    async with dashboard(event_server) as (app, pilot):
+        titles = {command.title for command in app.get_system_commands(app.screen)}
+        assert {"Page: requests", "Colours: age", "Theme: light", "Abort request"} <= titles
+        await pilot.press("ctrl+p")
+        await pilot.pause(0.2)
+        await pilot.press(*"page: log")
+        await pilot.pause(0.5)
+        await pilot.press("enter")
+        await shown(app, pilot, lambda: app.current_mode == "log")
+
+
+async def test_another_make_of_server_is_shown_by_its_metrics(event_server: EventServer) -> None:
+    text = 'vllm:num_requests_running{model_name="Qwen/Qwen3-8B"} 3\n'
+    text += 'vllm:kv_cache_usage_perc{model_name="Qwen/Qwen3-8B"} 0.25\n'
+    event_server.pages["/metrics"] = page(text.encode(), kind="text/plain; version=0.0.4")
+    missing = page(b"{}", "404 Not Found")
+    async with dashboard(event_server, LARGE, missing) as (app, pilot):
+        await shown(app, pilot, lambda: app.state.stats)
+        text = screen_text(app)
+        for words in (
+            "Qwen/Qwen3-8B", "its metrics only", "runs on another make of server", "25.0 %",
+            "does not tell its requests", "● live",
+        ):  # fmt: skip
+            assert words in text, words
+        del event_server.pages["/metrics"]
+        await shown(app, pilot, lambda: not app.state.current)
+        assert "is not an appliance" in screen_text(app) or "lost" in screen_text(app)
+
+
+@pytest.mark.parametrize("width", [30, 60, 76, 100, 120, 200])
+def test_columns_of_the_table_fit_and_the_id_stays(width: int) -> None:
+    columns = columns_for(width)
+    assert columns[0].sort is Sort.REQUEST
+    assert 4 + sum(column.width for column in columns) <= max(width, 44)
+    assert (len(columns) == len(Sort)) is (width >= 92)
