@@ -138,6 +138,7 @@ def banner(url: str, name: str, info: EngineInfo) -> str:
         ),
         ("loaded in", f"{info.load_seconds:.1f} s"),
         *(("note", note) for note in info.notes),
+        ("page", f"{url}/ with a chat"),
         ("dashboard", f"appliance top --url {url}"),
         (
             "try it",

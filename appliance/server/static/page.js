@@ -5,11 +5,12 @@ import { BlockMap } from "./blocks.js";
 import { readFrames } from "./frames.js";
 
 const FIRST_RETRY = 1000, LAST_RETRY = 30000; // milliseconds
+const SHOWN_LINES = 20;
 const KEY = "appliance-key";
 const byId = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en");
 
-const page = { info: null, map: new BlockMap(byId("map")), messages: [], answering: null };
+const page = { info: null, job: null, map: new BlockMap(byId("map")), messages: [], answering: null };
 
 // --- Talking to the server ---------------------------------------------------------------------
 
@@ -70,6 +71,7 @@ async function follow() {
     const response = await ask("admin/v1/events", { signal: mine.signal });
     byId("key-form").hidden = true;
     byId("forget-item").hidden = sessionStorage.getItem(KEY) === null;
+    byId("log").replaceChildren(); // the feed begins with all that is kept
     for await (const { name, data } of readFrames(response.body)) {
       follow.retry = FIRST_RETRY;
       await take(name, JSON.parse(data));
@@ -101,6 +103,8 @@ async function take(name, event) {
   else if (name === "snapshot") await page.map.take(event);
   else if (name === "delta") page.map.change(event);
   else if (name === "stats") takeStats(event);
+  else if (name === "job") page.job = event.done < event.total ? event : null;
+  else if (name === "log") takeLog(event);
 }
 
 function showState(text, kind) {
@@ -133,6 +137,7 @@ function takeStats(stats) {
     Memory: memory(stats.machine),
     Version: info.version,
   };
+  if (page.job) rows[page.job.name] = `${page.job.stage}, ${page.job.done} of ${page.job.total}`;
   for (const gpu of stats.machine?.gpus ?? []) {
     rows[gpu.name] = [
       gpu.utilization === null ? null : `${Math.round(100 * gpu.utilization)} %`,
@@ -152,6 +157,17 @@ function takeStats(stats) {
   byId("kv-text").textContent = `${(100 * use).toFixed(use < 0.1 ? 1 : 0)} %`;
   const text = `${engine.blocks_active} blocks active, ${engine.blocks_cached} cached, ${engine.blocks_free} free`;
   byId("map").setAttribute("aria-label", `Block map: ${text}`);
+}
+
+function takeLog({ lines }) {
+  byId("log-part").hidden = false;
+  const list = byId("log");
+  for (const line of lines) {
+    const item = document.createElement("li");
+    item.textContent = `${new Date(1000 * line.time).toLocaleTimeString()} ${line.level.toLowerCase()}: ${line.message}`;
+    list.prepend(item);
+  }
+  while (list.childElementCount > SHOWN_LINES) list.lastElementChild.remove();
 }
 
 const rate = (value) => value.toFixed(value < 10 ? 1 : 0);
@@ -185,6 +201,7 @@ async function answer() {
   const element = bubble("assistant", "");
   const turn = { role: "assistant", content: "" };
   const clock = { begin: performance.now(), first: 0, last: 0 };
+  let pieces = 0;
   try {
     const response = await ask("v1/chat/completions", {
       method: "POST",
@@ -208,6 +225,10 @@ async function answer() {
         clock.first ||= clock.last;
         turn.content += text;
         element.append(text);
+        pieces++;
+        const took = (clock.last - clock.first) / 1000;
+        // A piece is mostly one token; the exact figures come with the end.
+        if (took > 0.2) byId("figures").textContent = `about ${((pieces - 1) / took).toFixed(0)} tokens/s`;
         element.scrollIntoView({ block: "end" });
       }
       if (chunk.usage) showFigures(chunk.usage, clock);
