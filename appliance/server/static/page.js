@@ -5,7 +5,7 @@ import { BlockMap } from "./blocks.js";
 import { readFrames } from "./frames.js";
 
 const FIRST_RETRY = 1000, LAST_RETRY = 30000; // milliseconds
-const SHOWN_LINES = 20;
+const SHOWN_LINES = 20, NEAR_END = 80; // NEAR_END in pixels
 const KEY = "appliance-key";
 const byId = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en");
@@ -182,9 +182,18 @@ function bubble(role, text) {
   element.className = `message ${role}`;
   element.dataset.who = { user: "You", assistant: "Model", error: "Error" }[role];
   element.textContent = text;
-  byId("messages").append(element);
-  element.scrollIntoView({ block: "end" });
+  const box = byId("messages");
+  box.append(element);
+  box.scrollTop = box.scrollHeight;
   return element;
+}
+
+// Follow an answer as it grows, unless the person has scrolled up to read.
+function grow(element, text) {
+  const box = byId("messages");
+  const following = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
+  element.append(text);
+  if (following) box.scrollTop = box.scrollHeight;
 }
 
 function setAnswering(controller) {
@@ -224,12 +233,11 @@ async function answer() {
         clock.last = performance.now();
         clock.first ||= clock.last;
         turn.content += text;
-        element.append(text);
+        grow(element, text);
         pieces++;
         const took = (clock.last - clock.first) / 1000;
         // A piece is mostly one token; the exact figures come with the end.
         if (took > 0.2) byId("figures").textContent = `about ${((pieces - 1) / took).toFixed(0)} tokens/s`;
-        element.scrollIntoView({ block: "end" });
       }
       if (chunk.usage) showFigures(chunk.usage, clock);
     }
@@ -246,6 +254,7 @@ async function answer() {
       page.messages.pop(); // what was said, since nothing came of it
     }
     setAnswering(null);
+    grow(element, ""); // the line of figures may have become higher
   }
 }
 
