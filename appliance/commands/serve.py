@@ -163,6 +163,7 @@ def banner(url: str, name: str, info: EngineInfo, quality: Quality | None = None
         ("loaded in", f"{info.load_seconds:.1f} s"),
         *(("quality", line) for line in (quality.lines if quality is not None else ())),
         *(("note", note) for note in info.notes),
+        ("page", f"{url}/ with a chat"),
         ("dashboard", f"appliance top --url {url}"),
         (
             "try it",

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from appliance.commands.top_in_browsers import show_in_browsers
 from appliance.errors import ConfigError
 
 
@@ -31,33 +32,14 @@ def top(
     """
     from appliance.config import api_key_from_environment
     from appliance.tui.run import TopOptions, run_dashboard
+    from appliance.tui.server import server_url
 
     key = api_key_from_environment()
     if web:
-        show_in_browsers(url, key, web_host, web_port)
+        if record is not None or replay is not None:
+            raise ConfigError("--record and --replay work in a terminal only; leave out --web")
+        looks = ("--colors", colors, "--theme", theme)
+        show_in_browsers(str(server_url(url)), key, web_host, web_port, looks)
         return
     options = TopOptions(record=record, replay=replay, colors=colors, theme=theme)
     raise typer.Exit(run_dashboard(url, key, options))
-
-
-def show_in_browsers(url: str, key: str | None, host: str, port: int) -> None:
-    """Serve the dashboard until a signal ends it.
-
-    Raises:
-        ConfigError: the extra is not installed, or the address cannot be had.
-    """
-    from appliance.config import ServerConfig
-    from appliance.server.listener import bind, url_of
-    from appliance.tui.server import server_url
-
-    try:
-        from appliance.server.web_dashboard import WebDashboard
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--web needs {error.name}; install it with: pip install 'appliance[web]'"
-        ) from error
-    config = ServerConfig(host=host, port=port, api_key=key)
-    dashboard = WebDashboard(str(server_url(url)), config)
-    with bind(config) as sock:
-        typer.echo(f"the dashboard of {url} is at {url_of(config, sock)}/", err=True)
-        dashboard.run(sock)

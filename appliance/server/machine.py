@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from appliance.engine.process.client import EngineClient
 
 FRESH_SECONDS = 0.9
+PATIENCE_SECONDS = 2.0
 
 
 class MachineProbe:
@@ -30,18 +31,27 @@ class MachineProbe:
         self.latest: Machine | None = None
         self._engine = engine
         self._gpus = gpus or GpuProbe()
-        self._lock = asyncio.Lock()
+        self._reading: asyncio.Task[Machine] | None = None
         self._when = 0.0
         self._busy: dict[int, float] = {}  # process to its CPU seconds
         self._processes: dict[int, psutil.Process] = {}
 
-    async def read(self) -> Machine:
-        """How it is now, or was a moment ago."""
-        async with self._lock:
-            now = time.monotonic()
-            if self.latest is None or now - self._when > FRESH_SECONDS:
-                tokens = self._engine.stats.generation_tokens_total
-                self.latest = await asyncio.to_thread(self._read, now, self._engine.pid, tokens)
+    async def read(self) -> Machine | None:
+        """How it is now, or was a moment ago; None if even the first reading is not done in time.
+
+        A driver that hangs costs one thread, and nobody's patience for long.
+        """
+        now = time.monotonic()
+        stale = self.latest is None or now - self._when > FRESH_SECONDS
+        if stale and self._reading is None:
+            tokens = self._engine.stats.generation_tokens_total
+            work = asyncio.to_thread(self._read, now, self._engine.pid, tokens)
+            self._reading = asyncio.create_task(work, name="machine")
+        reading = self._reading
+        if reading is not None:
+            await asyncio.wait({reading}, timeout=PATIENCE_SECONDS)
+            if reading.done() and reading is self._reading:
+                self.latest, self._reading = reading.result(), None
         return self.latest
 
     def _read(self, now: float, engine_pid: int | None, tokens: int) -> Machine:
@@ -57,7 +67,7 @@ class MachineProbe:
                 times = process.cpu_times()
                 self._busy[pid] = times.user + times.system
                 resident[pid] = process.memory_info().rss
-            except psutil.NoSuchProcess:
+            except psutil.Error:  # it has just ended
                 self._processes.pop(pid, None)
         used = sum(spent - before[pid] for pid, spent in self._busy.items() if pid in before)
         memory = psutil.virtual_memory()

@@ -9,7 +9,7 @@ import html
 import secrets
 import shlex
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import aiohttp_jinja2
@@ -46,12 +46,12 @@ class WebDashboard(Server):
     """Serves the dashboard of one server to browsers.
 
     Args:
-        url: the server to watch.
+        arguments: of `appliance top`.
         config: address to listen on and key; without a key only for this machine.
     """
 
-    def __init__(self, url: str, config: ServerConfig) -> None:
-        command = [sys.executable, "-P", "-m", "appliance", "top", "--url", url]
+    def __init__(self, arguments: Sequence[str], config: ServerConfig) -> None:
+        command = [sys.executable, "-P", "-m", "appliance", "top", *arguments]
         super().__init__(shlex.join(command), host=config.host, port=config.port)
         self.title = "appliance top"
         self._only_loopback = is_loopback(config.host)

@@ -261,3 +261,35 @@ def test_the_budget_of_a_step_holds_and_prompts_are_chunked(engine: LLMEngine) -
         engine.step()
         stats = engine.stats()
         assert stats.step_prefill_tokens + stats.step_decode_tokens <= 64
+
+
+def test_each_step_is_told_once_with_what_it_held(tiny_llama: Path) -> None:
+    engine = load(tiny_llama, prefix_caching=False)
+    run(engine, request("a", prompt(100), max_tokens=4), request("b", prompt(20), max_tokens=4))
+    steps = engine.take_steps()
+    assert [step.number for step in steps] == list(range(1, len(steps) + 1))
+    assert steps[0].prefill_tokens == 64, "as many rows as a step may have"
+    assert sum(step.prefill_tokens for step in steps) == 120
+    assert sum(step.decode_tokens for step in steps) == 6
+    assert max(step.sequences for step in steps) == 2
+    assert all(step.seconds > 0 for step in steps)
+    assert engine.take_steps() == ()
+
+
+def test_a_block_table_is_that_of_the_sequence(tiny_llama: Path) -> None:
+    engine = load(tiny_llama)
+    engine.submit(request("a", prompt(40), n=2))
+    engine.step()
+    engine.step()
+    first, second = (engine.block_table("a", index) for index in (0, 1))
+    assert first.num_tokens >= 40
+    assert len(first.blocks) == -(-first.num_tokens // 16)
+    assert len(first.hashes) == first.num_tokens // 16 * 16, "16 bytes for each full block"
+    assert second.blocks[:2] == first.blocks[:2], "they share the prompt"
+    assert second.hashes[:32] == first.hashes[:32]
+    views = {view.index: view for view in engine.sequences()}
+    assert views[0].computed_tokens == first.num_tokens
+    for gone in (("a", 2), ("b", 0)):
+        table = engine.block_table(*gone)
+        assert (table.blocks, table.hashes, table.num_tokens) == ((), b"", 0)
+    engine.abort("a")

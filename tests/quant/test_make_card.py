@@ -194,11 +194,10 @@ def test_quantize_ends_with_a_card(base: Path, tmp_path: Path) -> None:
     run("quantize", base, "--group-size", 32, "--out", out, "--card-tokens", 32)
     card = card_of(out)
     assert card is not None
-    assert card.quantize == QuantizeFacts(
-        "rtn",
-        "4 bits, groups of 32, symmetric",
-        seconds=card.quantize.seconds if card.quantize is not None else 0,
-    )
+    assert card.quantize is not None
+    assert (card.quantize.method, card.quantize.scheme) == ("rtn", "4 bits, groups of 32, symmetric")
+    assert card.quantize.seconds > 0
+    assert card.quantize.peak_ram_bytes > 0
     assert card.alternatives == ()  # rounding is what was done
 
 

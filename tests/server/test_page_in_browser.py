@@ -35,7 +35,7 @@ async def figures(page: Page) -> str:
 async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
     async with (
         chromium() as browser,
-        serve("step_seconds=0.01") as running,
+        serve("step_seconds=0.08") as running,
         opened(browser, running.url) as (page, complaints),
     ):
         await page.locator("#state.ready").wait_for()
@@ -46,6 +46,8 @@ async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
 
         await say(page, "<b>hi</b>")
         answer = page.locator(".message.assistant")
+        await page.get_by_text("Warnings and errors").click()
+        await page.get_by_text("the first step of an echo").wait_for()
         text = await figures(page)
         assert "tokens/s" in text
         assert "first after" in text

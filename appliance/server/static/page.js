@@ -5,11 +5,12 @@ import { BlockMap } from "./blocks.js";
 import { readFrames } from "./frames.js";
 
 const FIRST_RETRY = 1000, LAST_RETRY = 30000; // milliseconds
+const SHOWN_LINES = 20, NEAR_END = 80; // NEAR_END in pixels
 const KEY = "appliance-key";
 const byId = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en");
 
-const page = { info: null, map: new BlockMap(byId("map")), messages: [], answering: null };
+const page = { info: null, job: null, map: new BlockMap(byId("map")), messages: [], answering: null };
 
 // --- Talking to the server ---------------------------------------------------------------------
 
@@ -70,6 +71,7 @@ async function follow() {
     const response = await ask("admin/v1/events", { signal: mine.signal });
     byId("key-form").hidden = true;
     byId("forget-item").hidden = sessionStorage.getItem(KEY) === null;
+    byId("log").replaceChildren(); // the feed begins with all that is kept
     for await (const { name, data } of readFrames(response.body)) {
       follow.retry = FIRST_RETRY;
       await take(name, JSON.parse(data));
@@ -101,6 +103,8 @@ async function take(name, event) {
   else if (name === "snapshot") await page.map.take(event);
   else if (name === "delta") page.map.change(event);
   else if (name === "stats") takeStats(event);
+  else if (name === "job") page.job = event.done < event.total ? event : null;
+  else if (name === "log") takeLog(event);
 }
 
 function showState(text, kind) {
@@ -133,6 +137,7 @@ function takeStats(stats) {
     Memory: memory(stats.machine),
     Version: info.version,
   };
+  if (page.job) rows[page.job.name] = `${page.job.stage}, ${page.job.done} of ${page.job.total}`;
   for (const gpu of stats.machine?.gpus ?? []) {
     rows[gpu.name] = [
       gpu.utilization === null ? null : `${Math.round(100 * gpu.utilization)} %`,
@@ -154,6 +159,17 @@ function takeStats(stats) {
   byId("map").setAttribute("aria-label", `Block map: ${text}`);
 }
 
+function takeLog({ lines }) {
+  byId("log-part").hidden = false;
+  const list = byId("log");
+  for (const line of lines) {
+    const item = document.createElement("li");
+    item.textContent = `${new Date(1000 * line.time).toLocaleTimeString()} ${line.level.toLowerCase()}: ${line.message}`;
+    list.prepend(item);
+  }
+  while (list.childElementCount > SHOWN_LINES) list.lastElementChild.remove();
+}
+
 const rate = (value) => value.toFixed(value < 10 ? 1 : 0);
 const seconds = (one) => (one.count ? `${(1000 * one.p50).toFixed(0)} ms, p99 ${(1000 * one.p99).toFixed(0)} ms` : "");
 const mebibytes = (bytes) => `${number.format(Math.round(bytes / 2 ** 20))} MiB`;
@@ -166,9 +182,18 @@ function bubble(role, text) {
   element.className = `message ${role}`;
   element.dataset.who = { user: "You", assistant: "Model", error: "Error" }[role];
   element.textContent = text;
-  byId("messages").append(element);
-  element.scrollIntoView({ block: "end" });
+  const box = byId("messages");
+  box.append(element);
+  box.scrollTop = box.scrollHeight;
   return element;
+}
+
+// Follow an answer as it grows, unless the person has scrolled up to read.
+function grow(element, text) {
+  const box = byId("messages");
+  const following = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
+  element.append(text);
+  if (following) box.scrollTop = box.scrollHeight;
 }
 
 function setAnswering(controller) {
@@ -185,6 +210,7 @@ async function answer() {
   const element = bubble("assistant", "");
   const turn = { role: "assistant", content: "" };
   const clock = { begin: performance.now(), first: 0, last: 0 };
+  let pieces = 0;
   try {
     const response = await ask("v1/chat/completions", {
       method: "POST",
@@ -207,8 +233,11 @@ async function answer() {
         clock.last = performance.now();
         clock.first ||= clock.last;
         turn.content += text;
-        element.append(text);
-        element.scrollIntoView({ block: "end" });
+        grow(element, text);
+        pieces++;
+        const took = (clock.last - clock.first) / 1000;
+        // A piece is mostly one token; the exact figures come with the end.
+        if (took > 0.2) byId("figures").textContent = `about ${((pieces - 1) / took).toFixed(0)} tokens/s`;
       }
       if (chunk.usage) showFigures(chunk.usage, clock);
     }
@@ -225,6 +254,7 @@ async function answer() {
       page.messages.pop(); // what was said, since nothing came of it
     }
     setAnswering(null);
+    grow(element, ""); // the line of figures may have become higher
   }
 }
 

@@ -1,0 +1,38 @@
+"""`appliance top --web`: the dashboard for browsers; not a command of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from appliance.errors import ConfigError
+
+
+def show_in_browsers(
+    url: str, key: str | None, host: str, port: int, extra: tuple[str, ...] = ()
+) -> None:
+    """Serve the dashboard until a signal ends it.
+
+    Args:
+        url: the server to watch.
+        key: the server's, which browsers want too.
+        host: address for browsers.
+        port: likewise.
+        extra: further arguments of `appliance top`.
+
+    Raises:
+        ConfigError: the extra is not installed, or the address cannot be had.
+    """
+    from appliance.config import ServerConfig
+    from appliance.server.listener import bind, url_of
+
+    try:
+        from appliance.server.web_dashboard import WebDashboard
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--web needs {error.name}; install it with: pip install 'appliance[web]'"
+        ) from error
+    config = ServerConfig(host=host, port=port, api_key=key)
+    dashboard = WebDashboard(("--url", url, *extra), config)
+    with bind(config) as sock:
+        typer.echo(f"the dashboard of {url} is at {url_of(config, sock)}/", err=True)
+        dashboard.run(sock)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from appliance import log
+from appliance.log import MAX_RECENT, RecentWarnings
+
+
+@pytest.fixture(autouse=True)
+def the_logger_as_before() -> Iterator[None]:
+    logger = logging.getLogger("appliance")
+    before = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
+
+
+def test_warnings_and_errors_are_kept_and_nothing_less() -> None:
+    recent = log.configure(logging.INFO)
+    logger = logging.getLogger("appliance.part")
+    logger.info("quiet")
+    logger.warning("loud: %d", 3)
+    logger.error("louder")
+    assert [(line.level, line.source, line.message) for line in recent.lines] == [
+        ("WARNING", "appliance.part", "loud: 3"),
+        ("ERROR", "appliance.part", "louder"),
+    ]
+    assert recent.total == 2
+    assert [line.message for line in recent.take()] == ["loud: 3", "louder"]
+    assert recent.take() == ()
+
+
+def test_only_the_latest_are_kept() -> None:
+    recent = RecentWarnings()
+    for number in range(MAX_RECENT + 7):
+        record = logging.LogRecord("appliance", logging.ERROR, "", 0, "%d", (number,), None)
+        recent.emit(record)
+    assert recent.total == MAX_RECENT + 7
+    assert len(recent.lines) == MAX_RECENT
+    assert recent.lines[0].message == "7"
