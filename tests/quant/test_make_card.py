@@ -22,7 +22,7 @@ from appliance.engine.messages import EngineInfo
 from appliance.errors import ConfigError, QualityError, QuantizeError
 from appliance.kernels.kv_cache import KVFormat
 from appliance.quant.calibration import CalibrationText
-from appliance.quant.card import QuantizeFacts, card_of, card_path
+from appliance.quant.card import card_of, card_path
 from appliance.quant.held_out import HeldOutText
 from appliance.quant.make_card import CardOptions, make_card, write_card
 from appliance.quant.min_quality import parse_min_quality
@@ -195,7 +195,10 @@ def test_quantize_ends_with_a_card(base: Path, tmp_path: Path) -> None:
     card = card_of(out)
     assert card is not None
     assert card.quantize is not None
-    assert (card.quantize.method, card.quantize.scheme) == ("rtn", "4 bits, groups of 32, symmetric")
+    assert (card.quantize.method, card.quantize.scheme) == (
+        "rtn",
+        "4 bits, groups of 32, symmetric",
+    )
     assert card.quantize.seconds > 0
     assert card.quantize.peak_ram_bytes > 0
     assert card.alternatives == ()  # rounding is what was done
