@@ -106,10 +106,10 @@ def make_card(
         check_same_tokens(tokenizer, Tokenizer.from_path(original.path), model, original.path)
     windows = options.text.windows_of(tokenizer)
     run = facts_of_run(model)
-    if run is not None and run.calibration_fingerprint == windows.fingerprint:
+    if run is not None and _was_calibrated_with(run, windows):
         notes.append(
-            "measured on the very text that it was calibrated with, so these figures flatter it;"
-            " give another --text"
+            f"measured on {windows.source}, which it was calibrated with too: these figures"
+            " flatter it; give another --text"
         )
     if _quantizes_inputs(candidate):
         notes.append(
@@ -225,6 +225,12 @@ def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:
     layer = reader.layer(0)
     parts = (*layer.qkv, layer.output, *layer.gate_up, layer.down)
     return any(scheme_of(part.weight) is not None for part in parts)
+
+
+def _was_calibrated_with(run: QuantizeFacts, windows: Windows) -> bool:
+    """Whether calibration read these tokens, or a text of this name, cut in another way."""
+    same_name = run.calibration.split(" of ")[-1].split(", ")[0] == windows.source
+    return same_name or run.calibration_fingerprint == windows.fingerprint
 
 
 def _quantizes_inputs(candidate: ModelSource) -> bool:
