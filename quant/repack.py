@@ -13,12 +13,12 @@ from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.word_packed import WEIGHT
-from appliance.quant.options import MAX_SHARD_BYTES, WeightFormat
-from appliance.quant.plan import choose_store
+from appliance.quant.run.options import MAX_SHARD_BYTES, WeightFormat
+from appliance.quant.run.plan import choose_store
+from appliance.quant.run.shard_writer import ShardWriter, TensorLayout
+from appliance.quant.run.staging import check_destination, staged_folder
+from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.scheme import WeightScheme
-from appliance.quant.shard_writer import ShardWriter, TensorLayout
-from appliance.quant.staging import check_destination, staged_folder
-from appliance.quant.tokenizer_files import write_tokenizer_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable

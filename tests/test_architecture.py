@@ -35,8 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "quant.scheme": {"kernels"},
     "quant.pack": {"kernels", "quant.scheme"},
-    "quant.rtn": {"kernels", "quant.scheme", "quant.pack"},
-    "quant.self_text": {"tokenizer", "llm", "engine.request"},
+    "quant.methods.rtn": {"kernels", "quant.scheme", "quant.pack"},
+    "quant.text.self_text": {"tokenizer", "llm", "engine.request"},
     "quant.formats": {"kernels", "quant.scheme", "quant.pack", "checkpoint"},
     "quant": {"kernels", "model", "checkpoint", "gguf", "tokenizer", "hub", "config"},
     "model": {

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from appliance.commands.quantize_display import Lines, TerminalDisplay
 from appliance.errors import ConfigError
-from appliance.quant.options import choose_device
+from appliance.quant.run.options import choose_device
 from appliance.quantize_events import (
     Done,
     Failed,

@@ -11,7 +11,7 @@ import typer
 from appliance.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from appliance.quant.card import Card
+    from appliance.quant.quality.card import Card
 
 
 def card(
@@ -19,7 +19,7 @@ def card(
     as_json: Annotated[bool, typer.Option("--json", help="The card as JSON.")] = False,
 ) -> None:
     """Show the quality card of a checkpoint."""
-    from appliance.quant.card import card_of, to_json
+    from appliance.quant.quality.card import card_of, to_json
 
     if not model.exists():
         raise CheckpointError(f"there is nothing at {model}")
@@ -41,6 +41,6 @@ def show(found: Card) -> None:
 
         print_card(found)
     else:
-        from appliance.quant.card_markdown import to_markdown
+        from appliance.quant.quality.card_markdown import to_markdown
 
         typer.echo(to_markdown(found), nl=False)

@@ -9,12 +9,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from appliance.quant import card_rows
+from appliance.quant.quality import card_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.quant.card import Card
+    from appliance.quant.quality.card import Card
 
 BAR_WIDTH = 24
 _EIGHTHS = " \u258f\u258e\u258d\u258c\u258b\u258a\u2589"

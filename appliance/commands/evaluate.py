@@ -67,10 +67,10 @@ def evaluate(
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
-    from appliance.quant.card import to_json
-    from appliance.quant.evaluate import parse_kv_formats
-    from appliance.quant.held_out import HeldOutText
-    from appliance.quant.make_card import CardOptions, make_card, write_card
+    from appliance.quant.quality.card import to_json
+    from appliance.quant.quality.evaluate import parse_kv_formats
+    from appliance.quant.quality.make_card import CardOptions, make_card, write_card
+    from appliance.quant.text.held_out import HeldOutText
 
     options = CardOptions(
         text=HeldOutText(text, tokens or None, window, stride),

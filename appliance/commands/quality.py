@@ -11,7 +11,7 @@ from appliance.files import read_json
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from appliance.quant.min_quality import Condition
+    from appliance.quant.quality.min_quality import Condition
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality
     Raises:
         QualityError: a condition that is to refuse is not met, or cannot be judged.
     """
-    from appliance.quant.card import card_of, to_json
-    from appliance.quant.min_quality import Action, judge
+    from appliance.quant.quality.card import card_of, to_json
+    from appliance.quant.quality.min_quality import Action, judge
 
     lines: list[str] = []
     card = None

@@ -100,9 +100,8 @@ def quantize(
     from appliance.hub import resolve_model
     from appliance.jobs import JobFile
     from appliance.progress import ProgressLine
-    from appliance.quant import pipeline
-    from appliance.quant.calibration import CalibrationText
-    from appliance.quant.options import (
+    from appliance.quant.run import pipeline
+    from appliance.quant.run.options import (
         Engine,
         Method,
         QuantizeOptions,
@@ -110,6 +109,7 @@ def quantize(
         choose_device,
         choose_scheme,
     )
+    from appliance.quant.text.calibration import CalibrationText
     from appliance.quantize_events import QuantizeEvent, Unit, encode_event
 
     chosen = Method.parse(method)
@@ -161,7 +161,7 @@ def _interruptible(out: Path) -> Iterator[None]:
     Raises:
         typer.Exit: with 130 or 143.
     """
-    from appliance.quant.pipeline import what_is_kept
+    from appliance.quant.run.pipeline import what_is_kept
 
     def terminate(number: int, frame: object) -> NoReturn:
         raise _TerminatedError

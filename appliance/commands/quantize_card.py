@@ -11,7 +11,7 @@ from appliance.errors import ApplianceError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from appliance.quant.report import QuantizeReport
+    from appliance.quant.run.report import QuantizeReport
 
 
 def make_card_of_run(report: QuantizeReport, base: Path, tokens: int) -> None:
@@ -26,9 +26,9 @@ def make_card_of_run(report: QuantizeReport, base: Path, tokens: int) -> None:
         tokens: to measure on; 0 makes no card.
     """
     from appliance.progress import ProgressLine
-    from appliance.quant.held_out import HeldOutText
-    from appliance.quant.make_card import CardOptions, make_card, write_card
-    from appliance.quant.run_facts import keep_facts
+    from appliance.quant.quality.make_card import CardOptions, make_card, write_card
+    from appliance.quant.quality.run_facts import keep_facts
+    from appliance.quant.text.held_out import HeldOutText
 
     try:
         keep_facts(report)

@@ -20,8 +20,8 @@ def repack(
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
-    from appliance.quant.options import WeightFormat
     from appliance.quant.repack import repack_model
+    from appliance.quant.run.options import WeightFormat
 
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)

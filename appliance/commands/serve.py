@@ -83,7 +83,7 @@ def serve(
     from appliance.config import cache_dir, load_settings
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
-    from appliance.quant.min_quality import parse_min_quality
+    from appliance.quant.quality.min_quality import parse_min_quality
     from appliance.server.serve import run_server
 
     if model and model_option and model != model_option:

@@ -29,10 +29,10 @@ def evaluate_tasks(
     from appliance.config import api_key_from_environment, cache_dir
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
-    from appliance.quant import card_rows
-    from appliance.quant.card import card_of
-    from appliance.quant.harness import run_tasks
-    from appliance.quant.make_card import write_card
+    from appliance.quant.quality import card_rows
+    from appliance.quant.quality.card import card_of
+    from appliance.quant.quality.harness import run_tasks
+    from appliance.quant.quality.make_card import write_card
 
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Protocol
 from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import ConfigError, QuantizeError
 from appliance.model.source import open_model
-from appliance.quant.calibration import CalibrationText
 from appliance.quant.engines import autoawq, optimum
-from appliance.quant.options import Engine, Method, WeightFormat
-from appliance.quant.report import QuantizeReport
+from appliance.quant.run.options import Engine, Method, WeightFormat
+from appliance.quant.run.report import QuantizeReport
+from appliance.quant.run.staging import check_destination, staged_folder
+from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.scheme import WeightScheme
-from appliance.quant.staging import check_destination, staged_folder
-from appliance.quant.tokenizer_files import write_tokenizer_files
+from appliance.quant.text.calibration import CalibrationText
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
 
-    from appliance.quant.options import QuantizeOptions
+    from appliance.quant.run.options import QuantizeOptions
 
 
 class Library(Protocol):

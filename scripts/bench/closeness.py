@@ -11,7 +11,7 @@ from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_cache import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
-from appliance.quant.block import observing
+from appliance.quant.walk.block import observing
 
 if TYPE_CHECKING:
     from pathlib import Path

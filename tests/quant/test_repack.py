@@ -16,9 +16,9 @@ from appliance.errors import ConfigError, QuantizeError
 from appliance.kernels.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.word_writer import Weights, awq_writer, gptq_writer
-from appliance.quant.options import QuantizeOptions, WeightFormat
-from appliance.quant.pipeline import quantize_model
 from appliance.quant.repack import repack_model
+from appliance.quant.run.options import QuantizeOptions, WeightFormat
+from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.scheme import WeightScheme
 
 MakeFolder = Callable[..., Path]

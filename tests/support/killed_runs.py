@@ -21,12 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from appliance.quant.calibration import CalibrationText
-from appliance.quant.options import Method, QuantizeOptions
-from appliance.quant.pieces import FloatReader
-from appliance.quant.pipeline import quantize_model
+from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.run.pipeline import quantize_model
+from appliance.quant.run.staging import Staging
 from appliance.quant.scheme import WeightScheme
-from appliance.quant.staging import Staging
+from appliance.quant.text.calibration import CalibrationText
+from appliance.quant.walk.pieces import FloatReader
 
 # Every way in which the pipeline changes what is on the disk.
 CHANGES = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.quant.card import (
+from appliance.quant.quality.card import (
     Alternative,
     Card,
     Comparison,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from appliance.errors import ConfigError, QuantizeError
-from appliance.quant.calibration import Calibration, CalibrationText
 from appliance.quant.engines import autoawq, optimum, quantize_by_engine, run
-from appliance.quant.options import Engine, Method, QuantizeOptions, WeightFormat
-from appliance.quant.pipeline import quantize_model
+from appliance.quant.run.options import Engine, Method, QuantizeOptions, WeightFormat
+from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.scheme import WeightScheme
+from appliance.quant.text.calibration import Calibration, CalibrationText
 
 MakeFolder = Callable[..., Path]
 ASYMMETRIC = WeightScheme(4, 32, symmetric=False)

@@ -19,7 +19,6 @@ from torch import Tensor
 from appliance.checkpoint import SafetensorsFolder, write_safetensors
 from appliance.errors import CheckpointError, UnsupportedModelError
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.quant import fp8
 from appliance.quant.formats import open_weights
 from appliance.quant.formats.compressed_tensors import (
     decode,
@@ -31,6 +30,7 @@ from appliance.quant.formats.compressed_tensors_config import (
     declared_schemes,
     quantization_config,
 )
+from appliance.quant.methods import fp8
 from appliance.quant.pack import pack_codes
 from appliance.quant.scheme import Fp8Scheme, LinearScheme, WeightScheme
 

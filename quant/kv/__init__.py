@@ -1,0 +1,1 @@
+"""The precision of the KV cache: measured layer by layer, chosen under a budget."""

@@ -1,0 +1,176 @@
+"""GPTQ and AWQ over a whole model: layer by layer, each seeing what the quantized ones before do.
+
+A layer's weights are read, shown the calibration rows, changed, and handed on to be written; then
+the rows go through it as it was stored, and the next one follows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.errors import QuantizeError
+from appliance.kernels.packed import PackedWeight
+from appliance.quant.methods import gptq
+from appliance.quant.methods.fold import scale_inputs
+from appliance.quant.methods.ranges import SHRUNK, choose_steps
+from appliance.quant.scheme import Fp8Scheme
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from appliance.model.source import ModelSource
+    from appliance.quant.run.options import Method
+    from appliance.quant.scheme import LinearScheme, WeightScheme
+    from appliance.quant.walk.block import Block, ObservedLinear
+    from appliance.quant.walk.walk import Walk
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """All tensors of one layer, by their names in the model.
+
+    Attributes:
+        index: of the layer.
+        tensors: packed where they are quantized, else float32.
+        losses: of each quantized linear's outputs, as a share of their energy.
+        notes: what a person should know of it.
+        facts: what the end of the run needs to know of it, as JSON; kept when a run is resumed.
+    """
+
+    index: int
+    tensors: dict[str, Tensor | PackedWeight]
+    losses: dict[str, float]
+    notes: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def quantize_layers(
+    source: ModelSource,
+    walk: Walk,
+    method: Method,
+    schemes: Mapping[str, LinearScheme | None],
+    dtype: torch.dtype,
+    *,
+    first: int = 0,
+) -> Iterator[QuantizedLayer]:
+    """Quantize a model's layers in order; each comes when the rows have been put through it.
+
+    Args:
+        source: an opened model.
+        walk: its calibration rows, before the layer `first`.
+        method: how.
+        schemes: of every linear weight, by name; None keeps it in 16 bits.
+        dtype: in which scales, norms and what is not quantized will be stored.
+        first: the layer to begin with; those before it were quantized by an earlier run.
+
+    Raises:
+        QuantizeError: activations are not finite; the message names the weight.
+    """
+    for index in range(first, len(source.spec.layers)):
+        block = walk.block(index)
+        parts = _parts(source, index)
+        chosen = [_scheme(schemes, [name for name, _ in rows]) for rows in parts]
+        if method.scales_inputs:
+            moments = walk.observe(block, list(block.linears()))
+            offset = source.spec.layers[index].norm.offset
+            scale_inputs(block, moments, chosen, dtype, offset)
+        tensors = _norms_and_biases(source, index, block, parts)
+        losses: dict[str, float] = {}
+        notes: list[str] = []
+        for linear, rows, scheme in zip(block.linears(), parts, chosen, strict=True):
+            name = " + ".join(name for name, _ in rows)
+            whole: Tensor | PackedWeight = linear.weight
+            if scheme is not None:
+                whole, losses[name], silent = _quantize(
+                    walk, block, linear, scheme, method, dtype, name
+                )
+                if silent:
+                    notes.append(
+                        f"{silent:,} of {linear.in_features:,} inputs of {name} were 0 in all"
+                        " calibration text; their weights are rounded"
+                    )
+            for part, where in rows:
+                tensors[part] = (
+                    whole.rows(where) if isinstance(whole, PackedWeight) else whole[where]
+                )
+        walk.advance(block)
+        yield QuantizedLayer(index, tensors, losses, tuple(notes))
+
+
+def _quantize(
+    walk: Walk,
+    block: Block,
+    linear: ObservedLinear,
+    scheme: WeightScheme,
+    method: Method,
+    dtype: torch.dtype,
+    name: str,
+) -> tuple[PackedWeight, float, int]:
+    """Quantize one linear by what reaches it now, and let it compute with the result.
+
+    Returns:
+        The weight, its loss, and how many of its inputs were always 0.
+    """
+    (seen,) = walk.observe(block, [linear])
+    hessian = seen.hessian
+    if not bool(torch.isfinite(hessian).all()):
+        raise QuantizeError(f"the activations before {name} hold NaN or infinity")
+    if not bool(torch.isfinite(linear.weight).all()):
+        raise QuantizeError(f"{name} holds NaN or infinity; fetch the model again")
+    original = linear.weight
+    if method.makes_up:
+        result = gptq.quantize(original, hessian, scheme, dtype)
+        packed, loss = result.weight, result.loss
+        linear.weight = packed.dequantize()
+    else:
+        steps = choose_steps(original, scheme, dtype, importance=hessian.diagonal(), shares=SHRUNK)
+        packed = steps.pack(steps.codes(original))
+        linear.weight = packed.dequantize()
+        loss = gptq.output_loss(original, linear.weight, hessian)
+    return packed, loss, int((hessian.diagonal() == 0).sum())
+
+
+def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:
+    """Of each of a layer's four linears, the stored weights and their rows in it."""
+    names = source.family.names
+    lengths = {slot.name: slot.shape[0] for slot in source.slots()}
+    found = []
+    for stored in (names.qkv, (names.output,), names.gate_up, (names.down,)):
+        start, linear = 0, []
+        for part in stored:
+            name = f"{names.in_layer(index, part)}.weight"
+            end = start + lengths[name]
+            linear.append((name, slice(start, end)))
+            start = end
+        found.append(linear)
+    return found
+
+
+def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> WeightScheme | None:
+    found = {schemes[name] for name in names}
+    assert len(found) == 1, f"{names} share an input and so a scheme"
+    scheme = found.pop()
+    assert not isinstance(scheme, Fp8Scheme), "FP8 needs no text"
+    return scheme
+
+
+def _norms_and_biases(
+    source: ModelSource, index: int, block: Block, parts: list[list[tuple[str, slice]]]
+) -> dict[str, Tensor | PackedWeight]:
+    """What scales are folded into, as it is stored."""
+    names, offset = source.family.names, source.spec.layers[index].norm.offset
+    tensors: dict[str, Tensor | PackedWeight] = {
+        f"{names.in_layer(index, names.attention_norm)}.weight": block.attention_norm.weight
+        - offset,
+        f"{names.in_layer(index, names.mlp_norm)}.weight": block.layer.mlp_norm.weight - offset,
+    }
+    for linear, rows in zip(block.linears(), parts, strict=True):
+        if linear.bias is not None:
+            for name, where in rows:
+                tensors[f"{name.removesuffix('.weight')}.bias"] = linear.bias[where]
+    return tensors

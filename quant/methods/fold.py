@@ -1,0 +1,97 @@
+"""Divides what a linear reads by scales, in the norm or linear that writes it.
+
+The pairs follow from the order of a decoder layer, so no list of architectures is needed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.quant.methods import awq
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from appliance.model.norm import Norm
+    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.walk.block import Block, Moments
+
+
+def scale_inputs(
+    block: Block,
+    moments: list[Moments],
+    schemes: list[WeightScheme | None],
+    dtype: torch.dtype,
+    norm_offset: float,
+) -> list[awq.InputScales]:
+    """Choose scales for the inputs of all four linears of a layer and fold them in.
+
+    Args:
+        block: is changed; computes the same as before.
+        moments: what its linears saw, in their order.
+        schemes: how they will be quantized; None leaves a linear's inputs alone.
+        dtype: in which scales and norms are stored.
+        norm_offset: what the model adds to a norm's stored weight.
+
+    Returns:
+        What was chosen, in the same order, for those that have a scheme.
+    """
+    attention = block.layer.attention.spec
+    queries = attention.num_heads // attention.num_kv_heads
+    first_value = (attention.num_heads + attention.num_kv_heads) * attention.head_dim
+    values = slice(first_value, block.qkv.out_features)
+    ups = slice(block.gate_up.out_features // 2, block.gate_up.out_features)
+
+    def into_values(scales: Tensor) -> Tensor:
+        heads = scales.view(attention.num_kv_heads, queries, attention.head_dim)
+        block.qkv.scale_outputs(values, heads[:, 0].reshape(-1))
+        return scales
+
+    def into_ups(scales: Tensor) -> Tensor:
+        block.gate_up.scale_outputs(ups, scales)
+        return scales
+
+    def into_norm(norm: Norm) -> Callable[[Tensor], Tensor]:
+        return lambda scales: _scale_norm(norm, scales, dtype, norm_offset)
+
+    places: list[tuple[Callable[[Tensor], Tensor], int | None]] = [
+        (into_norm(block.attention_norm), None),
+        (into_values, attention.num_kv_heads),
+        (into_norm(block.layer.mlp_norm), None),
+        (into_ups, None),
+    ]
+    found = []
+    for linear, seen, scheme, (fold, heads) in zip(
+        block.linears(), moments, schemes, places, strict=True
+    ):
+        if scheme is None:
+            continue
+        chosen = awq.choose_scales(
+            [linear.weight],
+            seen.hessian,
+            seen.magnitude,
+            scheme,
+            dtype,
+            sources=heads,
+            head_dim=attention.head_dim,
+        )
+        linear.scale_inputs(fold(chosen.scales))
+        found.append(chosen)
+    return found
+
+
+def _scale_norm(norm: Norm, scales: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
+    """Divide a norm's weight by scales, rounded as it will be stored.
+
+    Returns:
+        The scales that the rounded weight stands for exactly.
+    """
+    stored = (norm.weight / scales - offset).to(dtype).float() + offset
+    usable = (stored != 0) & (norm.weight != 0)
+    exact = torch.where(usable, norm.weight / stored, torch.ones_like(scales))
+    norm.weight.copy_(torch.where(usable, stored, norm.weight))
+    return exact

@@ -1,0 +1,127 @@
+"""GPTQ: columns are rounded one by one, and those to come make up for what that changes.
+
+From Frantar, Ashkboos, Hoefler and Alistarh, https://arxiv.org/abs/2210.17323.
+
+Columns are taken in falling order of their inputs' energy, while groups and their scales stay where
+they are ("static groups"), so that nothing has to be permuted when the weight is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.errors import QuantizeError
+from appliance.quant.methods.ranges import SHRUNK, choose_steps
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.packed import PackedWeight
+    from appliance.quant.scheme import WeightScheme
+
+DAMPING = 0.01  # of the mean diagonal, added to all of it
+DOUBT = 0.4  # of what calibration rows say of how inputs go together, taken as chance
+MOST_DAMPING = 10.0
+COLUMNS_AT_ONCE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQResult:
+    """A quantized weight, and how it was come by.
+
+    Attributes:
+        weight: codes and scales.
+        loss: sum of squares of what the outputs lost, over that of the outputs.
+        damping: share of the mean diagonal that was needed.
+    """
+
+    weight: PackedWeight
+    loss: float
+    damping: float
+
+
+def quantize(
+    weight: Tensor,
+    hessian: Tensor,
+    scheme: WeightScheme,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    damping: float = DAMPING,
+    doubt: float = DOUBT,
+    shares: tuple[float, ...] = SHRUNK,
+) -> GPTQResult:
+    """Quantize one linear weight.
+
+    Args:
+        weight: (out_features, in_features), finite.
+        hessian: (in_features, in_features) float32, the mean of x x^T over calibration tokens.
+        scheme: its group size divides in_features.
+        dtype: float16 or bfloat16, of scales.
+        doubt: share of the second moments off the diagonal that is left out. Rows are few beside
+            the pairs of inputs, and what columns make up for by chance is lost on other text.
+        damping: grows tenfold for as long as the matrix is not positive definite.
+        shares: of a group's range that are tried; see `choose_steps`.
+
+    Raises:
+        QuantizeError: the matrix holds NaN or infinity, or no damping helps.
+    """
+    original = weight.to(torch.float32)
+    energy = hessian.diagonal().clone()
+    if not bool(torch.isfinite(hessian).all()):
+        raise QuantizeError("activations hold NaN or infinity")
+    believed = hessian * (1 - doubt)
+    believed.diagonal().copy_(energy)
+    steps = choose_steps(original, scheme, dtype, importance=energy, shares=shares)
+    order = torch.argsort(energy, descending=True, stable=True)
+    factor, used = _inverse_factor(believed[order][:, order], damping)
+    group_size = scheme.group_size or weight.shape[1]
+    groups = order // group_size
+    left = original[:, order].contiguous()
+    codes = torch.empty_like(left)
+    for start in range(0, left.shape[1], COLUMNS_AT_ONCE):
+        end = min(start + COLUMNS_AT_ONCE, left.shape[1])
+        block, inverse = left[:, start:end], factor[start:end, start:end]
+        errors = torch.empty_like(block)
+        for i in range(end - start):
+            column, group = block[:, i : i + 1], groups[start + i : start + i + 1]
+            code = steps.codes(column, group)
+            codes[:, start + i : start + i + 1] = code
+            error = (column - steps.weights(code, group)) / inverse[i, i]
+            errors[:, i : i + 1] = error
+            block[:, i:].addmm_(error, inverse[i : i + 1, i:], alpha=-1)
+        left[:, end:].addmm_(errors, factor[start:end, end:], alpha=-1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    packed = steps.pack(codes[:, back])
+    loss = output_loss(original, packed.dequantize(), hessian)
+    return GPTQResult(packed, loss, used)
+
+
+def output_loss(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
+    """Sum of squares of what the outputs lose over calibration tokens, over that of the outputs."""
+    full = weight.to(torch.float32)
+    return output_energy(full - quantized, hessian) / max(output_energy(full, hessian), 1e-30)
+
+
+def output_energy(weight: Tensor, hessian: Tensor) -> float:
+    """Mean over calibration tokens of the sum of squares of a weight's outputs."""
+    return float(((weight @ hessian) * weight).sum())
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
+    """Upper Cholesky factor of the inverse, and the damping that it took."""
+    mean = hessian.diagonal().mean().clamp_min(1e-12)
+    while damping <= MOST_DAMPING:
+        damped = hessian.clone()
+        damped.diagonal().add_(damping * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not int(failed):
+            inverse = torch.cholesky_inverse(lower)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not int(failed):
+                return upper, damping
+        damping = max(damping, 1e-4) * 10
+    raise QuantizeError("no damping makes the activations' second moments positive definite")

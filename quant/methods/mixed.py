@@ -1,0 +1,167 @@
+"""Chooses how many bits each linear gets, so that a model of a given size answers as before.
+
+What the rounding of one linear alone does to the model's answers is measured for all linears in one
+pass over the layers. Errors of one linear grow with the energy of what its outputs lose, and those
+of several add up; so each other precision is priced by that energy, and a budget of bits goes
+step by step to where a bit saves most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from appliance.errors import ConfigError
+from appliance.quant.methods import rtn
+from appliance.quant.methods.gptq import output_energy
+from appliance.quant.methods.sensitivity import Variants, linear_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from appliance.model.source import ModelSource
+    from appliance.quant.scheme import WeightScheme
+
+DENSE_BITS = 16.0
+PROBE_TOKENS = 256  # of a row
+PROBE_ROWS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One precision of one linear.
+
+    Attributes:
+        scheme: None keeps it in 16 bits.
+        size: bits of all its weights, scales and zero points included.
+        loss: KL divergence that it is expected to cause, nats for each token.
+    """
+
+    scheme: WeightScheme | None
+    size: float
+    loss: float
+
+
+def choose_precisions(
+    source: ModelSource,
+    rows: Tensor,
+    scheme: WeightScheme,
+    bits_per_weight: float,
+    dtype: torch.dtype,
+) -> dict[str, WeightScheme | None]:
+    """Schemes of all linear weights of a model's layers, by name.
+
+    Args:
+        source: an opened model.
+        rows: (num_rows, row_tokens) calibration tokens; the beginnings of the first are used.
+        scheme: its group size and symmetry are kept; its bits are where sensitivity is measured.
+        bits_per_weight: of the layers' linear weights, scales and zero points included.
+        dtype: in which scales are stored.
+
+    Raises:
+        ConfigError: less than the smallest precision takes.
+    """
+    probes = rows[:PROBE_ROWS, :PROBE_TOKENS]
+    variants = Variants(source, probes)
+    energies: list[dict[WeightScheme, float]] = []
+    shapes: list[tuple[int, ...]] = []
+    names: list[tuple[str, ...]] = []
+    for index in range(len(source.spec.layers)):
+        block = variants.block(index)
+        names += linear_names(source, index)
+        moments = variants.observe(block)
+        for linear, seen in zip(block.linears(), moments, strict=True):
+            whole = linear.weight
+            shapes.append(tuple(whole.shape))
+            lost: dict[WeightScheme, float] = {}
+            for candidate in _candidates(scheme, whole.shape[1]):
+                rounded = rtn.quantize(whole, candidate, dtype).dequantize()
+                lost[candidate] = output_energy(whole - rounded, seen.hessian)
+                if candidate == _fitted(scheme, whole.shape[1]):
+                    linear.weight = rounded
+            if lost:
+                variants.branch(block)
+            linear.weight = whole
+            energies.append(lost)
+        variants.advance(block)
+    measured = iter(variants.divergences())
+    choices = [
+        list(_choices(shape, lost, scheme, measured))
+        for shape, lost in zip(shapes, energies, strict=True)
+    ]
+    picked = spend(choices, bits_per_weight)
+    return {
+        name: choice.scheme for group, choice in zip(names, picked, strict=True) for name in group
+    }
+
+
+def spend(choices: Sequence[Sequence[Choice]], bits_per_weight: float) -> list[Choice]:
+    """The choices of least loss that fit a budget, by the steepest step first.
+
+    Args:
+        choices: of each linear; the largest of each is 16 bits wide.
+        bits_per_weight: on average over all weights.
+
+    Raises:
+        ConfigError: the smallest of all are larger.
+    """
+    weights = sum(max(c.size for c in options) / DENSE_BITS for options in choices)
+    picked = [min(options, key=lambda c: c.size) for options in choices]
+    left = bits_per_weight * weights - sum(choice.size for choice in picked)
+    if left < 0:
+        least = sum(choice.size for choice in picked) / weights
+        raise ConfigError(
+            f"--mixed {bits_per_weight:g} is less than the {least:.2f} bits that the smallest"
+            " precision takes with its scales"
+        )
+    while True:
+        steps = [
+            ((picked[i].loss - choice.loss) / (choice.size - picked[i].size), i, choice)
+            for i, options in enumerate(choices)
+            for choice in options
+            if 0 < choice.size - picked[i].size <= left and choice.loss < picked[i].loss
+        ]
+        if not steps:
+            return picked
+        _, at, choice = max(steps, key=lambda step: (step[0], -step[1]))
+        left -= choice.size - picked[at].size
+        picked[at] = choice
+
+
+def _fitted(scheme: WeightScheme, in_features: int) -> WeightScheme | None:
+    return scheme.fit(in_features)[0]
+
+
+def _candidates(scheme: WeightScheme, in_features: int) -> list[WeightScheme]:
+    """Every precision of integers that is tried for a linear of one width."""
+    wanted = [replace(scheme, bits=bits) for bits in (3, 4, 8)]
+    wanted += [replace(scheme, bits=bits, group_size=32) for bits in (3, 4)]
+    fitted = [_fitted(candidate, in_features) for candidate in (scheme, *wanted)]
+    return list(dict.fromkeys(candidate for candidate in fitted if candidate is not None))
+
+
+def _choices(
+    shape: tuple[int, ...],
+    lost: Mapping[WeightScheme, float],
+    scheme: WeightScheme,
+    measured: Iterator[float],
+) -> Iterator[Choice]:
+    count = shape[0] * shape[1]
+    yield Choice(None, DENSE_BITS * count, 0.0)
+    probe = _fitted(scheme, shape[1])
+    if probe is None:
+        return
+    divergence = next(measured)
+    for candidate, energy in lost.items():
+        share = energy / max(lost[probe], 1e-30)
+        yield Choice(candidate, _bits(candidate, shape[1]) * count, divergence * share)
+
+
+def _bits(scheme: WeightScheme | None, in_features: int) -> float:
+    if scheme is None:
+        return DENSE_BITS
+    zero_point = 0 if scheme.symmetric else scheme.bits
+    return scheme.bits + (16 + zero_point) / (scheme.group_size or in_features)

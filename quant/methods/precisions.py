@@ -1,0 +1,67 @@
+"""What `--mixed` makes of each linear, kept so that a run which goes on need not measure again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.errors import ConfigError
+from appliance.files import replace_atomically
+from appliance.quant.methods.mixed import choose_precisions
+from appliance.quant.scheme import Fp8Scheme, WeightScheme
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from appliance.model.source import ModelSource
+    from appliance.quant.run.options import QuantizeOptions
+    from appliance.quant.text.calibration import Calibration
+
+Schemes = dict[str, WeightScheme | None]  # of linear weights by name; None keeps 16 bits
+FILE = "precisions.json"
+
+
+def mixed_schemes(
+    source: ModelSource, options: QuantizeOptions, calibration: Calibration, dtype: torch.dtype
+) -> Schemes:
+    """Measure, and spend `options.mixed` bits for each weight.
+
+    Raises:
+        ConfigError: FP8 weights, or fewer bits than the smallest precision takes.
+    """
+    assert options.mixed is not None
+    if isinstance(options.scheme, Fp8Scheme):
+        raise ConfigError("--mixed chooses among integers of 3, 4 and 8 bits; use another --method")
+    return choose_precisions(source, calibration.rows, options.scheme, options.mixed, dtype)
+
+
+def kept_schemes(
+    source: ModelSource,
+    options: QuantizeOptions,
+    calibration: Calibration,
+    dtype: torch.dtype,
+    state: Path,
+) -> Schemes:
+    """See `mixed_schemes`; an earlier run's choice, if the folder has it.
+
+    Args:
+        source: an opened model.
+        options: what is asked for; `mixed` is not None.
+        calibration: the rows.
+        dtype: in which scales are stored.
+        state: of this run.
+
+    Raises:
+        ConfigError: see `mixed_schemes`.
+        OSError: the choice cannot be kept.
+    """
+    path = state / FILE
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Schemes)
+    chosen = mixed_schemes(source, options, calibration, dtype)
+    with replace_atomically(path) as temporary:
+        temporary.write_bytes(msgspec.json.encode(chosen))
+    return chosen

@@ -1,0 +1,117 @@
+"""Scales and zero points of groups: where the steps of a weight's codes lie.
+
+The range of a group, from its lowest to its highest weight, is cut a little where that lowers the
+error of what matters: each input counts by how large its activations are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.quant.methods import rtn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.packed import PackedWeight
+    from appliance.quant.scheme import WeightScheme
+
+WHOLE = (1.0,)
+AROUND = tuple(1.05 - step / 40 for step in range(12))  # of the range, from a little beyond it
+SHRUNK = tuple(1 - step / 40 for step in range(21))  # of the range; 1 keeps all of it
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The grid that each group's weights are rounded to: w = (code - zero_point) * scale.
+
+    Attributes:
+        scale: (out_features, groups) float32, of values that the stored type holds exactly.
+        zero_point: same shape and type; whole numbers in the range of the codes.
+        scheme: bits, group size, symmetry.
+        dtype: of scales as they are stored.
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+    scheme: WeightScheme
+    dtype: torch.dtype
+
+    def codes(self, weight: Tensor, groups: Tensor | None = None) -> Tensor:
+        """Nearest codes, float32, of columns (out_features, n) that lie in `groups` (n,).
+
+        Without groups these are all columns in their order.
+        """
+        groups = self._all(weight) if groups is None else groups
+        steps = torch.round(weight / self.scale[:, groups]) + self.zero_point[:, groups]
+        return steps.clamp_(0, self.scheme.max_code)
+
+    def weights(self, codes: Tensor, groups: Tensor | None = None) -> Tensor:
+        """What codes (out_features, n) stand for."""
+        groups = self._all(codes) if groups is None else groups
+        return (codes - self.zero_point[:, groups]) * self.scale[:, groups]
+
+    def pack(self, codes: Tensor) -> PackedWeight:
+        """Store codes (out_features, in_features), which are whole numbers of any float type."""
+        return rtn.pack(codes, self.scale, self.zero_point, self.scheme, self.dtype)
+
+    def _all(self, columns: Tensor) -> Tensor:
+        """The group of every column of a whole weight."""
+        count = columns.shape[1]
+        return torch.arange(count, device=columns.device) // (self.scheme.group_size or count)
+
+
+def choose_steps(
+    weight: Tensor,
+    scheme: WeightScheme,
+    dtype: torch.dtype,
+    *,
+    importance: Tensor | None = None,
+    shares: tuple[float, ...] = WHOLE,
+    shifts: tuple[int, ...] = (0,),
+    power: int = 2,
+) -> Steps:
+    """Choose scale and zero point of every group.
+
+    Args:
+        weight: (out_features, in_features) float32, finite.
+        scheme: its group size divides in_features.
+        dtype: float16 or bfloat16, in which scales are stored.
+        importance: (in_features,) float32, the mean square of each input; None: all alike.
+        shares: of a group's range that are tried; the one of least weighted error is taken, the
+            first of equals.
+        shifts: of the zero point that are tried with each, where there is one.
+        power: of an error.
+
+    Returns:
+        The steps of all groups.
+    """
+    group_size = scheme.group_size or weight.shape[1]
+    groups = weight.reshape(weight.shape[0], -1, group_size)
+    low, high = groups.aminmax(dim=-1)
+    matters = None if importance is None else importance.reshape(1, -1, group_size)
+    best: tuple[Tensor, Tensor, Tensor] | None = None  # error, scale, zero point
+    for share, shift in product(shares, (0,) if scheme.symmetric else shifts):
+        scale, zero_point = rtn.steps_over(low * share, high * share, scheme, dtype)
+        if len(shares) == 1:
+            return Steps(scale, zero_point, scheme, dtype)
+        zero_point = (zero_point + shift).clamp_(0, scheme.max_code)
+        codes = torch.round(groups / scale.unsqueeze(-1)).add_(zero_point.unsqueeze(-1))
+        codes.clamp_(0, scheme.max_code).sub_(zero_point.unsqueeze(-1))
+        lost = codes.mul_(scale.unsqueeze(-1)).sub_(groups).pow_(power)
+        error = (lost if matters is None else lost.mul_(matters)).sum(-1)
+        if best is None:
+            best = error, scale, zero_point
+        else:
+            better = error < best[0]
+            best = (
+                torch.where(better, error, best[0]),
+                torch.where(better, scale, best[1]),
+                torch.where(better, zero_point, best[2]),
+            )
+    assert best is not None, "no share of the range to try"
+    return Steps(best[1], best[2], scheme, dtype)

@@ -1,0 +1,150 @@
+"""What a change of one linear does to a model's answers, for many changes in one pass.
+
+The rows go through the model once as it is, and once more for each change, all of them layer by
+layer together, so that each layer is read once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.backend import select_backend
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.weight import dense
+from appliance.model.loader import LayerBuilder
+from appliance.model.rope import Rope, distinct_ropes
+from appliance.model.step import Step
+from appliance.quant.walk.block import Block, Moments, observing
+from appliance.quant.walk.pieces import FloatReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.kv_cache import LayerCache
+    from appliance.model.source import ModelSource
+
+BLOCK_SIZE = 32  # which every backend has
+FLOAT = torch.float32
+HEAD_ROWS = 64  # tokens whose logits are held at once
+
+
+class Variants:
+    """The residual streams of one set of rows under changes of a model.
+
+    Args:
+        source: an opened model.
+        rows: (num_rows, row_tokens) int64.
+    """
+
+    def __init__(self, source: ModelSource, rows: Tensor) -> None:
+        self._source = source
+        self._num_rows, self._row_tokens = rows.shape
+        self._device = torch.device("cpu")
+        self._backend = observing(select_backend(self._device))
+        self._reader = FloatReader(source, self._device)
+        kinds = distinct_ropes(source.spec)
+        self._builder = LayerBuilder(self._backend, FLOAT, kinds)
+        self._ropes = tuple(Rope.of(kind, self._row_tokens, self._device) for kind in kinds)
+        self._streams = [self._reader.embed(rows.flatten())]  # the model as it is, then each change
+        self._branches: list[Tensor] = []  # of the layer at hand, after it
+
+    def block(self, index: int) -> Block:
+        """Read a layer, in float32."""
+        weights = self._reader.layer(index)
+        norm = weights.attention_norm
+        return Block(self._builder.layer(weights, self._source.spec.layers[index], norm), norm)
+
+    def observe(self, block: Block) -> list[Moments]:
+        """What the linears of an unchanged layer see."""
+        linears = list(block.linears())
+        for linear in linears:
+            linear.moments = Moments(linear.in_features, self._device)
+        self._run(block, self._streams[0])
+        moments = []
+        for linear in linears:
+            assert linear.moments is not None
+            moments.append(linear.moments)
+            linear.moments = None
+        return moments
+
+    def branch(self, block: Block) -> Tensor:
+        """Begin a variant: the model as it is before this layer, which is changed now.
+
+        Returns:
+            The stream after the layer, (num_rows * row_tokens, hidden_size) float32.
+        """
+        self._branches.append(self._run(block, self._streams[0]))
+        return self._branches[-1]
+
+    def advance(self, block: Block) -> None:
+        """Put all earlier variants and the model as it is through an unchanged layer."""
+        self._streams = [self._run(block, stream) for stream in self._streams] + self._branches
+        self._branches = []
+
+    def divergences(self) -> list[float]:
+        """Mean KL divergence of each variant, in the order in which they were begun."""
+        norm = self._reader.first_norm(len(self._source.spec.layers))
+        _, matrix = self._reader.embedding_and_head()
+        head = dense(matrix, FLOAT)
+        softcap = self._source.spec.logit_softcap
+        tokens = self._streams[0].shape[0]
+        sums = [0.0] * (len(self._streams) - 1)
+        for start in range(0, tokens, HEAD_ROWS):
+
+            def answers(stream: Tensor, start: int = start) -> Tensor:
+                hidden = self._backend.rms_norm(
+                    stream[start : start + HEAD_ROWS], norm.weight, norm.eps
+                )
+                logits = hidden @ head.T
+                if softcap is not None:
+                    logits = softcap * torch.tanh(logits / softcap)
+                return logits.log_softmax(-1)
+
+            exact = answers(self._streams[0])
+            weight = exact.exp()
+            for index, stream in enumerate(self._streams[1:]):
+                sums[index] += float((weight * (exact - answers(stream))).sum())
+        return [max(total / tokens, 0.0) for total in sums]
+
+    def _run(self, block: Block, stream: Tensor) -> Tensor:
+        hidden = self._backend.rms_norm(
+            stream, block.attention_norm.weight, block.attention_norm.eps
+        )
+        step, cache = self._step(block)
+        return block.layer(hidden, stream, step, cache, None)[1]
+
+    def _step(self, block: Block) -> tuple[Step, LayerCache]:
+        """A step of all rows, and blocks for one layer of them."""
+        count, length, attention = self._num_rows, self._row_tokens, block.layer.attention.spec
+        width = -(-length // BLOCK_SIZE)
+        tables = [tuple(range(i * width, (i + 1) * width)) for i in range(count)]
+        batch = RaggedBatch.of(
+            [length] * count, [length] * count, tables, block_size=BLOCK_SIZE, device=self._device
+        )
+        positions = torch.arange(length, device=self._device).repeat(count)
+        step = Step(
+            batch=batch,
+            attention_work=self._backend.plan_attention(batch, BLOCK_SIZE),
+            rotations=tuple(rope.rotation(positions) for rope in self._ropes),
+        )
+        cache = self._backend.allocate_cache(
+            KVFormat.FP32,
+            num_blocks=count * width,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            device=self._device,
+        )
+        return step, cache
+
+
+def linear_names(source: ModelSource, index: int) -> list[tuple[str, ...]]:
+    """Of each of a layer's four linears, the weights that are stored."""
+    names = source.family.names
+    return [
+        tuple(f"{names.in_layer(index, part)}.weight" for part in parts)
+        for parts in (names.qkv, (names.output,), names.gate_up, (names.down,))
+    ]

@@ -1,0 +1,1 @@
+"""What a checkpoint is worth: measured against its base, and shown on a card."""

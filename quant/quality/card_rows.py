@@ -1,0 +1,171 @@
+"""The tables of a quality card as words, for Markdown, HTML and the terminal alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.quant.quality.card import Alternative, Card, Figure, KVRow, TaskScore
+
+Row = tuple[str, ...]
+
+KV_HEADER = ("KV cache", "bits per value", "mean KLD", "p99 KLD", "same top", "perplexity ratio")
+TASKS_HEADER = ("task", "metric", "score", "questions")
+ALTERNATIVES_HEADER = ("stored as", "bits per weight", "mean KLD", "same top", "perplexity")
+
+
+def measures(card: Card) -> list[Row]:
+    """Name and value of every measure."""
+    rows: list[Row] = [("perplexity", figure(card.perplexity, 3))]
+    found = card.comparison
+    if found is None:
+        return rows
+    return [
+        *rows,
+        ("perplexity of the base", figure(found.base_perplexity, 3)),
+        ("perplexity ratio", figure(found.perplexity_ratio, 4)),
+        ("mean KLD, nats", figure(found.kld_mean, 5)),
+        ("median KLD", f"{found.kld_median:.5f}"),
+        ("p99 KLD", f"{found.kld_p99:.4f}"),
+        ("p99.9 KLD", f"{found.kld_p999:.4f}"),
+        ("largest KLD", f"{found.kld_max:.4f}"),
+        ("same top token", figure(found.same_top_percent, 2) + " %"),
+        (
+            "mean change of the true token's probability",
+            figure(found.mean_change_percent, 3) + " %",
+        ),
+        ("RMS change of it", figure(found.rms_change_percent, 3) + " %"),
+        ("tokens compared", f"{found.places:,}"),
+    ]
+
+
+def facts(card: Card) -> list[Row]:
+    """What the checkpoint is and how it came to be."""
+    model, run, text = card.model, card.quantize, card.text
+    rows: list[Row] = [
+        ("architecture", model.architecture),
+        ("weights", model.weights),
+        (
+            "size",
+            f"{megabytes(model.stored_bytes)}; {model.bits_per_weight:.2f} bits per weight of the"
+            f" whole model, {model.linear_bits_per_weight:.2f} of the layers' linears, scales"
+            " included",
+        ),
+    ]
+    if card.base is not None:
+        rows.append(
+            (
+                "base",
+                f"{card.base.name}, {card.base.weights},"
+                f" {card.base.bits_per_weight:.2f} bits per weight",
+            )
+        )
+    if run is not None:
+        rows.append(("method", f"{run.method}, {run.scheme}"))
+        if run.calibration:
+            rows.append(("calibration", f"{run.calibration} ({run.calibration_fingerprint})"))
+        if run.seconds:
+            rows.append(
+                (
+                    "made in",
+                    f"{run.seconds:,.1f} s{_peaks(run.peak_ram_bytes, run.peak_vram_bytes)}",
+                )
+            )
+    overlap = "" if text.stride >= text.window else f", the last {text.stride} of each scored"
+    rows += [
+        (
+            "measured on",
+            f"{text.source}: {text.windows} windows of {text.window} tokens{overlap}"
+            f" ({text.fingerprint})",
+        ),
+        (
+            "measured in",
+            f"{card.cost.seconds:,.1f} s, {card.cost.cpu_seconds:,.1f} CPU-s on {card.cost.device}"
+            + _peaks(card.cost.peak_ram_bytes, card.cost.peak_vram_bytes),
+        ),
+        ("can be read by", "; ".join(model.readers)),
+        ("card", f"{card.created}, appliance {card.version}, schema {card.schema}"),
+    ]
+    return rows
+
+
+def kv_row(row: KVRow) -> Row:
+    """In the order of `KV_HEADER`."""
+    found = row.comparison
+    return (
+        row.format + (" (its own)" if row.declared else ""),
+        f"{row.bits_per_value:.2f}",
+        f"{found.kld_mean.value:.5f}",
+        f"{found.kld_p99:.4f}",
+        f"{found.same_top_percent.value:.1f} %",
+        f"{found.perplexity_ratio.value:.4f}",
+    )
+
+
+def alternatives(card: Card) -> list[Row]:
+    """This one, its alternatives and its base, in the order of `ALTERNATIVES_HEADER`."""
+    found, base = card.comparison, card.base
+    if found is None or base is None:
+        return []
+    ours: Row = (
+        ours_in_words(card),
+        f"{card.model.bits_per_weight:.2f}",
+        f"{found.kld_mean.value:.4f}",
+        f"{found.same_top_percent.value:.1f} %",
+        f"{found.perplexity.value:.3f}",
+    )
+    unchanged: Row = (
+        "the base",
+        f"{base.bits_per_weight:.2f}",
+        "0",
+        "100 %",
+        f"{found.base_perplexity.value:.3f}",
+    )
+    return [ours, *map(_alternative, card.alternatives), unchanged]
+
+
+def task_row(score: TaskScore) -> Row:
+    """In the order of `TASKS_HEADER`."""
+    error = "" if score.error is None else f" \u00b1 {score.error:.4f}"
+    return score.task, score.metric, f"{score.value:.4f}{error}", f"{score.questions:,}"
+
+
+def ours_in_words(card: Card) -> str:
+    """What this checkpoint is called among its alternatives."""
+    return "this" if card.quantize is None else f"this, {card.quantize.method}"
+
+
+def kv_in_words(card: Card) -> str:
+    """What caches were measured on."""
+    places = card.kv[0].comparison.places
+    return f"This checkpoint with each cache beside itself with one of float32, {places:,} tokens."
+
+
+def notes(card: Card) -> list[str]:
+    """Of the run and of the measurement."""
+    return [*(card.quantize.notes if card.quantize is not None else ()), *card.notes]
+
+
+def figure(value: Figure, digits: int) -> str:
+    """A value and its standard error."""
+    return f"{value.value:,.{digits}f} \u00b1 {value.error:,.{digits}f}"
+
+
+def megabytes(size: int) -> str:
+    """Bytes for a person."""
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _alternative(found: Alternative) -> Row:
+    return (
+        found.name,
+        f"{found.bits_per_weight:.2f}",
+        f"{found.kld_mean:.4f}",
+        f"{found.same_top_percent:.1f} %",
+        f"{found.perplexity:.3f}",
+    )
+
+
+def _peaks(ram: int, vram: int) -> str:
+    said = f", at most {megabytes(ram)} of memory" if ram else ""
+    return said + (f" and {megabytes(vram)} of the GPU's" if vram else "")

@@ -1,0 +1,293 @@
+"""Measures what a checkpoint is worth beside its base, on text, with one layer in memory.
+
+What is measured is the checkpoint: its weights dequantized, in float32 arithmetic. KV caches are
+measured with the checkpoint's own weights, beside the same with a cache of float32.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.errors import ConfigError, QuantizeError
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.packed import PackedWeight
+from appliance.quant.quality.measures import Divergence, Losses
+from appliance.quant.quality.streams import Streams, Variant
+from appliance.quant.quality.vocabulary import Gap, Prediction
+from appliance.quant.quality.weight_sets import RoundedWeights, StoredWeights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from appliance.kernels.weight import Weight
+    from appliance.model.norm import Norm
+    from appliance.model.source import ModelSource
+    from appliance.quant.quality.card import LayerError
+    from appliance.quant.quality.weight_sets import WeightSet
+    from appliance.quant.text.held_out import Windows
+
+    OnProgress = Callable[[str, int, int], object]
+
+KV_FORMATS = (
+    KVFormat.BF16,
+    KVFormat.FP8,
+    KVFormat.INT8,
+    KVFormat.INT4,
+    KVFormat.INT4_SEALED,
+)
+BASE, CANDIDATE, ROUNDED = "base", "candidate", "rounded"
+PLACES_AT_ONCE = 512
+TOKENS_AT_ONCE = 4096  # of the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class What:
+    """What to measure.
+
+    Attributes:
+        base: what the candidate came from; None measures perplexity and KV caches only.
+        rounded: also the base rounded to nearest in the candidate's scheme, as a yardstick.
+        kv: caches.
+        kv_windows: how many of the windows caches are measured on; None is all.
+        folder: for files of some bytes per token and hidden element; None is the system's.
+        device: where it is computed.
+    """
+
+    base: ModelSource | None = None
+    rounded: bool = True
+    kv: tuple[KVFormat, ...] = KV_FORMATS
+    kv_windows: int | None = None
+    folder: Path | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What was found.
+
+    Attributes:
+        candidate: losses of the checkpoint.
+        against: beside its base.
+        rounded: the base rounded to nearest beside the base.
+        layers: errors of the candidate's layers beside the base's.
+        kv: by cache.
+    """
+
+    candidate: Losses
+    against: Divergence | None
+    rounded: Divergence | None
+    layers: tuple[LayerError, ...]
+    kv: dict[KVFormat, Divergence]
+
+
+@torch.inference_mode()
+def evaluate(
+    candidate: ModelSource,
+    windows: Windows,
+    what: What | None = None,
+    on_progress: OnProgress | None = None,
+) -> Evaluation:
+    """Measure a checkpoint.
+
+    Args:
+        candidate: an opened model.
+        windows: cut by its tokenizer.
+        what: to measure.
+        on_progress: called with a stage, layers or places done, and how many there are.
+
+    Raises:
+        QuantizeError: base and candidate are not the same model.
+        ModelError: weights or activations are not finite.
+    """
+    what = what or What()
+    report = on_progress or (lambda stage, done, total: None)
+    highest = int(windows.tokens.max())
+    if highest >= candidate.spec.vocab_size:
+        raise QuantizeError(
+            f"the text has token {highest}, but {candidate.path.name} knows"
+            f" {candidate.spec.vocab_size}; its tokenizer belongs to another model"
+        )
+    variants = _variants(candidate, what)
+    with tempfile.TemporaryDirectory(prefix=".evaluation-", dir=what.folder) as folder:
+        streams = Streams(variants, windows.tokens, Path(folder), what.device)
+        count = len(candidate.spec.layers)
+        layers = []
+        for index in range(count):
+            report("evaluating layers", index, count)
+            errors = streams.layer(index)
+            if what.base is not None:
+                layers.append(errors[CANDIDATE])
+        report("evaluating layers", count, count)
+        found = _Heads(streams, variants, windows, what.device).run(report)
+    return Evaluation(
+        candidate=found.losses,
+        against=found.gaps.get(CANDIDATE),
+        rounded=found.gaps.get(ROUNDED),
+        layers=tuple(layers),
+        kv={format: found.gaps[format.value] for format in what.kv},
+    )
+
+
+def check_same_model(base: ModelSource, candidate: ModelSource) -> None:
+    """Whether two checkpoints can be compared token by token.
+
+    Raises:
+        QuantizeError: they differ in vocabulary, width or number of layers.
+    """
+    for name, ours, theirs in (
+        ("a vocabulary of {} tokens", candidate.spec.vocab_size, base.spec.vocab_size),
+        ("a width of {}", candidate.spec.hidden_size, base.spec.hidden_size),
+        ("{} layers", len(candidate.spec.layers), len(base.spec.layers)),
+    ):
+        if ours != theirs:
+            raise QuantizeError(
+                f"{candidate.path.name} has {name.format(ours)} and {base.path.name}"
+                f" {name.format(theirs)}; give the model that it was made from as the base"
+            )
+
+
+def parse_kv_formats(text: str) -> tuple[KVFormat, ...]:
+    """KV caches that a person named, with commas between: all, none, or their names.
+
+    Raises:
+        ConfigError: there is no such cache.
+    """
+    if text in ("all", "none"):
+        return KV_FORMATS if text == "all" else ()
+    known = {format.value: format for format in KV_FORMATS}
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"KV cache {name!r} is not known; use all, none or {', '.join(known)}"
+            )
+    return tuple(dict.fromkeys(known[name] for name in names))
+
+
+def _variants(candidate: ModelSource, what: What) -> list[Variant]:
+    """The base first; KV caches last."""
+    stored = StoredWeights(candidate, what.device)
+    variants: list[Variant] = []
+    if what.base is not None:
+        check_same_model(what.base, candidate)
+        base = StoredWeights(what.base, what.device)
+        variants.append(Variant(BASE, base))
+        if what.rounded:
+            variants.append(Variant(ROUNDED, RoundedWeights(base, stored)))
+    variants.append(Variant(CANDIDATE, stored, is_traced=what.base is not None))
+    for format in what.kv:
+        variants.append(Variant(format.value, stored, format, what.kv_windows))
+    return variants
+
+
+class _Found:
+    """Losses of the candidate, and what lies between each variant and the one it is held to."""
+
+    def __init__(self, variants: Sequence[Variant]) -> None:
+        names = [variant.name for variant in variants]
+        self.losses = Losses()
+        self.pairs: dict[str, str] = {}  # variant -> what it is compared with
+        for name in names:
+            if name in (CANDIDATE, ROUNDED) and BASE in names:
+                self.pairs[name] = BASE
+            elif name not in (BASE, CANDIDATE, ROUNDED):
+                self.pairs[name] = CANDIDATE
+        self.gaps = {name: Divergence() for name in self.pairs}
+
+
+class _Heads:
+    """The end of the way: streams become predictions, a piece of the vocabulary at a time."""
+
+    def __init__(
+        self, streams: Streams, variants: list[Variant], windows: Windows, device: torch.device
+    ) -> None:
+        self._streams = streams
+        self._variants = variants
+        self._windows = windows
+        self._device = device
+        self._heads: dict[int, tuple[WeightSet, Weight, Norm]] = {}
+        for weights in {id(v.weights): v.weights for v in variants}.values():
+            norm = weights.norm(len(weights.source.spec.layers))
+            self._heads[id(weights)] = weights, self._shared(weights.head()), norm
+
+    def run(self, report: OnProgress) -> _Found:
+        """Compare at all places."""
+        found = _Found(self._variants)
+        count = len(self._windows.tokens)
+        for chosen in self._chunks():
+            report("evaluating tokens", chosen.start, count)
+            self._compare(chosen, found)
+        report("evaluating tokens", count, count)
+        return found
+
+    def _shared(self, head: Weight) -> Weight:
+        """A head that is there already, if it is the same: heads are as large as layers."""
+        for _, other, _ in self._heads.values():
+            if _equal(head, other):
+                return other
+        return head
+
+    def _chunks(self) -> Iterator[range]:
+        """Windows to look at together: in each, a variant has all of them or none."""
+        count = len(self._windows.tokens)
+        at_once = max(1, PLACES_AT_ONCE // self._windows.length)
+        ends = sorted({count, *(v.num_windows or count for v in self._variants)})
+        for start, end in zip([0, *ends], ends, strict=False):
+            for first in range(start, end, at_once):
+                yield range(first, min(first + at_once, end))
+
+    def _compare(self, chosen: range, found: _Found) -> None:
+        variants = [v for v in self._variants if v.num_windows is None or chosen[0] < v.num_windows]
+        scored = [(window, self._windows.scored(window)) for window in chosen]
+        tokens = self._windows.tokens
+        targets = torch.cat([tokens[w, rows.start + 1 : rows.stop + 1] for w, rows in scored])
+        targets = targets.to(self._device)
+        predictions = {variant.name: Prediction(targets) for variant in variants}
+        gaps = {
+            v.name: Gap(predictions[found.pairs[v.name]], predictions[v.name])
+            for v in variants
+            if v.name in found.pairs
+        }
+        hidden = {
+            v.name: torch.cat(
+                [self._streams.hidden(v, w, rows, self._norm(v)) for w, rows in scored]
+            )
+            for v in variants
+        }
+        spec = self._variants[0].weights.source.spec
+        for first in range(0, spec.vocab_size, TOKENS_AT_ONCE):
+            columns = slice(first, min(first + TOKENS_AT_ONCE, spec.vocab_size))
+            for weights, head, _ in self._heads.values():
+                piece = weights.head_rows(head, columns)
+                for variant in variants:
+                    if variant.weights is weights:
+                        logits = _capped(hidden[variant.name] @ piece.T, spec.logit_softcap)
+                        predictions[variant.name].add(logits, first)
+            for gap in gaps.values():
+                gap.add()
+        places = {name: prediction.places() for name, prediction in predictions.items()}
+        found.losses.add(places[CANDIDATE])
+        for name, gap in gaps.items():
+            found.gaps[name].add(places[found.pairs[name]], places[name], gap.klds())
+
+    def _norm(self, variant: Variant) -> Norm:
+        return self._heads[id(variant.weights)][2]
+
+
+def _capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _equal(head: Weight, other: Weight) -> bool:
+    if isinstance(head, PackedWeight) and isinstance(other, PackedWeight):
+        parts = ((head.codes, other.codes), (head.scale, other.scale), (head.offset, other.offset))
+        return head.stacks_with(other) and all(torch.equal(a, b) for a, b in parts)
+    if isinstance(head, Tensor) and isinstance(other, Tensor):
+        return head.dtype == other.dtype and torch.equal(head, other)
+    return False

@@ -1,0 +1,311 @@
+"""Measures a checkpoint and writes its quality card beside the weights."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.errors import QuantizeError
+from appliance.files import replace_atomically
+from appliance.model.reader import ModelReader
+from appliance.model.source import open_model
+from appliance.quant.quality.card import (
+    HTML_NAME,
+    MARKDOWN_NAME,
+    Alternative,
+    Card,
+    Cost,
+    KVRow,
+    ModelFacts,
+    TextFacts,
+    card_of,
+    card_path,
+    to_json,
+    weights_fingerprint,
+)
+from appliance.quant.quality.card_html import to_html
+from appliance.quant.quality.card_markdown import to_markdown
+from appliance.quant.quality.evaluate import KV_FORMATS, What, check_same_model, evaluate
+from appliance.quant.quality.kv_trip import bytes_per_token
+from appliance.quant.quality.peak_memory import PeakMemory
+from appliance.quant.quality.readers import readers_of
+from appliance.quant.quality.run_facts import facts_of_run
+from appliance.quant.quality.stored_size import stored_size
+from appliance.quant.quality.weight_sets import scheme_of
+from appliance.quant.text.held_out import HeldOutText
+from appliance.tokenizer import Tokenizer
+from appliance.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.kernels.kv_cache import KVFormat
+    from appliance.model.source import ModelSource
+    from appliance.quant.quality.card import Comparison, QuantizeFacts
+    from appliance.quant.quality.evaluate import Evaluation, OnProgress
+    from appliance.quant.text.held_out import Windows
+
+KV_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class CardOptions:
+    """How a card is made.
+
+    Attributes:
+        text: what is read.
+        kv: caches to measure.
+        kv_tokens: tokens they are measured on, at most.
+        rounding: measure rounding to nearest as a yardstick, where the weights are packed.
+        compare: folders with cards of alternatives, to be shown beside.
+        device: where it is computed.
+    """
+
+    text: HeldOutText = field(default_factory=HeldOutText)
+    kv: tuple[KVFormat, ...] = KV_FORMATS
+    kv_tokens: int = KV_TOKENS
+    rounding: bool = True
+    compare: tuple[Path, ...] = ()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+def make_card(
+    model: Path,
+    base: Path | None = None,
+    options: CardOptions | None = None,
+    on_progress: OnProgress | None = None,
+) -> Card:
+    """Measure a checkpoint.
+
+    Args:
+        model: the checkpoint: a folder or a GGUF file.
+        base: what it was made from; without one there is no comparison.
+        options: how.
+        on_progress: called with a stage, what is done and what there is.
+
+    Raises:
+        QuantizeError: base and checkpoint are not the same model, or the text is too short.
+        ModelError: one of them cannot be read.
+    """
+    options = options or CardOptions()
+    started, cpu_started = time.monotonic(), _cpu_seconds()
+    memory = PeakMemory(options.device)
+    candidate = open_model(model)
+    original = None if base is None else open_model(base)
+    tokenizer = Tokenizer.from_path(model)
+    notes: list[str] = []
+    if original is not None:
+        check_same_model(original, candidate)
+        check_same_tokens(tokenizer, Tokenizer.from_path(original.path), model, original.path)
+    windows = options.text.windows_of(tokenizer)
+    run = facts_of_run(model)
+    if run is not None and _was_calibrated_with(run, windows):
+        notes.append(
+            f"measured on {windows.source}, which it was calibrated with too: these figures"
+            " flatter it; give another --text"
+        )
+    if _quantizes_inputs(candidate):
+        notes.append(
+            "made for inputs of fewer bits too, where the hardware multiplies these; measured are"
+            " its weights alone"
+        )
+    what = What(
+        base=original,
+        rounded=options.rounding and original is not None and _can_be_rounded(candidate, run),
+        kv=options.kv,
+        kv_windows=min(len(windows.tokens), max(1, options.kv_tokens // windows.length)),
+        folder=model.parent if _is_writable(model.parent) else None,
+        device=options.device,
+    )
+    found = evaluate(candidate, windows, what, on_progress)
+    facts = facts_of(candidate)
+    card = Card(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        version=__version__,
+        model=facts,
+        base=None if original is None else facts_of(original),
+        text=TextFacts(
+            windows.source,
+            windows.fingerprint,
+            len(windows.tokens),
+            windows.length,
+            windows.stride,
+        ),
+        perplexity=found.candidate.perplexity(),
+        comparison=None if found.against is None else found.against.summary(),
+        histogram=None if found.against is None else found.against.histogram(),
+        layers=found.layers,
+        kv=_kv_rows(candidate, found),
+        alternatives=(*_rounded(found, facts), *_compared(options.compare, windows)),
+        quantize=run,
+        notes=tuple(notes),
+        cost=Cost(0, 0, 0, 0, ""),
+    )
+    ram, vram = memory.peaks()
+    cost = Cost(
+        time.monotonic() - started, _cpu_seconds() - cpu_started, ram, vram, options.device.type
+    )
+    return replace(card, cost=cost)
+
+
+def write_card(card: Card, model: Path, out: Path | None = None) -> Path:
+    """Write JSON, Markdown and HTML, each whole or not at all; returns the path of the JSON.
+
+    Args:
+        card: of the model.
+        model: the folder or the file; the card goes beside its weights.
+        out: another folder for the card.
+
+    Raises:
+        QuantizeError: they cannot be written.
+    """
+    path = card_path(model) if out is None else out / card_path(model).name
+    prefix = "" if model.is_dir() else f"{model.stem}."
+    contents = {
+        path: to_json(card),
+        path.with_name(prefix + MARKDOWN_NAME): to_markdown(card).encode(),
+        path.with_name(prefix + HTML_NAME): to_html(card).encode(),
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for file, content in contents.items():
+            with replace_atomically(file) as temporary:
+                temporary.write_bytes(content)
+    except OSError as error:
+        raise QuantizeError(
+            f"cannot write the card to {path.parent}: {error.strerror}; name another folder"
+            " with --out"
+        ) from error
+    return path
+
+
+def facts_of(source: ModelSource) -> ModelFacts:
+    """What there is to say of an opened checkpoint without computing."""
+    size = stored_size(source)
+    return ModelFacts(
+        name=source.path.name,
+        architecture=source.spec.architecture,
+        weights=_weights_in_words(source),
+        parameters=size.parameters,
+        stored_bytes=size.stored_bytes,
+        linear_parameters=size.linear_parameters,
+        linear_bytes=size.linear_bytes,
+        fingerprint=weights_fingerprint(source.path),
+        readers=readers_of(source),
+    )
+
+
+def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, our_path: Path, their_path: Path) -> None:
+    """Whether token ids mean the same to both.
+
+    Raises:
+        QuantizeError: some id does not.
+    """
+    for token_id in range(max(ours.vocab_size, theirs.vocab_size)):
+        if ours.token_bytes(token_id) != theirs.token_bytes(token_id):
+            raise QuantizeError(
+                f"token {token_id} is {ours.token_text(token_id)!r} to {our_path.name} and"
+                f" {theirs.token_text(token_id)!r} to {their_path.name}: their predictions cannot"
+                " be compared; give the model that it was made from as the base"
+            )
+
+
+def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:
+    """Whether rounding is another thing than what was done, and can be done in the same form."""
+    if run is not None and run.method == "rtn":
+        return False
+    reader = ModelReader(candidate, torch.device("cpu"), torch.float32)
+    layer = reader.layer(0)
+    parts = (*layer.qkv, layer.output, *layer.gate_up, layer.down)
+    return any(scheme_of(part.weight) is not None for part in parts)
+
+
+def _was_calibrated_with(run: QuantizeFacts, windows: Windows) -> bool:
+    """Whether calibration read these tokens, or a text of this name, cut in another way."""
+    same_name = run.calibration.split(" of ")[-1].split(", ")[0] == windows.source
+    return same_name or run.calibration_fingerprint == windows.fingerprint
+
+
+def _quantizes_inputs(candidate: ModelSource) -> bool:
+    config = candidate.config.get("quantization_config")
+    if not isinstance(config, dict):
+        return False
+    groups = config.get("config_groups") or {}
+    return config.get("activation_scheme") is not None or any(
+        group.get("input_activations") is not None for group in groups.values()
+    )
+
+
+def _weights_in_words(source: ModelSource) -> str:
+    half = source.config.get("dtype", source.config.get("torch_dtype")) == "float16"
+    reader = ModelReader(source, torch.device("cpu"), torch.float16 if half else torch.bfloat16)
+    reader.layer(0)
+    reader.embedding_and_head()
+    return reader.weight_format()
+
+
+def _kv_rows(source: ModelSource, found: Evaluation) -> tuple[KVRow, ...]:
+    rows = []
+    heads = [
+        (layer.attention.num_kv_heads, layer.attention.head_dim) for layer in source.spec.layers
+    ]
+    values = sum(2 * count * dim for count, dim in heads)
+    for format, divergence in found.kv.items():
+        size = sum(bytes_per_token(format, count, dim) for count, dim in heads)
+        rows.append(KVRow(format.value, size, 8 * size / values, divergence.summary()))
+    return tuple(rows)
+
+
+def _rounded(found: Evaluation, facts: ModelFacts) -> tuple[Alternative, ...]:
+    if found.rounded is None:
+        return ()
+    summary = found.rounded.summary()
+    name = "rounding to nearest, same form"
+    return (_alternative(name, facts.bits_per_weight, summary),)
+
+
+def _compared(folders: Sequence[Path], windows: Windows) -> list[Alternative]:
+    found = []
+    for folder in folders:
+        card = card_of(folder)
+        if card is None or card.comparison is None:
+            raise QuantizeError(
+                f"{folder} has no card to compare with; make one with:"
+                f" appliance evaluate {folder} --against BASE"
+            )
+        if card.text.fingerprint != windows.fingerprint:
+            raise QuantizeError(
+                f"the card of {folder} was measured on another text ({card.text.source}); make it"
+                " again with the same --text and --tokens"
+            )
+        name = card.model.name
+        if card.quantize is not None:
+            name += f" ({card.quantize.method})"
+        found.append(_alternative(name, card.model.bits_per_weight, card.comparison))
+    return found
+
+
+def _alternative(name: str, bits: float, comparison: Comparison) -> Alternative:
+    return Alternative(
+        name=name,
+        bits_per_weight=bits,
+        kld_mean=comparison.kld_mean.value,
+        same_top_percent=comparison.same_top_percent.value,
+        perplexity=comparison.perplexity.value,
+    )
+
+
+def _is_writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK)
+
+
+def _cpu_seconds() -> float:
+    use = resource.getrusage(resource.RUSAGE_SELF)
+    return use.ru_utime + use.ru_stime

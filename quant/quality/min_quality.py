@@ -1,0 +1,132 @@
+"""The least quality that a person wants served: conditions on a card's figures.
+
+    0.1                           mean KLD at most 0.1, or refuse
+    kld<=0.1, same-top>=90        both, or refuse
+    warn:kld<=0.05, kld<=0.2      warn above 0.05, refuse above 0.2
+
+Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from appliance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.quant.quality.card import Card, Comparison
+
+_CONDITION = re.compile(
+    r"(?:(?P<action>[a-z]+):)?\s*(?:(?P<figure>[a-z0-9.-]+)\s*(?P<sign><=|>=)\s*)?"
+    r"(?P<limit>[0-9.]+(?:e-?[0-9]+)?)\s*%?"
+)
+
+
+class Action(Enum):
+    """What becomes of a model that does not meet a condition."""
+
+    WARN = "warn"
+    REFUSE = "refuse"
+
+
+# Name, the side on which good values lie, and where the value stands.
+_FIGURES: dict[str, tuple[str, Callable[[Comparison], float]]] = {
+    "kld": ("<=", lambda found: found.kld_mean.value),
+    "kld-p99": ("<=", lambda found: found.kld_p99),
+    "kld-max": ("<=", lambda found: found.kld_max),
+    "ppl-ratio": ("<=", lambda found: found.perplexity_ratio.value),
+    "same-top": (">=", lambda found: found.same_top_percent.value),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One figure and its limit."""
+
+    figure: str
+    limit: float
+    action: Action
+
+    def is_met(self, comparison: Comparison) -> bool:
+        """Whether a card's figure is on the good side, or at the limit."""
+        sign, value = _FIGURES[self.figure]
+        return value(comparison) <= self.limit if sign == "<=" else value(comparison) >= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.figure}{_FIGURES[self.figure][0]}{self.limit:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to do, and the reason in one line."""
+
+    action: Action
+    reason: str
+
+
+def parse_min_quality(text: str) -> tuple[Condition, ...]:
+    """Conditions that a person typed, with commas between.
+
+    Raises:
+        ConfigError: they are not of the form at the top of this file.
+    """
+    return tuple(_condition(part.strip().lower(), text) for part in text.split(","))
+
+
+def judge(
+    conditions: tuple[Condition, ...], card: Card | None, model: str, *, is_quantized: bool
+) -> list[Verdict]:
+    """What the conditions say of a model; nothing if it meets them all.
+
+    Args:
+        conditions: to be met.
+        card: of the model, if it has one.
+        model: its name.
+        is_quantized: one that is not has lost nothing, and needs no card.
+    """
+    if card is None or card.comparison is None:
+        if card is None and not is_quantized:
+            return []
+        lacks = "has no quality card" if card is None else "has a card without a base"
+        reason = f"{model} {lacks}; make one with: appliance evaluate MODEL --against BASE"
+        actions = {condition.action for condition in conditions}
+        action = Action.REFUSE if Action.REFUSE in actions else Action.WARN
+        return [Verdict(action, reason)]
+    verdicts = []
+    for condition in conditions:
+        if not condition.is_met(card.comparison):
+            value = _FIGURES[condition.figure][1](card.comparison)
+            reason = f"{model} has {condition.figure} {value:.4g}, asked for was {condition}"
+            verdicts.append(Verdict(condition.action, reason))
+    return verdicts
+
+
+def _condition(part: str, text: str) -> Condition:
+    match = _CONDITION.fullmatch(part)
+    if match is None:
+        raise _wrong(text, f"{part!r} is no condition")
+    figure = match["figure"] or "kld"
+    if figure not in _FIGURES:
+        raise _wrong(text, f"{figure!r} is no figure; known are {', '.join(_FIGURES)}")
+    sign = _FIGURES[figure][0]
+    if match["sign"] not in (None, sign):
+        raise _wrong(text, f"{figure} goes with {sign}")
+    action = match["action"] or Action.REFUSE.value
+    if action not in {known.value for known in Action}:
+        raise _wrong(text, f"{action!r} is neither warn nor refuse")
+    try:
+        limit = float(match["limit"])
+    except ValueError:
+        raise _wrong(text, f"{match['limit']!r} is no number") from None
+    return Condition(figure, limit, Action(action))
+
+
+def _wrong(text: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"min_quality {text!r}: {reason}; write it like kld<=0.1, or warn:kld<=0.05,same-top>=90"
+    )

@@ -1,0 +1,69 @@
+"""What only a quantize run knows: kept beside its weights, for the card that is made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.errors import CheckpointError
+from appliance.files import write_json
+from appliance.quant.quality.card import QuantizeFacts, card_of, weights_fingerprint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from appliance.quant.run.report import QuantizeReport
+
+NAME = "quantize.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The content of the file.
+
+    Attributes:
+        weights: fingerprint of the weight files that the run made.
+        facts: of the run.
+    """
+
+    weights: str
+    facts: QuantizeFacts
+
+
+def keep_facts(report: QuantizeReport) -> QuantizeFacts:
+    """Write the facts of a finished run beside its weights, and return them.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    facts = QuantizeFacts(
+        method=report.method,
+        scheme=str(report.scheme),
+        calibration=report.calibration,
+        calibration_fingerprint=report.calibration_fingerprint,
+        seconds=report.seconds,
+        losses=report.losses,
+        peak_ram_bytes=report.peak_ram,
+        peak_vram_bytes=report.peak_vram,
+        notes=report.notes,
+    )
+    run = Run(weights_fingerprint(report.out), facts)
+    write_json(report.out / NAME, msgspec.to_builtins(run))
+    return facts
+
+
+def facts_of_run(model: Path) -> QuantizeFacts | None:
+    """Of the run that made a checkpoint, if it was one of ours and these are its weights."""
+    try:
+        run = msgspec.json.decode((model / NAME).read_bytes(), type=Run)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        run = None
+    if run is not None and run.weights == weights_fingerprint(model):
+        return run.facts
+    try:
+        card = card_of(model)
+    except CheckpointError:
+        return None  # a card of other weights, or damaged
+    return None if card is None else card.quantize

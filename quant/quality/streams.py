@@ -1,0 +1,260 @@
+"""Residual streams of all variants of a model, side by side through its layers, one at a time.
+
+A stream lies in a memory-mapped file; of the weights, one layer of one model is in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from appliance.errors import ModelError, QuantizeError
+from appliance.kernels.backend import select_backend
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.packed_matmul.reference import dense_linear
+from appliance.model.loader import LayerBuilder
+from appliance.model.rope import Rope, distinct_ropes
+from appliance.model.step import Step
+from appliance.quant.quality.card import LayerError
+from appliance.quant.quality.kv_trip import Geometry, TripCache, through
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from appliance.kernels.backend import Backend, Linear
+    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.weight import Weight
+    from appliance.model.layers import DecoderLayer
+    from appliance.model.norm import Norm
+    from appliance.quant.quality.weight_sets import WeightSet
+
+FLOAT = torch.float32
+TOKENS_AT_ONCE = 2048  # through a layer
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compute the model.
+
+    Attributes:
+        name: unique, for people and for the name of a file.
+        weights: whose.
+        format: of its KV cache.
+        num_windows: how many of the first windows it is run on; None is all.
+        is_traced: whether its layers are held beside those of the first variant.
+    """
+
+    name: str
+    weights: WeightSet
+    format: KVFormat = KVFormat.FP32
+    num_windows: int | None = None
+    is_traced: bool = False
+
+
+class TappedLinear:
+    """A linear whose last result can be looked at; a `kernels.backend.Linear`."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.nbytes = linear.nbytes
+        self.result: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(num_tokens, in_features) -> (num_tokens, out_features)."""
+        self.result = self._linear(x)
+        return self.result
+
+
+class Streams:
+    """All variants on their way.
+
+    Args:
+        variants: the first is the base of all layer errors.
+        windows: (num_windows, window) int64.
+        folder: for files; 4 bytes for each token, hidden element and variant, and two more of that.
+        device: where layers compute.
+    """
+
+    def __init__(
+        self, variants: list[Variant], windows: Tensor, folder: Path, device: torch.device
+    ) -> None:
+        self.variants = variants
+        self._windows = windows
+        self._device = device
+        plain = select_backend(device)
+        self._plain = plain
+        spec = variants[0].weights.source.spec
+        self._hidden_size = spec.hidden_size
+        self._backend = through(plain)
+        self._geometries: dict[tuple[KVFormat, int], Geometry] = {}
+        length = windows.shape[1]
+        self._ropes = {
+            id(weights): tuple(
+                Rope.of(kind, length, device) for kind in distinct_ropes(weights.source.spec)
+            )
+            for weights in self._weight_sets()
+        }
+        self._streams = {variant.name: self._map(folder, variant.name) for variant in variants}
+        self._added = {part: self._map(folder, f"base-{part}") for part in ("attention", "mlp")}
+        for weights in self._weight_sets():
+            # Only the rows of tokens that occur, so that a lookup is one pass over the matrix.
+            found, where = windows.unique(return_inverse=True)
+            rows = weights.embed(found.to(device)).cpu()
+            for variant in self._of(weights):
+                stream = self._streams[variant.name]
+                for index, tokens in enumerate(where[: len(stream)]):
+                    stream[index] = rows[tokens]
+
+    def layer(self, index: int) -> dict[str, LayerError]:
+        """Put all variants through a layer; returns the errors of those that are traced."""
+        errors: dict[str, LayerError] = {}
+        for weights in self._weight_sets():
+            spec = weights.source.spec
+            ropes = distinct_ropes(spec)
+            builder = LayerBuilder(_tapping(self._backend), FLOAT, ropes)
+            loaded = weights.layer(index)
+            # The norm after a layer is applied when the next one begins.
+            layer = builder.layer(loaded, spec.layers[index], loaded.attention_norm)
+            del loaded
+            norm = layer.next_norm
+            for variant in self._of(weights):
+                error = self._run(variant, layer, norm, index)
+                if variant.is_traced:
+                    errors[variant.name] = error
+            del layer
+        return errors
+
+    def hidden(self, variant: Variant, window: int, rows: slice, norm: Norm) -> Tensor:
+        """The stream of some places of a window after the last norm, (num_rows, hidden_size)."""
+        stream = self._streams[variant.name][window, rows].to(self._device)
+        return self._backend.rms_norm(stream, norm.weight, norm.eps)
+
+    def _weight_sets(self) -> Iterator[WeightSet]:
+        yield from {id(variant.weights): variant.weights for variant in self.variants}.values()
+
+    def _of(self, weights: WeightSet) -> Iterator[Variant]:
+        return (variant for variant in self.variants if variant.weights is weights)
+
+    def _map(self, folder: Path, name: str) -> Tensor:
+        count = next((v.num_windows for v in self.variants if v.name == name), None)
+        count = len(self._windows) if count is None else count
+        shape = (count, self._windows.shape[1], self._hidden_size)
+        path = folder / name
+        size = shape[0] * shape[1] * shape[2]
+        _reserve(path, size * FLOAT.itemsize)
+        return torch.from_file(str(path), shared=True, size=size, dtype=FLOAT).view(shape)
+
+    def _run(self, variant: Variant, layer: DecoderLayer, norm: Norm, index: int) -> LayerError:
+        base = self._streams[self.variants[0].name]
+        stream = self._streams[variant.name]
+        is_base = variant is self.variants[0]
+        sums = {part: _Relative() for part in ("stream", "attention", "mlp")}
+        length = stream.shape[1]
+        at_once = max(1, TOKENS_AT_ONCE // length)
+        for start in range(0, len(stream), at_once):
+            rows = slice(start, min(start + at_once, len(stream)))
+            before = stream[rows].flatten(0, 1).to(self._device)
+            step, cache = self._step(variant, layer, rows.stop - rows.start, length)
+            hidden = self._backend.rms_norm(before, norm.weight, norm.eps)
+            # The operations of `kv_trip.through` take this cache for a layer's own.
+            _, after = layer(hidden, before, step, cast("LayerCache", cache), None)
+            found = {
+                "attention": _result(layer.attention.output),
+                "mlp": _result(layer.mlp.down),
+            }
+            if not bool(torch.isfinite(after).all()):
+                name = variant.weights.source.path.name
+                raise ModelError(f"{name}: layer {index} makes NaN or infinity of this text")
+            stream[rows] = after.view(-1, *stream.shape[1:]).cpu()
+            for part, value in found.items():
+                added = value.view(-1, *stream.shape[1:]).cpu()
+                if is_base:
+                    self._added[part][rows] = added
+                elif variant.is_traced:
+                    sums[part].add(self._added[part][rows], added)
+            if variant.is_traced:
+                sums["stream"].add(base[rows], stream[rows])
+        return LayerError(**{part: relative.value for part, relative in sums.items()})
+
+    def _step(
+        self, variant: Variant, layer: DecoderLayer, count: int, length: int
+    ) -> tuple[Step, TripCache]:
+        key = variant.format, count
+        if key not in self._geometries:
+            self._geometries[key] = Geometry.of(self._plain, *key, length, self._device)
+        geometry = self._geometries[key]
+        spec = layer.attention.spec
+        cache = TripCache.allocate(
+            self._plain,
+            variant.format,
+            geometry,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            device=self._device,
+        )
+        positions = torch.arange(length, device=self._device).repeat(count)
+        ropes = self._ropes[id(variant.weights)]
+        step = Step(
+            batch=geometry.batch,
+            attention_work=geometry.work,
+            rotations=tuple(rope.rotation(positions) for rope in ropes),
+        )
+        return step, cache
+
+
+class _Relative:
+    """The norm of a difference by the norm of the base, over all that was added."""
+
+    def __init__(self) -> None:
+        self._difference = 0.0
+        self._base = 0.0
+
+    def add(self, base: Tensor, other: Tensor) -> None:
+        """Tensors of one shape."""
+        self._difference += float(torch.linalg.vector_norm(other - base)) ** 2
+        self._base += float(torch.linalg.vector_norm(base)) ** 2
+
+    @property
+    def value(self) -> float:
+        """0 where both are 0."""
+        return math.sqrt(self._difference / self._base) if self._base else 0.0
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Make a file that has its blocks: a write to a map of one without kills the process.
+
+    Raises:
+        QuantizeError: the disk is full.
+    """
+    try:
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        raise QuantizeError(
+            f"an evaluation keeps its residual streams in {path.parent.parent}, of"
+            f" {size / 2**20:,.1f} MiB each: {error.strerror}; make room there or read fewer tokens"
+        ) from error
+
+
+def _tapping(backend: Backend) -> Backend:
+    """The same operations, with dense linears in float32 whose results can be looked at."""
+
+    def prepare(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> TappedLinear:
+        return TappedLinear(dense_linear(weight, bias, dtype))
+
+    return replace(backend, prepare_linear=prepare)
+
+
+def _result(linear: object) -> Tensor:
+    assert isinstance(linear, TappedLinear)
+    assert linear.result is not None
+    return linear.result

@@ -1,0 +1,199 @@
+"""The weights of a model to evaluate, part by part in float32: as stored, or rounded on the way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from appliance.errors import ConfigError
+from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.weight import dense, some_rows
+from appliance.model.embedding import Embedding
+from appliance.model.linear import stack_neighbours
+from appliance.model.reader import ModelReader
+from appliance.quant.methods import rtn
+from appliance.quant.scheme import WeightScheme
+from appliance.quant.walk.pieces import FloatReader
+
+if TYPE_CHECKING:
+    from appliance.kernels.weight import Weight
+    from appliance.model.linear import LinearPart
+    from appliance.model.norm import Norm
+    from appliance.model.reader import LayerWeights
+    from appliance.model.source import ModelSource
+
+FLOAT = torch.float32
+ROWS_AT_ONCE = 1 << 20  # numbers of a weight that are rounded at once
+FEW_ROWS = 32  # tell how a weight is packed
+
+
+class WeightSet(Protocol):
+    """What a walk through a model needs of its weights; nothing is kept once it is handed out."""
+
+    @property
+    def source(self) -> ModelSource:
+        """The model, for its spec."""
+        ...
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Rows of the embedding, (num_tokens, hidden_size) float32."""
+        ...
+
+    def layer(self, index: int) -> LayerWeights:
+        """A layer in float32."""
+        ...
+
+    def norm(self, index: int) -> Norm:
+        """The norm before a layer; past the last one, the decoder's own."""
+        ...
+
+    def head(self) -> Weight:
+        """(vocab_size, hidden_size), as it is stored."""
+        ...
+
+    def head_rows(self, head: Weight, rows: slice) -> Tensor:
+        """Some of its rows in float32."""
+        ...
+
+
+class StoredWeights:
+    """The weights of a checkpoint as they are."""
+
+    def __init__(self, source: ModelSource, device: torch.device) -> None:
+        self.source = source
+        self._device = device
+        self.reader = ModelReader(source, device, FLOAT)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See `WeightSet`."""
+        matrix = self.matrix(self.source.family.names.embedding)
+        return self.lookup(matrix, token_ids)
+
+    def lookup(self, matrix: Weight, token_ids: Tensor) -> Tensor:
+        """Rows of a matrix, scaled as the model wants it."""
+        rows = some_rows(matrix, token_ids, FLOAT)
+        every = torch.arange(len(token_ids), device=token_ids.device)
+        return Embedding.of(rows, self.source.spec.embedding_scale, FLOAT)(every)
+
+    def layer(self, index: int) -> LayerWeights:
+        """See `WeightSet`."""
+        return FloatReader(self.source, self._device).layer(index)
+
+    def norm(self, index: int) -> Norm:
+        """See `WeightSet`."""
+        return self.reader.first_norm(index)
+
+    def head(self) -> Weight:
+        """See `WeightSet`."""
+        names = self.source.family.names
+        return self.matrix(names.embedding if self.source.spec.tied_head else names.head)
+
+    def head_rows(self, head: Weight, rows: slice) -> Tensor:
+        """See `WeightSet`."""
+        return some_rows(head, rows, FLOAT)
+
+    def matrix(self, module: str) -> Weight:
+        """A matrix outside the layers."""
+        matrix = self.source.weights.load(f"{module}.weight")
+        return matrix.to(self._device)
+
+
+class RoundedWeights:
+    """A base, its weights rounded to nearest where a candidate's are packed, by the same scheme.
+
+    Args:
+        base: what is rounded.
+        candidate: says what is packed, and how.
+    """
+
+    def __init__(self, base: StoredWeights, candidate: StoredWeights) -> None:
+        self.source = base.source
+        self._base = base
+        self._candidate = candidate
+        names = candidate.source.family.names
+        tied = candidate.source.spec.tied_head
+        self._embedding = scheme_of(candidate.matrix(names.embedding))
+        head = self._embedding if tied else scheme_of(candidate.matrix(names.head))
+        self._head = head
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See `WeightSet`; rows are rounded one by one, so those looked up are enough."""
+        matrix = self._base.matrix(self.source.family.names.embedding)
+        rows = some_rows(matrix, token_ids, FLOAT)
+        every = torch.arange(len(token_ids), device=token_ids.device)
+        return self._base.lookup(_rounded(rows, self._embedding), every)
+
+    def layer(self, index: int) -> LayerWeights:
+        """See `WeightSet`."""
+        weights = self._base.reader.layer(index)
+        packed = self._candidate.reader.layer(index)
+        return _dense_parts(
+            replace(
+                weights,
+                qkv=_rounded_parts(weights.qkv, packed.qkv),
+                output=_rounded_parts([weights.output], [packed.output])[0],
+                gate_up=_rounded_parts(weights.gate_up, packed.gate_up),
+                down=_rounded_parts([weights.down], [packed.down])[0],
+            )
+        )
+
+    def norm(self, index: int) -> Norm:
+        """See `WeightSet`."""
+        return self._base.norm(index)
+
+    def head(self) -> Weight:
+        """See `WeightSet`."""
+        return self._base.head()
+
+    def head_rows(self, head: Weight, rows: slice) -> Tensor:
+        """See `WeightSet`."""
+        return _rounded(self._base.head_rows(head, rows), self._head)
+
+
+def _dense_parts(weights: LayerWeights) -> LayerWeights:
+    """Those of one input as one weight."""
+    return replace(
+        weights,
+        qkv=stack_neighbours(weights.qkv),
+        gate_up=stack_neighbours(weights.gate_up),
+    )
+
+
+def scheme_of(weight: Weight) -> WeightScheme | None:
+    """How a weight is packed, in the terms of a quantizer; None if it is not, or in no such way."""
+    if not isinstance(weight, PackedWeight):
+        return None
+    few = weight.rows(slice(0, FEW_ROWS))
+    # Codes of 3 bits are held as if they had 4.
+    bits = 3 if few.bits == 4 and int(few.unpack().max()) < 8 else few.bits
+    zero = -(1 << (bits - 1)) * few.scale
+    symmetric = few.offset_kind is OffsetKind.ADDITIVE and torch.equal(few.offset, zero)
+    group_size = None if few.group_size == few.shape[1] else few.group_size
+    try:
+        return WeightScheme(bits, group_size, symmetric)
+    except ConfigError:
+        return None
+
+
+def _rounded_parts(parts: list[LinearPart], packed: list[LinearPart]) -> list[LinearPart]:
+    return [
+        replace(part, weight=_rounded(part.weight, scheme_of(like.weight)))
+        for part, like in zip(parts, packed, strict=True)
+    ]
+
+
+def _rounded(weight: Weight, scheme: WeightScheme | None) -> Tensor:
+    """A weight after packing and unpacking, (out_features, in_features) float32."""
+    if scheme is None:
+        return dense(weight, FLOAT)
+    device = (weight if isinstance(weight, Tensor) else weight.codes).device
+    out = torch.empty(weight.shape, device=device)
+    step = max(1, ROWS_AT_ONCE // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        packed = rtn.quantize(some_rows(weight, rows, FLOAT), scheme, torch.bfloat16)
+        out[rows] = packed.dequantize()
+    return out

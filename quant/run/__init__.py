@@ -1,0 +1,1 @@
+"""One run of the quantizer: plan, ceilings, resumable writing, report."""

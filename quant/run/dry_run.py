@@ -1,0 +1,180 @@
+"""Tries the part of a run that takes most, before anything depends on its going well."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections import Counter
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.errors import MemoryPlanError, QuantizeError
+from appliance.model.tensors import Role
+from appliance.quant.methods.calibrated import quantize_layers
+from appliance.quant.run.memory import MemoryUse, release_unused
+from appliance.quant.run.memory_plan import MIB, plan_memory
+from appliance.quant.run.writing import PIECE_ELEMENTS, Rounding, units_of
+from appliance.quant.walk.stream import stream_bytes
+from appliance.quant.walk.walk import Walk, tokens_at_once
+from appliance.quantize_events import Plan, TensorClass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from appliance.model.source import ModelSource
+    from appliance.quant.run.memory_plan import MemoryPlan
+    from appliance.quant.run.options import Method, QuantizeOptions
+    from appliance.quant.run.plan import QuantizePlan
+    from appliance.quant.text.calibration import Calibration
+
+ROOMY = 0.5  # of the memory there is: a run that takes less need not be tried
+
+
+def plan_run(
+    source: ModelSource,
+    plan: QuantizePlan,
+    options: QuantizeOptions,
+    calibration: Calibration | None,
+    *,
+    is_tried: bool | None = None,
+) -> tuple[MemoryPlan, Plan]:
+    """Reckon what a run takes and, where it may be too much, try its largest part.
+
+    Args:
+        source: an opened model.
+        plan: what becomes of its tensors.
+        options: what is asked for.
+        calibration: the rows, where there are any.
+        is_tried: whether to try; by default where there is a ceiling, or the run takes half of
+            the free memory.
+
+    Raises:
+        MemoryPlanError: it takes more memory than it may.
+        QuantizeError: activations of the first layer are not finite.
+    """
+    device = torch.device(options.device)
+    row_tokens = 0 if calibration is None else calibration.rows.shape[1]
+    use = MemoryUse.now(device)
+    memory = plan_memory(
+        source, plan, options, row_tokens, use, torch.get_num_threads(), PIECE_ELEMENTS
+    )
+    if is_tried is None:
+        is_tried = (options.max_ram or options.max_vram) is not None or (
+            memory.ram - use.ram > ROOMY * memory.free
+        )
+    seconds, ram, vram = 0.0, memory.ram, memory.vram
+    if is_tried:
+        with out_of_memory_is_one_line("trying the largest layer"):
+            if calibration is None:
+                seconds = _round_largest(source, plan, options.method, memory.workers, device)
+            else:
+                seconds = _calibrate_largest(source, plan, options, calibration, device)
+        release_unused()
+        tried = MemoryUse.now(device)
+        ram, vram = tried.peak_ram, tried.peak_vram
+        _check(ram, options.max_ram, "--max-ram")
+        _check(vram, options.max_vram, "--max-vram")
+    disk = 0
+    if calibration is not None:
+        disk = 2 * stream_bytes(calibration.rows, source.spec.hidden_size)
+    return memory, Plan(
+        peak_ram=ram,
+        peak_vram=vram,
+        disk_bytes=disk,
+        seconds=seconds,
+        measured=is_tried,
+        classes=tuple(_classes(source, plan)),
+    )
+
+
+@contextmanager
+def out_of_memory_is_one_line(what: str) -> Iterator[None]:
+    """Turn the ways in which memory runs out into an error that says so.
+
+    Raises:
+        MemoryPlanError: there was not enough.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        short = "can't allocate memory" in str(error) or "out of memory" in str(error)
+        if not (short or isinstance(error, MemoryError)):
+            raise
+        raise MemoryPlanError(
+            f"the memory did not suffice for {what}; end other programs, or use --method rtn"
+        ) from error
+
+
+def _check(measured: int, ceiling: int | None, flag: str) -> None:
+    if ceiling is not None and measured > ceiling:
+        raise MemoryPlanError(
+            f"the largest layer took {measured / MIB:,.0f} MiB where {ceiling / MIB:,.0f} MiB may"
+            f" be used; {flag} {-(-measured // MIB)}MiB is the least that would do"
+        )
+
+
+def _round_largest(
+    source: ModelSource,
+    plan: QuantizePlan,
+    method: Method,
+    workers: int,
+    device: torch.device,
+) -> float:
+    """Round the largest weight; returns the seconds that all of them would take."""
+    largest = max(plan.tensors, key=lambda tensor: (tensor.scheme is not None, tensor.nbytes))
+    started = time.perf_counter()
+    with Rounding(source.weights, plan.dtype, method, workers, device) as rounding:
+        rounding.packed(largest)
+    seconds = time.perf_counter() - started
+    return seconds * sum(tensor.nbytes for tensor in plan.tensors) / largest.nbytes
+
+
+def _calibrate_largest(
+    source: ModelSource,
+    plan: QuantizePlan,
+    options: QuantizeOptions,
+    calibration: Calibration,
+    device: torch.device,
+) -> float:
+    """Quantize the largest layer as rows reach it that go through together."""
+    sizes: Counter[int] = Counter()
+    for unit in units_of(source, plan):
+        if unit.layer is not None:
+            sizes[unit.layer] = sum(tensor.shape[0] * tensor.shape[-1] for tensor in unit.tensors)
+    largest = max(sizes, key=lambda index: (sizes[index], -index))
+    num_rows, row_tokens = calibration.rows.shape
+    at_once = tokens_at_once(row_tokens) // row_tokens
+    schemes = {tensor.name: tensor.scheme for tensor in plan.tensors}
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="appliance-") as folder:
+        walk = Walk(source, calibration.rows[:at_once], Path(folder), device)
+        layers = quantize_layers(source, walk, options.method, schemes, plan.dtype, first=largest)
+        try:
+            next(layers)
+        except QuantizeError:
+            if largest == 0:  # any other sees here what it will not see in the run
+                raise
+    seconds = time.perf_counter() - started
+    gc.collect()
+    portions = -(-num_rows // at_once)
+    return len(sizes) * (seconds + walk.seconds * (portions - 1))
+
+
+def _classes(source: ModelSource, plan: QuantizePlan) -> Iterator[TensorClass]:
+    """Tensors by what they are and what becomes of them."""
+    words = {Role.EMBEDDING: "embedding", Role.HEAD: "head"}
+    slots = {slot.name: slot for slot in source.slots()}
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for tensor in plan.tensors:
+        slot = slots[tensor.name]
+        kind = words.get(slot.role, "layer weights" if slot.is_linear else "norms and biases")
+        form = "16 bits" if tensor.scheme is None else str(tensor.scheme)
+        counts[kind, form] += 1
+        sizes[kind, form] += tensor.nbytes
+    for (kind, form), count in counts.items():
+        yield TensorClass(tensors=kind, count=count, form=form, nbytes=sizes[kind, form])

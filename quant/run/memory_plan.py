@@ -1,0 +1,164 @@
+"""How much memory a run takes at most, reckoned from the shapes of the model before it begins.
+
+The peak is that of one layer in float32, the rows of text that go through it at once, and what the
+method puts beside its largest linear; it does not depend on the number of layers. The factors are
+upper bounds of what `rtn`, `awq` and `gptq` hold at once; a test compares them with a real run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+
+from appliance.errors import MemoryPlanError
+from appliance.quant.walk.pieces import ROW_MULTIPLE
+from appliance.quant.walk.walk import tokens_at_once
+
+if TYPE_CHECKING:
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import LayerSpec
+    from appliance.quant.run.memory import MemoryUse
+    from appliance.quant.run.options import QuantizeOptions
+    from appliance.quant.run.plan import QuantizePlan
+
+FLOAT_BYTES = 4
+MIB = 1 << 20
+
+# What a method holds at once: matrices of second moments, and copies of the weight in float32.
+GPTQ_MOMENTS, GPTQ_WEIGHTS = 6, 7
+AWQ_WEIGHTS = 8
+ROUND_PIECES = 8  # copies of a piece in float32, for each worker
+ROUND_PACKED = 3  # of a tensor's result: as pieces, as one, and as it is stored
+HEAP = 32 * MIB  # what the allocators keep, and small things
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The most that a run takes, in bytes.
+
+    Attributes:
+        program: libraries, tokenizer and rows, which are there already.
+        parts: the rest by what it is for.
+        vram: on the GPU.
+        free: what other programs leave.
+        workers: that round pieces of a weight side by side.
+    """
+
+    program: int
+    parts: dict[str, int]
+    vram: int
+    free: int
+    workers: int
+
+    @property
+    def ram(self) -> int:
+        """Of the whole process."""
+        return self.program + sum(self.parts.values())
+
+    def __str__(self) -> str:
+        parts = {"program": self.program} | self.parts
+        return ", ".join(f"{name} {size / MIB:,.0f}" for name, size in parts.items() if size)
+
+
+def plan_memory(
+    source: ModelSource,
+    plan: QuantizePlan,
+    options: QuantizeOptions,
+    row_tokens: int,
+    use: MemoryUse,
+    workers: int,
+    piece_elements: int,
+) -> MemoryPlan:
+    """Reckon the peak, with as many workers as fit.
+
+    Args:
+        source: an opened model.
+        plan: what becomes of its tensors.
+        options: the method, the device and the ceilings.
+        row_tokens: in a row of calibration text; 0 without.
+        use: of memory now, with all libraries loaded.
+        workers: at most.
+        piece_elements: numbers that one rounds at once.
+
+    Raises:
+        MemoryPlanError: it is more than may be used.
+    """
+    on_gpu = options.device.startswith("cuda")
+    packed = max(tensor.nbytes for tensor in plan.tensors if tensor.scheme is not None)
+    layer = {} if not row_tokens else _layer_parts(source, options, row_tokens)
+    heap = {"results": ROUND_PACKED * packed, "allocators": HEAP}
+    vram = sum(layer.values()) if on_gpu else 0
+    parts = heap if on_gpu else layer | heap
+    free = psutil.virtual_memory().available
+    allowed = options.max_ram or use.ram + free
+    widest = max(tensor.shape[-1] for tensor in plan.tensors)
+    piece = ROUND_PIECES * max(piece_elements, ROW_MULTIPLE * widest) * FLOAT_BYTES
+    for count in range(workers, 0, -1):
+        found = MemoryPlan(use.ram, parts | {"pieces": count * piece}, vram, free, count)
+        if max(found.ram, use.peak_ram) <= allowed:
+            break
+    else:
+        least = max(found.ram, use.peak_ram)
+        raise MemoryPlanError(
+            f"quantizing this model takes {least / MIB:,.0f} MiB of memory ({found}), but"
+            f" {allowed / MIB:,.0f} MiB may be used; {_advice('--max-ram', least, options)}"
+        )
+    if options.max_vram is not None and vram > options.max_vram:
+        advice = _advice("--max-vram", vram, options)
+        raise MemoryPlanError(
+            f"quantizing this model takes {vram / MIB:,.0f} MiB on the GPU, but"
+            f" {options.max_vram / MIB:,.0f} MiB may be used; {advice}"
+        )
+    return found
+
+
+def _advice(flag: str, least: int, options: QuantizeOptions) -> str:
+    advice = f"{flag} {-(-least // MIB)}MiB is the least that would do"
+    if options.method.needs_text:
+        advice += ", and --method rtn takes less"
+    return advice
+
+
+def _layer_parts(source: ModelSource, options: QuantizeOptions, row_tokens: int) -> dict[str, int]:
+    """Of the layer that takes most, in bytes."""
+    found = [
+        _parts_of(layer, source.spec.hidden_size, options, row_tokens)
+        for layer in set(source.spec.layers)
+    ]
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def _parts_of(
+    layer: LayerSpec, hidden: int, options: QuantizeOptions, row_tokens: int
+) -> dict[str, int]:
+    attention, middle = layer.attention, layer.mlp.intermediate_size
+    queries = attention.num_heads * attention.head_dim
+    keys = attention.num_kv_heads * attention.head_dim
+    linears = [  # (out_features, in_features)
+        (queries + 2 * keys, hidden),
+        (hidden, queries),
+        (2 * middle, hidden),
+        (hidden, middle),
+    ]
+    tokens = tokens_at_once(row_tokens)
+    widths = 4 * hidden + 3 * (queries + 2 * keys) + 2 * queries + 2 * keys + 3 * middle
+    scores = 0
+    if attention.softcap is not None or options.device.startswith("cuda"):
+        scores = 3 * attention.num_heads * row_tokens  # no flash kernel: all of them at once
+    moments = [columns * columns for _, columns in linears]
+    method = 0
+    for (rows, columns), square in zip(linears, moments, strict=True):
+        weight = rows * columns
+        if options.method.makes_up:
+            method = max(method, GPTQ_MOMENTS * square + GPTQ_WEIGHTS * weight)
+        else:
+            method = max(method, square + AWQ_WEIGHTS * weight)
+        if options.method.scales_inputs:
+            method = max(method, sum(moments) + AWQ_WEIGHTS * weight)
+    return {
+        "layer": sum(rows * columns for rows, columns in linears) * FLOAT_BYTES,
+        "activations": tokens * (widths + scores) * FLOAT_BYTES,
+        options.method.value: method * FLOAT_BYTES,
+    }

@@ -1,0 +1,326 @@
+"""Quantizes a model into a folder, one tensor or one layer in memory at a time.
+
+source -> plan -> for each unit: read, quantize, write, record -> rename. Nothing of the result
+exists under its own name before all of it does, and what is recorded is not done twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.checkpoint import CONFIG_NAME
+from appliance.errors import ApplianceError, QuantizeError
+from appliance.files import read_json
+from appliance.model.source import open_model
+from appliance.quant.engines import quantize_by_engine
+from appliance.quant.kv.files import (
+    kept_kv_plan,
+    kv_scale_layouts,
+    with_kv_scheme,
+    write_kv_plan,
+    write_kv_scales,
+)
+from appliance.quant.methods.precisions import kept_schemes, mixed_schemes
+from appliance.quant.run.dry_run import out_of_memory_is_one_line, plan_run
+from appliance.quant.run.fingerprint import fingerprint_of
+from appliance.quant.run.journal import Journal
+from appliance.quant.run.options import Engine, QuantizeOptions
+from appliance.quant.run.plan import make_plan
+from appliance.quant.run.progress import EventLog, UnitLog
+from appliance.quant.run.run import Run, report_of
+from appliance.quant.run.shard_writer import ShardWriter
+from appliance.quant.run.staging import Staging, check_destination, flush, locked
+from appliance.quant.run.tokenizer_files import write_tokenizer_files
+from appliance.quant.run.writing import UnitWriter, units_of
+from appliance.quant.text.calibration import Calibration, CalibrationText, load_rows, save_rows
+from appliance.quant.walk.stream import stream_bytes
+from appliance.quantize_events import Done, Failed, Start, Written, ignore_event
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from appliance.model.source import ModelSource
+    from appliance.quant.run.report import QuantizeReport
+    from appliance.quant.run.writing import Unit
+    from appliance.quant.scheme import LinearScheme
+    from appliance.quantize_events import OnEvent, Plan
+
+STREAM = "stream"  # in the state folder
+
+
+def quantize_model(
+    model_path: Path,
+    out: Path,
+    options: QuantizeOptions | None = None,
+    on_event: OnEvent = ignore_event,
+) -> QuantizeReport:
+    """Quantize the linear weights of a model's layers and write it as a model folder.
+
+    When it does not come to its end, `.OUT.partial` keeps the layers that are done, and the same
+    call goes on from there; the result is the same to the bit. Only a weight or an activation
+    that is not finite leaves nothing, as it will be there again.
+
+    Args:
+        model_path: a .gguf file, or a folder with config.json and safetensors.
+        out: the folder to write; weights, config and tokenizer.
+        options: what is asked for; 4 bits by rounding by default.
+        on_event: is told how far the work is.
+
+    Raises:
+        CheckpointError: the model is damaged or incomplete.
+        UnsupportedModelError: no code here reads this model.
+        MemoryPlanError: it takes more memory than there is, or than it may.
+        ChangedRunError: an unfinished run for `out` differs from this one.
+        QuantizeError: the destination is taken, the disk is full, a weight is not finite or the
+            model is quantized already.
+    """
+    started = time.monotonic()
+    options = options or QuantizeOptions()
+    if options.engine is not Engine.APPLIANCE:
+        return quantize_by_engine(model_path, out, options)
+    staging = Staging(out.resolve())
+    try:
+        with out_of_memory_is_one_line("this run"):
+            run = _open(model_path, staging, options, started)
+            report = _quantize(run, staging, on_event)
+    except OSError as error:
+        message = f"cannot write {staging.out}: {error.strerror}; {what_is_kept(out)}"
+        on_event(Failed(message=message, units_done=_units_done(staging)))
+        raise QuantizeError(message) from error
+    except (ApplianceError, KeyboardInterrupt) as error:
+        message = str(error) or "interrupted"
+        on_event(Failed(message=message, units_done=_units_done(staging)))
+        raise
+    on_event(
+        Done(
+            out=str(report.out),
+            seconds=report.seconds,
+            weight_bytes=report.weight_bytes,
+            bits_per_weight=report.bits_per_weight,
+            peak_ram=report.peak_ram,
+            peak_vram=report.peak_vram,
+            notes=report.notes,
+        )
+    )
+    return report
+
+
+def what_is_kept(out: Path) -> str:
+    """What an unfinished run for a destination left, in words."""
+    staging = Staging(out.resolve())
+    done = _units_done(staging)
+    if not done:
+        return "nothing was left there"
+    return (
+        f"{done} finished parts are kept in {staging.folder}, and the same command goes on from"
+        " there"
+    )
+
+
+def _units_done(staging: Staging) -> int:
+    return len(Journal(staging.state).records)
+
+
+def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
+    """Refuse what `quantize_model` would refuse, try the largest layer, and write nothing.
+
+    Returns:
+        What the run would take, and what would become of the tensors.
+    """
+    staging = Staging(out.resolve())
+    run = _open(model_path, staging, options, time.monotonic())
+    calibration = _calibration(run, staging.state, resumes=False)
+    if options.mixed is not None and calibration is not None:
+        run = _with_precisions(run, mixed_schemes(run.source, options, calibration, run.plan.dtype))
+    return plan_run(run.source, run.plan, options, calibration, is_tried=True)[1]
+
+
+def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started: float) -> Run:
+    """Check what can be checked, and plan."""
+    # A run that was killed after it gave the result its name has only its own traces to remove.
+    is_published = Journal(staging.state).is_complete and not staging.result.exists()
+    if options.restart or not is_published:
+        check_destination(staging.out, model_path.resolve(), overwrite=options.overwrite)
+    _refuse_quantized(model_path)
+    source = open_model(model_path)
+    plan = make_plan(source, options, _stored_dtype(source))
+    return Run(model_path, options, source, plan, torch.device(options.device), started)
+
+
+def _with_precisions(run: Run, chosen: Mapping[str, LinearScheme | None]) -> Run:
+    return replace(run, plan=make_plan(run.source, run.options, run.plan.dtype, chosen))
+
+
+def _quantize(run: Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
+    with locked(staging):
+        journal = Journal(staging.state)
+        lost = journal.is_complete and not (staging.result.exists() or staging.out.exists())
+        if run.options.restart or lost or not journal.records:
+            staging.start_over()
+            journal = Journal(staging.state)
+        try:
+            return _go_on(run, staging, journal, on_event)
+        except BaseException as error:
+            if not journal.records:
+                staging.discard()
+            else:
+                failed = Failed(message=str(error), units_done=len(journal.records))
+                with contextlib.suppress(OSError):
+                    EventLog(staging.state).record(failed)
+            raise
+
+
+def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> QuantizeReport:
+    """Do what the journal does not have yet."""
+    resumes = bool(journal.records)
+    calibration = _calibration(run, staging.state, resumes=resumes)
+    fingerprint = fingerprint_of(run.model_path, run.options, calibration, run.device)
+    if resumes:
+        journal.check(fingerprint, staging.folder)
+    if run.options.mixed is not None and calibration is not None:
+        chosen = kept_schemes(run.source, run.options, calibration, run.plan.dtype, staging.state)
+        run = _with_precisions(run, chosen)
+    if run.options.kv_bits is not None and calibration is not None:
+        kv = kept_kv_plan(run.source, calibration, staging.state, run.device, run.options.kv_bits)
+        run = replace(run, kv=kv)
+    if not journal.is_complete:
+        units = units_of(run.source, run.plan)
+        events = EventLog(staging.state, on_event)
+        events(_start(run, staging.out, units, journal))
+        _check_space(run, staging, calibration)
+        if not resumes:  # first, so that what it takes is in the account, and a bad one is seen
+            write_tokenizer_files(run.model_path, staging.result)
+        # What the layers that are done took, the others will; only a first run tries one.
+        tried = False if resumes else None
+        memory, planned = plan_run(run.source, run.plan, run.options, calibration, is_tried=tried)
+        events(planned)
+        if not resumes:
+            if calibration is not None:
+                save_rows(calibration, staging.state)
+            journal.start(fingerprint)
+        _fill(run, staging, journal, units, calibration, events, memory.workers)
+        _finish(run, staging.result)
+        journal.complete()
+    report = report_of(run, staging.out, journal, calibration)
+    staging.publish()
+    return report
+
+
+def _start(run: Run, out: Path, units: list[Unit], journal: Journal) -> Start:
+    return Start(
+        model=str(run.model_path),
+        out=str(out),
+        architecture=run.source.spec.architecture,
+        method=run.options.method.value,
+        scheme=str(run.options.scheme),
+        units=len(units),
+        units_done=len(journal.records),
+        weight_bytes=sum(unit.nbytes for unit in units),
+        max_ram=run.options.max_ram,
+        max_vram=run.options.max_vram,
+    )
+
+
+def _fill(
+    run: Run,
+    staging: Staging,
+    journal: Journal,
+    units: list[Unit],
+    calibration: Calibration | None,
+    events: EventLog,
+    workers: int,
+) -> None:
+    """Write all tensors that are not written yet."""
+    options, plan = run.options, run.plan
+    finished = {record.unit for record in journal.records}
+    done = [unit for unit in units if unit.name in finished]
+    left = [unit for unit in units if unit.name not in finished]
+    weight_bytes = sum(unit.nbytes for unit in units)
+    written = {layout.name for unit in done for t in unit.tensors for layout in t.stored}
+    log = UnitLog(
+        journal,
+        events,
+        total_units=len(units),
+        total_layers=len(run.source.spec.layers),
+        total_bytes=weight_bytes,
+        bytes_done=sum(unit.nbytes for unit in done),
+        device=run.device,
+    )
+    layouts = [*plan.layouts(), *kv_scale_layouts(run.source, run.kv)]
+    with ShardWriter(staging.result, layouts, options.max_shard_bytes, written) as shards:
+        writer = UnitWriter(run.source, plan, shards, log, run.device, workers)
+        try:
+            if calibration is None or not options.method.needs_text:
+                writer.round(left, options.method)
+            else:
+                writer.calibrate(left, options.method, calibration, staging.state / STREAM)
+        except QuantizeError:
+            journal.start({})  # a number that is not finite would be met again
+            raise
+        write_kv_scales(run.source, run.kv, shards)
+        shards.flush()
+    events(Written(weight_bytes=weight_bytes))
+
+
+def _finish(run: Run, result: Path) -> None:
+    """Write what is left, and see that all of it is on the disk."""
+    model_config = with_kv_scheme(run.plan.model_config(run.source.config), run.kv)
+    config = json.dumps(model_config, indent=2, ensure_ascii=False)
+    if run.kv is not None:
+        write_kv_plan(run.kv, result)
+    (result / CONFIG_NAME).write_text(config + "\n", encoding="utf-8")
+    for path in result.iterdir():
+        flush(path)
+    flush(result)
+
+
+def _calibration(run: Run, state: Path, *, resumes: bool) -> Calibration | None:
+    """The rows of text, from the text if it is there, else as an earlier run kept them."""
+    if not run.options.needs_text:
+        return None
+    text = run.options.text or CalibrationText()
+    if resumes and not text.is_at_hand:
+        return load_rows(state)
+    return text.rows_of(run.model_path)
+
+
+def _refuse_quantized(model_path: Path) -> None:
+    if not model_path.is_dir():
+        return
+    config = read_json(model_path / CONFIG_NAME).get("quantization_config")
+    if config is not None:
+        method = config.get("quant_method") if isinstance(config, dict) else config
+        raise QuantizeError(
+            f"{model_path} is quantized already, with {method!r}; quantize the 16-bit model that"
+            " it was made from"
+        )
+
+
+def _stored_dtype(source: ModelSource) -> torch.dtype:
+    """float16 where the model is, else bfloat16, whose range holds any model's weights."""
+    dtype = source.config.get("dtype", source.config.get("torch_dtype"))
+    return torch.float16 if dtype == "float16" else torch.bfloat16
+
+
+def _check_space(run: Run, staging: Staging, calibration: Calibration | None) -> None:
+    result = sum(tensor.nbytes for tensor in run.plan.tensors)
+    work = 0
+    if calibration is not None:
+        work = 2 * stream_bytes(calibration.rows, run.source.spec.hidden_size)
+    there = sum(path.stat().st_blocks * 512 for path in staging.folder.rglob("*"))
+    free = shutil.disk_usage(staging.out.parent).free
+    if result + work > there + free:
+        raise QuantizeError(
+            f"the result needs {result / 2**20:,.0f} MiB"
+            + (f" and the work on it {work / 2**20:,.0f} MiB" * bool(work))
+            + f", but {staging.out.parent} has {(there + free) / 2**20:,.0f} MiB free; make room or"
+            " choose another --out"
+        )

@@ -1,0 +1,191 @@
+"""Decides what becomes of every tensor of a model before any of them is read."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import ConfigError, QuantizeError
+from appliance.model.tensors import Role
+from appliance.quant.formats.store import CompressedTensorsStore
+from appliance.quant.formats.word_writer import awq_writer, gptq_writer
+from appliance.quant.run.options import WeightFormat, end_scheme
+from appliance.quant.run.shard_writer import TensorLayout
+from appliance.quant.scheme import Fp8Scheme
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from appliance.model.source import ModelSource
+    from appliance.model.tensors import TensorSlot
+    from appliance.quant.formats.store import WeightStore
+    from appliance.quant.formats.word_writer import Weights
+    from appliance.quant.run.options import QuantizeOptions
+    from appliance.quant.scheme import LinearScheme, WeightScheme
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """One tensor of the model and how it will be stored.
+
+    Attributes:
+        name: in the model.
+        role: what it is to the decoder.
+        shape: (out_features, in_features) of a linear weight.
+        scheme: how it is quantized; None keeps it in 16 bits.
+        stored: the tensors it becomes.
+    """
+
+    name: str
+    role: Role
+    shape: tuple[int, ...]
+    scheme: LinearScheme | None
+    stored: tuple[TensorLayout, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all it becomes."""
+        return sum(layout.nbytes for layout in self.stored)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizePlan:
+    """Every tensor in the order of the model.
+
+    Attributes:
+        dtype: of scales and of what is not quantized.
+        tensors: in the order in which the model needs them.
+        kept: modules of linear weights that no group divides.
+        notes: one line for each reason why weights do not get the scheme asked for.
+        store: turns quantized weights into tensors.
+    """
+
+    dtype: torch.dtype
+    tensors: tuple[PlannedTensor, ...]
+    kept: tuple[str, ...]
+    notes: tuple[str, ...]
+    store: WeightStore
+
+    def layouts(self) -> list[TensorLayout]:
+        """Every tensor that will be stored."""
+        return [layout for tensor in self.tensors for layout in tensor.stored]
+
+    def model_config(self, config: dict[str, Any]) -> dict[str, Any]:
+        """config.json of the result, from that of the source."""
+        schemes = {
+            tensor.name.removesuffix(_WEIGHT): tensor.scheme
+            for tensor in self.tensors
+            if tensor.scheme is not None
+        }
+        quantized = {tensor.role for tensor in self.tensors if tensor.scheme is not None}
+        ignore = [] if Role.HEAD in quantized else ["lm_head"]
+        named = Role.EMBEDDING in quantized
+        kept = {key: value for key, value in config.items() if key != "torch_dtype"}
+        return kept | {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "quantization_config": self.store.config(schemes, [*ignore, *self.kept], named=named),
+        }
+
+
+def make_plan(
+    source: ModelSource,
+    options: QuantizeOptions,
+    dtype: torch.dtype,
+    chosen: Mapping[str, LinearScheme | None] | None = None,
+) -> QuantizePlan:
+    """Plan a model: linear weights of the layers are quantized, and the ends where asked.
+
+    Args:
+        source: an opened model.
+        options: what is asked for.
+        dtype: of scales and of what is not quantized.
+        chosen: of linear weights that get another scheme than the rest, by name.
+
+    Raises:
+        ConfigError: the format cannot hold the weights, or bits of an end are not supported.
+        QuantizeError: there is not one weight that the scheme fits.
+    """
+    slots, ends = source.slots(), end_schemes(source, options)
+    found: dict[str, LinearScheme | None] = {}
+    reasons: dict[str, list[str]] = defaultdict(list)
+    kept: list[str] = []
+    for slot in slots:
+        fitted: LinearScheme | None = None
+        wanted = (chosen or {}).get(slot.name, options.scheme) if slot.is_linear else None
+        wanted = ends.get(slot.role, wanted)
+        if wanted is not None:
+            fitted, reason = wanted.fit(slot.shape[1])
+            if reason:
+                reasons[reason].append(slot.name)
+        if slot.is_linear and fitted is None:
+            kept.append(slot.name.removesuffix(_WEIGHT))
+        found[slot.name] = fitted
+    if not any(found.values()):
+        raise QuantizeError(f"nothing to quantize: every linear weight is {'; '.join(reasons)}")
+    notes = [f"{len(names)} weights {reason}" for reason, names in reasons.items()]
+    if chosen is not None:
+        counts = Counter("16 bits" if s is None else str(s) for s in map(found.get, chosen))
+        notes += [f"{count} weights of {what}" for what, count in sorted(counts.items())]
+    if Role.EMBEDDING in ends:
+        notes.append("the embedding is quantized, which only appliance reads")
+    store = choose_store(options.format, slots, found)
+    tensors = tuple(_planned(slot, found[slot.name], dtype, store) for slot in slots)
+    return QuantizePlan(dtype, tensors, tuple(kept), tuple(notes), store)
+
+
+def choose_store(
+    format: WeightFormat, slots: Sequence[TensorSlot], schemes: Mapping[str, LinearScheme | None]
+) -> WeightStore:
+    """What stores weights of those schemes.
+
+    Raises:
+        ConfigError: the format cannot hold them.
+    """
+    if format is WeightFormat.COMPRESSED_TENSORS:
+        return CompressedTensorsStore()
+    weights: Weights = {}
+    for slot in slots:
+        scheme = schemes.get(slot.name)
+        if scheme is None:
+            continue
+        if isinstance(scheme, Fp8Scheme) or not slot.is_linear:
+            what = "FP8 weights" if isinstance(scheme, Fp8Scheme) else f"a quantized {slot.name}"
+            raise ConfigError(
+                f"--format {format.value} does not hold {what}; use --format compressed-tensors"
+            )
+        weights[slot.name] = (slot.shape[0], slot.shape[1]), scheme
+    return awq_writer(weights) if format is WeightFormat.AWQ else gptq_writer(weights)
+
+
+def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, WeightScheme]:
+    """What embedding and head become, where they do not stay in 16 bits.
+
+    A matrix that serves as both is stored as the embedding.
+
+    Raises:
+        ConfigError: bits that are not supported, or of an embedding that is the head.
+    """
+    tied = source.spec.tied_head
+    if tied and options.embedding != 16:
+        raise ConfigError("the embedding of this model is its head too; give --head BITS alone")
+    asked = {
+        Role.EMBEDDING: end_scheme(options.head if tied else options.embedding, options.scheme),
+        Role.HEAD: end_scheme(options.head, options.scheme),
+    }
+    return {role: scheme for role, scheme in asked.items() if scheme is not None}
+
+
+def _planned(
+    slot: TensorSlot, scheme: LinearScheme | None, dtype: torch.dtype, store: WeightStore
+) -> PlannedTensor:
+    if scheme is None:
+        layouts = {slot.name: (dtype, slot.shape)}
+    else:
+        layouts = store.layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
+    stored = tuple(TensorLayout(name, *layout) for name, layout in layouts.items())
+    return PlannedTensor(slot.name, slot.role, slot.shape, scheme, stored)

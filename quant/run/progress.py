@@ -1,0 +1,126 @@
+"""Keeps account of units that are done: in the journal for later, in events for who watches."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance.quant.run.journal import Record
+from appliance.quant.run.memory import MemoryUse, release_unused
+from appliance.quantize_events import QuantizeEvent, Unit, encode_event, ignore_event
+
+if TYPE_CHECKING:
+    import torch
+
+    from appliance.quant.run.journal import Journal
+    from appliance.quantize_events import OnEvent
+
+EVENTS_NAME = "events.jsonl"
+LAYER = "layer "  # begins the names of units that are layers
+
+
+class EventLog:
+    """Passes events on, and appends them to a file in the state folder.
+
+    Args:
+        folder: exists; gets `events.jsonl`, unless that cannot be written.
+        on_event: is told of every event.
+    """
+
+    def __init__(self, folder: Path, on_event: OnEvent = ignore_event) -> None:
+        self._path = folder / EVENTS_NAME
+        self._on_event = on_event
+
+    def __call__(self, event: QuantizeEvent) -> None:
+        """Tell of one event."""
+        self.record(event)
+        self._on_event(event)
+
+    def record(self, event: QuantizeEvent) -> None:
+        """Append one event to the file."""
+        with self._path.open("ab") as file:
+            file.write(encode_event(event) + b"\n")
+
+
+class UnitLog:
+    """Commits units.
+
+    Args:
+        journal: of the run.
+        on_event: is told of every unit.
+        total_units: in the model.
+        total_layers: of these.
+        total_bytes: of the result.
+        bytes_done: in units that were done by an earlier run.
+        device: whose memory is told of.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        on_event: OnEvent,
+        *,
+        total_units: int,
+        total_layers: int,
+        total_bytes: int,
+        bytes_done: int,
+        device: torch.device,
+    ) -> None:
+        self._journal = journal
+        self._on_event = on_event
+        self._total_units = total_units
+        self._total_layers = total_layers
+        self._total_bytes = total_bytes
+        self._bytes_done = bytes_done
+        self._bytes_before = bytes_done
+        self._device = device
+        self._started = time.monotonic()
+        self._layer_seconds: list[float] = []
+
+    def commit(
+        self,
+        name: str,
+        nbytes: int,
+        seconds: float,
+        *,
+        losses: dict[str, float] | None = None,
+        notes: tuple[str, ...] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        """Count a unit as done; all that was written for it is on the disk."""
+        use = MemoryUse.now(self._device)
+        release_unused()  # or what is free lies between what is used, and memory grows
+        record = Record(
+            unit=name, seconds=seconds, losses=losses or {}, notes=notes, facts=facts or {}
+        )
+        self._journal.commit(record, use.peak_ram, use.peak_vram)
+        self._bytes_done += nbytes
+        if name.startswith(LAYER):
+            self._layer_seconds.append(seconds)
+        self._on_event(
+            Unit(
+                name=name,
+                done=len(self._journal.records),
+                total=self._total_units,
+                seconds=seconds,
+                losses=record.losses,
+                notes=notes,
+                bytes_done=self._bytes_done,
+                bytes_total=self._total_bytes,
+                remaining_seconds=self._remaining_seconds(),
+                ram=use.ram,
+                peak_ram=use.peak_ram,
+                vram=use.vram,
+                peak_vram=use.peak_vram,
+            )
+        )
+
+    def _remaining_seconds(self) -> float:
+        """By the layers of this run, which are nearly all of the work; else by bytes."""
+        if self._layer_seconds:
+            done = sum(record.unit.startswith(LAYER) for record in self._journal.records)
+            mean = sum(self._layer_seconds) / len(self._layer_seconds)
+            return mean * (self._total_layers - done)
+        rate = (time.monotonic() - self._started) / (self._bytes_done - self._bytes_before)
+        return rate * (self._total_bytes - self._bytes_done)

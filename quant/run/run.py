@@ -1,0 +1,103 @@
+"""One run of `appliance quantize`: what was asked for, opened and planned, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.gguf import GGUFFile
+from appliance.quant.run.memory import MemoryUse
+from appliance.quant.run.report import QuantizeReport
+from appliance.quant.scheme import WeightScheme
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    import torch
+
+    from appliance.model.source import ModelSource
+    from appliance.quant.kv.calibrate import KVPlan
+    from appliance.quant.run.journal import Journal
+    from appliance.quant.run.options import QuantizeOptions
+    from appliance.quant.run.plan import QuantizePlan
+    from appliance.quant.scheme import LinearScheme
+    from appliance.quant.text.calibration import Calibration
+
+SHOWN_NOTES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was asked for, opened and planned."""
+
+    model_path: Path
+    options: QuantizeOptions
+    source: ModelSource
+    plan: QuantizePlan
+    device: torch.device
+    started: float  # by time.monotonic
+    kv: KVPlan | None = None  # what becomes of the KV cache, once that is known
+
+
+def report_of(
+    run: Run, out: Path, journal: Journal, calibration: Calibration | None
+) -> QuantizeReport:
+    """What a finished run has to say."""
+    plan, options = run.plan, run.options
+    quantized = [tensor for tensor in plan.tensors if tensor.scheme is not None]
+    use = MemoryUse.now(run.device)
+    peak_ram, peak_vram = journal.peaks
+    return QuantizeReport(
+        out=out,
+        architecture=run.source.spec.architecture,
+        method=options.method.value,
+        scheme=options.scheme,
+        num_quantized=len(quantized),
+        quantized_parameters=sum(math.prod(tensor.shape) for tensor in quantized),
+        quantized_bytes=sum(tensor.nbytes for tensor in quantized),
+        parameters=sum(math.prod(tensor.shape) for tensor in plan.tensors),
+        weight_bytes=sum(tensor.nbytes for tensor in plan.tensors),
+        seconds=max(
+            time.monotonic() - run.started, sum(record.seconds for record in journal.records)
+        ),
+        losses={name: loss for record in journal.records for name, loss in record.losses.items()},
+        peak_ram=max(use.peak_ram, peak_ram),
+        peak_vram=max(use.peak_vram, peak_vram),
+        notes=(
+            *([] if run.kv is None else [str(run.kv)]),
+            *_notes(run.model_path, options.scheme, calibration),
+            *_first_of(note for record in journal.records for note in record.notes),
+            *plan.notes,
+        ),
+        calibration="" if calibration is None else str(calibration),
+        calibration_fingerprint="" if calibration is None else calibration.fingerprint,
+    )
+
+
+def _first_of(notes: Iterable[str]) -> Iterator[str]:
+    """What layers had to say, as much of it as a person reads; events have all of it."""
+    every = list(notes)
+    yield from every[:SHOWN_NOTES]
+    if len(every) > SHOWN_NOTES:
+        yield f"{len(every) - SHOWN_NOTES} more weights are like these"
+
+
+def _notes(
+    model_path: Path, scheme: LinearScheme, calibration: Calibration | None
+) -> Iterator[str]:
+    if calibration is not None:
+        yield str(calibration)
+    if model_path.is_file():
+        file = GGUFFile(model_path)
+        types = {file.type_name(n) for n in file.tensor_names() if len(file.shape(n)) == 2}
+        lossy = sorted(types - {"F32", "F16", "BF16"})
+        if lossy:
+            yield (
+                f"re-quantized from {', '.join(lossy)}, so the losses of both add up;"
+                " the 16-bit model it was made from gives a better result"
+            )
+    if isinstance(scheme, WeightScheme) and not scheme.symmetric:
+        yield ("transformers loads zero points only with CompressedTensorsConfig(dequantize=True)")

@@ -1,0 +1,184 @@
+"""Writes safetensors whose sizes are known before the first tensor is.
+
+Every tensor has its place in a file from the start, so tensors may come in any order, one at a
+time, and the disk space is taken before any work is done. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.checkpoint import INDEX_NAME, WEIGHTS_NAME
+from appliance.quant.run.staging import flush
+from appliance.quant.walk.stream import write_all
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from torch import Tensor
+
+_HEADER_ALIGNMENT = 8  # of the safetensors format, so that no tensor is read unaligned
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Name, type and shape of a tensor to come."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class ShardWriter:
+    """Fills one or more safetensors files in a folder.
+
+    Args:
+        folder: exists; gets the files and, if there are several, their index.
+        layouts: every tensor that will be written.
+        max_shard_bytes: where a new file begins; a larger tensor has a file to itself.
+        done: names of tensors that an earlier writer with the same arguments wrote and flushed.
+
+    Raises:
+        OSError: the space for all files is not there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layouts: Sequence[TensorLayout],
+        max_shard_bytes: int,
+        done: Collection[str] = (),
+    ) -> None:
+        shards = split_into_shards(layouts, max_shard_bytes)
+        self.total_bytes = sum(layout.nbytes for layout in layouts)
+        self.folder = folder
+        self._waiting = {layout.name: layout for layout in layouts if layout.name not in done}
+        self._places: dict[str, tuple[int, int]] = {}  # descriptor and offset
+        self._files: list[int] = []
+        self._unflushed: set[int] = set()
+        file_names = (
+            [WEIGHTS_NAME]
+            if len(shards) == 1
+            else [
+                f"model-{index:05}-of-{len(shards):05}.safetensors"
+                for index in range(1, len(shards) + 1)
+            ]
+        )
+        try:
+            for file_name, shard in zip(file_names, shards, strict=True):
+                self._start_file(folder / file_name, shard)
+            if len(shards) > 1:
+                self._write_index(dict(zip(file_names, shards, strict=True)))
+        except BaseException:
+            self._close()
+            raise
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._close()
+        assert error is not None or not self._waiting, f"not written: {sorted(self._waiting)}"
+
+    def write(self, name: str, pieces: Iterable[Tensor]) -> int:
+        """Write one tensor.
+
+        Args:
+            name: in the layouts, and not written yet.
+            pieces: the tensor, or its consecutive parts along the first dimension.
+
+        Returns:
+            Bytes written.
+        """
+        layout = self._waiting.pop(name)
+        file, offset = self._places[name]
+        self._unflushed.add(file)
+        written = 0
+        for piece in pieces:
+            assert piece.dtype == layout.dtype, (name, piece.dtype, layout.dtype)
+            assert piece.shape[1:] == layout.shape[1:], (name, piece.shape, layout.shape)
+            written += write_all(file, piece, offset + written)
+        assert written == layout.nbytes, (name, written, layout)
+        return written
+
+    def flush(self) -> None:
+        """Wait until all that was written is on the disk."""
+        for file in self._unflushed:
+            os.fsync(file)
+        self._unflushed.clear()
+        flush(self.folder)
+
+    def _start_file(self, path: Path, shard: Sequence[TensorLayout]) -> None:
+        # Widest types first, as the format has no gaps and every tensor must start aligned.
+        ordered = sorted(shard, key=lambda layout: (-layout.dtype.itemsize, layout.name))
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        starts: dict[str, int] = {}
+        for layout in ordered:
+            starts[layout.name], end = end, end + layout.nbytes
+            header[layout.name] = {
+                "dtype": _DTYPE_NAMES[layout.dtype],
+                "shape": list(layout.shape),
+                "data_offsets": [starts[layout.name], end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+        prefix = struct.pack("<Q", len(text)) + text
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._files.append(file)
+        os.posix_fallocate(file, 0, len(prefix) + end)
+        assert os.pwrite(file, prefix, 0) == len(prefix), path
+        self._unflushed.add(file)
+        self._places |= {name: (file, len(prefix) + start) for name, start in starts.items()}
+
+    def _write_index(self, shards: dict[str, list[TensorLayout]]) -> None:
+        weight_map = {layout.name: name for name, shard in shards.items() for layout in shard}
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _close(self) -> None:
+        for file in self._files:
+            os.close(file)
+
+
+def split_into_shards(
+    layouts: Sequence[TensorLayout], max_shard_bytes: int
+) -> list[list[TensorLayout]]:
+    """Cut a list of tensors, in its order, into runs of at most `max_shard_bytes`."""
+    shards: list[list[TensorLayout]] = []
+    room = 0
+    for layout in layouts:
+        if not shards or layout.nbytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(layout)
+        room -= layout.nbytes
+    return shards

@@ -1,0 +1,220 @@
+"""Fills a model folder's tensors unit by unit: layers, and the tensors that are in none.
+
+A unit is done when its tensors are on the disk and the journal says so. Units are rounded as they
+come, or calibrated layer by layer.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from appliance.quant.methods import data_free
+from appliance.quant.methods.calibrated import quantize_layers
+from appliance.quant.run.progress import LAYER
+from appliance.quant.walk.pieces import WeightPieces, row_ranges
+from appliance.quant.walk.walk import Walk
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from appliance.kernels.fp8 import Fp8Weight
+    from appliance.kernels.packed import PackedWeight
+    from appliance.kernels.weight import Weight
+    from appliance.model.source import ModelSource
+    from appliance.quant.formats import WeightReader
+    from appliance.quant.methods.calibrated import QuantizedLayer
+    from appliance.quant.run.options import Method
+    from appliance.quant.run.plan import PlannedTensor, QuantizePlan
+    from appliance.quant.run.progress import UnitLog
+    from appliance.quant.run.shard_writer import ShardWriter
+    from appliance.quant.text.calibration import Calibration
+
+PIECE_ELEMENTS = 1 << 18  # numbers of a weight that are worked on at once: 1 MiB in float32
+GPU_PIECE_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is finished, and on resuming repeated, as a whole.
+
+    Attributes:
+        name: "layer 3", or that of the only tensor.
+        tensors: in the order of the model.
+        layer: index, None for a tensor that is in no layer.
+    """
+
+    name: str
+    tensors: tuple[PlannedTensor, ...]
+    layer: int | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the result."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def units_of(source: ModelSource, plan: QuantizePlan) -> list[Unit]:
+    """All tensors of a plan in units."""
+    layers = {slot.name: slot.layer for slot in source.slots()}
+    units: dict[str, tuple[int | None, list[PlannedTensor]]] = {}
+    for tensor in plan.tensors:
+        layer = layers[tensor.name]
+        name = tensor.name if layer is None else f"{LAYER}{layer}"
+        units.setdefault(name, (layer, []))[1].append(tensor)
+    return [Unit(name, tuple(tensors), layer) for name, (layer, tensors) in units.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitWriter:
+    """Writes what becomes of tensors.
+
+    Attributes:
+        source: an opened model.
+        plan: what becomes of each tensor.
+        shards: the files.
+        log: keeps account of units that are done.
+        device: where numbers are worked on.
+        workers: threads that round pieces side by side.
+    """
+
+    source: ModelSource
+    plan: QuantizePlan
+    shards: ShardWriter
+    log: UnitLog
+    device: torch.device
+    workers: int
+
+    def round(self, units: list[Unit], method: Method) -> None:
+        """Quantize every weight by itself; see `data_free`."""
+        weights, dtype = self.source.weights, self.plan.dtype
+        with Rounding(weights, dtype, method, self.workers, self.device) as rounding:
+            for unit in units:
+                started = time.perf_counter()
+                for tensor in unit.tensors:
+                    self._round(rounding, tensor)
+                self._finish(unit, started)
+
+    def calibrate(
+        self, units: list[Unit], method: Method, calibration: Calibration, folder: Path
+    ) -> None:
+        """Quantize layer by layer with calibration rows; then what is in no layer is rounded.
+
+        Args:
+            units: all that are not done.
+            method: how.
+            calibration: what the model is shown.
+            folder: for the residual stream; holds that of an earlier run which was cut short.
+        """
+        layers = {unit.layer: unit for unit in units if unit.layer is not None}
+        if layers:
+            first = min(layers)
+            schemes = {tensor.name: tensor.scheme for tensor in self.plan.tensors}
+            started = time.perf_counter()
+            walk = Walk(self.source, calibration.rows, folder, self.device, first)
+            for layer in quantize_layers(
+                self.source, walk, method, schemes, self.plan.dtype, first=first
+            ):
+                unit = layers[layer.index]
+                for tensor in unit.tensors:
+                    self._write(tensor, layer.tensors.pop(tensor.name))
+                self._finish(unit, started, layer)
+                started = time.perf_counter()
+        self.round([unit for unit in units if unit.layer is None], method)
+
+    def _finish(self, unit: Unit, started: float, layer: QuantizedLayer | None = None) -> None:
+        self.shards.flush()
+        seconds = time.perf_counter() - started
+        if layer is None:
+            self.log.commit(unit.name, unit.nbytes, seconds)
+        else:
+            self.log.commit(
+                unit.name,
+                unit.nbytes,
+                seconds,
+                losses=layer.losses,
+                notes=layer.notes,
+                facts=layer.facts,
+            )
+
+    def _write(self, tensor: PlannedTensor, value: Weight) -> None:
+        """Write one tensor that is in memory."""
+        if isinstance(value, Tensor):
+            assert tensor.scheme is None, tensor.name
+            self.shards.write(tensor.name, [value.to(self.plan.dtype).cpu()])
+        else:
+            assert tensor.scheme is not None, tensor.name
+            for name, stored in self.plan.store.encode(tensor.name, value, tensor.scheme).items():
+                self.shards.write(name, [stored.cpu()])
+
+    def _round(self, rounding: Rounding, tensor: PlannedTensor) -> None:
+        """Read, round and write one tensor, some rows at a time."""
+        if tensor.scheme is None:
+            self.shards.write(tensor.name, rounding.in_16_bits(tensor))
+        else:
+            self._write(tensor, rounding.packed(tensor))
+
+
+class Rounding:
+    """Threads that share the cores by pieces of a weight, with torch on one core in each.
+
+    Torch's own threads wait for each other after every operation, which takes ten times as long
+    as the work itself where another program uses the cores too.
+
+    Args:
+        weights: what is read.
+        dtype: of scales, and of what is not quantized.
+        method: how codes are chosen.
+        workers: threads.
+        device: where numbers are rounded.
+    """
+
+    def __init__(
+        self,
+        weights: WeightReader,
+        dtype: torch.dtype,
+        method: Method,
+        workers: int,
+        device: torch.device,
+    ) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._method = method
+        self._device = device
+        self._piece = GPU_PIECE_ELEMENTS if device.type == "cuda" else PIECE_ELEMENTS
+        self._workers = ThreadPoolExecutor(workers)
+        self._threads = torch.get_num_threads()
+
+    def __enter__(self) -> Rounding:
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._workers.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads)
+
+    def in_16_bits(self, tensor: PlannedTensor) -> Iterator[Tensor]:
+        """A tensor that is not quantized, some rows at a time."""
+        pieces = WeightPieces(self._weights, tensor.name)
+        for rows in row_ranges(tensor.shape, self._piece):
+            yield pieces.rows(rows).to(self._dtype)
+
+    def packed(self, tensor: PlannedTensor) -> PackedWeight | Fp8Weight:
+        """A weight by the scheme that is planned for it."""
+        scheme = tensor.scheme
+        assert scheme is not None, tensor.name
+        pieces = WeightPieces(self._weights, tensor.name)
+
+        def quantize_rows(rows: slice) -> PackedWeight | Fp8Weight:
+            piece = pieces.rows(rows).to(self._device)
+            found = data_free.quantize(piece, scheme, self._method, self._dtype)
+            return found.to(torch.device("cpu"))
+
+        ranges = row_ranges(tensor.shape, self._piece)
+        return data_free.concatenate(list(self._workers.map(quantize_rows, ranges)))

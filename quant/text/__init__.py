@@ -1,0 +1,1 @@
+"""The text that calibrates and, apart from it, the text that measures."""

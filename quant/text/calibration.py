@@ -1,0 +1,246 @@
+"""Calibration rows: text as equal rows of tokens, in an order that a seed decides.
+
+Without a text of one's own, the model writes most of it by itself, and Python's help topics are the
+rest: prose and code of free licence that every installation has. Every second topic is left for
+evaluation, which must not see what was calibrated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from appliance.errors import QuantizeError
+from appliance.files import replace_atomically
+from appliance.quant.text.documents import (
+    DATASET_PREFIX,
+    default_documents,
+    documents_at,
+    documents_of_dataset,
+    sample,
+)
+from appliance.quant.text.self_text import sample_rows
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from appliance.quant.text.documents import Document, Message
+
+MOST_DOCUMENTS = 2048  # that are cut into rows, unless so many rows are wanted
+ROWS_NAME = "rows.safetensors"
+DEFAULT_TEXT = "Python's help topics"
+OWN_SHARE = 0.75  # of the default rows are written by the model; scripts/bench_quantize compares
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What a model is shown while it is quantized.
+
+    Attributes:
+        rows: (num_rows, row_tokens) int64.
+        source: where the text came from, for people.
+        fingerprint: changes with every token of it.
+        dropped: documents too short to be of use.
+    """
+
+    rows: Tensor
+    source: str
+    fingerprint: str
+    dropped: int
+
+    def __str__(self) -> str:
+        count, length = self.rows.shape
+        short = f", {self.dropped} documents too short" if self.dropped else ""
+        return f"calibrated with {count} rows of {length} tokens of {self.source}{short}"
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationText:
+    """What to calibrate with.
+
+    Attributes:
+        path: a text file, or a folder of them; None takes what `default_rows` makes.
+        num_tokens: in all rows together.
+        row_tokens: in a row.
+        seed: decides which rows are taken, and in which order.
+        dataset: of a hub, in place of a path: org/name[:split[:column]].
+    """
+
+    path: Path | None = None
+    num_tokens: int = 8192
+    row_tokens: int = 512
+    seed: int = 0
+    dataset: str | None = None
+
+    @classmethod
+    def parse(cls, text: str | None, num_tokens: int, *, seed: int) -> CalibrationText:
+        """What a person typed: a path, hf:org/name[:split[:column]], or nothing."""
+        if text is None:
+            return cls(num_tokens=num_tokens, seed=seed)
+        if text.startswith(DATASET_PREFIX):
+            name = text.removeprefix(DATASET_PREFIX)
+            return cls(num_tokens=num_tokens, seed=seed, dataset=name)
+        return cls(Path(text).expanduser(), num_tokens, seed=seed)
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the text is a file that can be read now, and so may have changed."""
+        return self.path is not None and self.path.exists()
+
+    def rows_of(self, model_path: Path) -> Calibration:
+        """The text as a model's tokenizer cuts it.
+
+        Raises:
+            QuantizeError: the text cannot be read, or is too short.
+            ModelError: the model has no tokenizer.
+        """
+        tokenizer = Tokenizer.from_path(model_path)
+        documents: Iterable[Document]
+        if self.dataset is not None:
+            documents, source = documents_of_dataset(self.dataset), self.dataset
+        elif self.path is not None:
+            documents, source = documents_at(self.path), self.path.name
+        else:
+            return default_rows(model_path, tokenizer, self.num_tokens, self.row_tokens, self.seed)
+        return make_calibration(
+            documents,
+            tokenizer,
+            source=source,
+            num_tokens=self.num_tokens,
+            row_tokens=self.row_tokens,
+            seed=self.seed,
+        )
+
+
+def default_rows(
+    model_path: Path, tokenizer: Tokenizer, num_tokens: int, row_tokens: int, seed: int
+) -> Calibration:
+    """Rows of help topics, and for the greater part of what the model writes by itself.
+
+    A model that cannot run here is shown help topics alone, which the result's source says.
+
+    Raises:
+        QuantizeError: so many tokens are asked for that the topics are too short.
+    """
+    wanted = -(-num_tokens // row_tokens)
+    own = round(OWN_SHARE * wanted)
+    source, written = DEFAULT_TEXT, []
+    try:
+        written = sample_rows(model_path, own, row_tokens, seed)
+        source = f"the model's own making ({own} rows) and {DEFAULT_TEXT}"
+    except QuantizeError as error:
+        source = f"{DEFAULT_TEXT} ({error})"
+    topics_rows = make_calibration(
+        default_documents(held_out=False),
+        tokenizer,
+        source=DEFAULT_TEXT,
+        num_tokens=(wanted - len(written)) * row_tokens,
+        row_tokens=row_tokens,
+        seed=seed,
+    )
+    rows = torch.tensor(written, dtype=torch.int64).view(len(written), row_tokens)
+    rows = torch.cat((topics_rows.rows.view(-1, row_tokens), rows))
+    return Calibration(rows, source, fingerprint(rows), topics_rows.dropped)
+
+
+def fingerprint(rows: Tensor) -> str:
+    """Changes with every token of (num_rows, row_tokens)."""
+    return hashlib.blake2b(rows.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def save_rows(calibration: Calibration, folder: Path) -> None:
+    """Keep rows, so that a later run needs their text no more.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    facts = {
+        "source": calibration.source,
+        "fingerprint": calibration.fingerprint,
+        "dropped": str(calibration.dropped),
+    }
+    with replace_atomically(folder / ROWS_NAME) as temporary:
+        temporary.write_bytes(save({"rows": calibration.rows}, facts))
+
+
+def load_rows(folder: Path) -> Calibration:
+    """Rows that `save_rows` kept.
+
+    Raises:
+        QuantizeError: they are not there, or damaged.
+    """
+    path = folder / ROWS_NAME
+    try:
+        with safe_open(path, "pt") as file:
+            facts, rows = file.metadata(), file.get_tensor("rows")
+            return Calibration(rows, facts["source"], facts["fingerprint"], int(facts["dropped"]))
+    except (OSError, SafetensorError) as error:
+        raise QuantizeError(
+            f"{path}, the calibration rows of an unfinished run, cannot be read: {error};"
+            " add --restart to begin anew"
+        ) from error
+
+
+def make_calibration(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    *,
+    source: str,
+    num_tokens: int,
+    row_tokens: int,
+    seed: int,
+) -> Calibration:
+    """Cut documents into rows: each begins where a document does, none spans two.
+
+    Args:
+        documents: title and text of each. A model with a chat template sees them as answers to a
+            question about the title, as it saw its training data. Of very many, some are taken.
+        tokenizer: of the model.
+        source: for people.
+        num_tokens: in all rows together, rounded up to whole rows.
+        row_tokens: in a row.
+        seed: decides which rows are taken, and in which order.
+
+    Raises:
+        QuantizeError: the text is too short for that many tokens.
+    """
+    rows: list[list[int]] = []
+    dropped = 0
+    wanted = -(-num_tokens // row_tokens)
+    for title, content in sample(documents, max(MOST_DOCUMENTS, 8 * wanted), seed):
+        token_ids = _encode(tokenizer, title, content)
+        count = len(token_ids) // row_tokens
+        dropped += count == 0
+        rows += [token_ids[i * row_tokens : (i + 1) * row_tokens] for i in range(count)]
+    if len(rows) < wanted:
+        raise QuantizeError(
+            f"{source} makes {len(rows):,} rows of {row_tokens} tokens, but {wanted:,} are needed;"
+            " give more text, shorter rows or fewer tokens"
+        )
+    random.Random(seed).shuffle(rows)
+    chosen = torch.tensor(rows[:wanted])
+    return Calibration(chosen, source, fingerprint(chosen), dropped)
+
+
+def _encode(tokenizer: Tokenizer, title: str, content: str | list[Message]) -> list[int]:
+    if isinstance(content, str):
+        if tokenizer.chat_template is None:
+            return tokenizer.encode(content, add_special_tokens=True, allow_special=False)
+        content = [
+            {"role": "user", "content": f"Tell me about: {title}"},
+            {"role": "assistant", "content": content},
+        ]
+    elif tokenizer.chat_template is None:
+        text = "\n\n".join(message["content"] for message in content)
+        return tokenizer.encode(text, add_special_tokens=True, allow_special=False)
+    return tokenizer.encode_chat(content, add_generation_prompt=False)

@@ -1,0 +1,169 @@
+"""Ranges, GPTQ and AWQ as arithmetic, on matrices whose best answer is known or bounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from appliance.errors import QuantizeError
+from appliance.kernels.packed import PackedWeight
+from appliance.quant.methods import awq, gptq, rtn
+from appliance.quant.methods.data_free import search
+from appliance.quant.methods.ranges import SHRUNK, WHOLE, choose_steps
+from appliance.quant.scheme import WeightScheme
+
+SCHEMES = [WeightScheme(4, 32, False), WeightScheme(4, 64, True), WeightScheme(8, 32, False),
+           WeightScheme(4, None, False)]  # fmt: skip
+
+
+def activations(tokens: int = 600, width: int = 128, seed: int = 0) -> torch.Tensor:
+    """Correlated inputs, some channels much larger than others."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn((width, width), generator=generator) * width**-0.5 + torch.eye(width)
+    x = torch.randn((tokens, width), generator=generator) @ mixing
+    loudness: torch.Tensor = torch.logspace(-1, 1, width)[
+        torch.randperm(width, generator=generator)
+    ]
+    loud: torch.Tensor = x * loudness
+    return loud
+
+
+def weights(rows: int = 48, width: int = 128) -> torch.Tensor:
+    return torch.randn((rows, width), generator=torch.Generator().manual_seed(1)) * 0.1
+
+
+def hessian_of(x: torch.Tensor) -> torch.Tensor:
+    return x.T @ x / len(x)
+
+
+def error(x: torch.Tensor, weight: torch.Tensor, packed: PackedWeight) -> float:
+    lost = (x.double() @ (weight.double() - packed.dequantize().double()).T).square().sum()
+    return float(lost / (x.double() @ weight.double().T).square().sum())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_whole_ranges_without_importance_are_those_of_rtn(scheme: WeightScheme) -> None:
+    weight = weights()
+    steps = choose_steps(weight, scheme, torch.bfloat16, shares=WHOLE)
+    groups = torch.arange(128) // (scheme.group_size or 128)
+    packed, expected = steps.pack(steps.codes(weight, groups)), rtn.quantize(weight, scheme)
+    assert torch.equal(packed.codes, expected.codes)
+    assert torch.equal(packed.scale, expected.scale)
+    assert torch.equal(packed.offset, expected.offset)
+    assert (packed.bits, packed.group_size) == (expected.bits, expected.group_size)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_steps_mean_what_is_packed(scheme: WeightScheme) -> None:
+    weight = weights()
+    steps = choose_steps(weight, scheme, torch.float16, shares=SHRUNK)
+    groups = torch.arange(128) // (scheme.group_size or 128)
+    codes = steps.codes(weight, groups)
+    assert torch.equal(steps.pack(codes).dequantize(), steps.weights(codes, groups))
+
+
+def test_ranges_are_cut_where_that_lowers_the_weighted_error() -> None:
+    weight, scheme = weights(), WeightScheme(4, 64, False)
+    weight[:, 5] *= 20  # an outlier whose input never moves
+    energy = torch.ones(128)
+    energy[5] = 0.0
+    groups = torch.arange(128) // 64
+
+    def lost(shares: tuple[float, ...]) -> float:
+        steps = choose_steps(weight, scheme, torch.bfloat16, importance=energy, shares=shares)
+        back = steps.weights(steps.codes(weight, groups), groups)
+        return float(((back - weight).square() * energy).sum())
+
+    assert lost(SHRUNK) < 0.5 * lost(WHOLE)
+
+
+def test_without_text_the_largest_errors_are_made_less() -> None:
+    weight, scheme = weights() ** 3, WeightScheme(4, 64, False)
+    plain, found = (
+        (packed.dequantize() - weight).double().pow(4).sum()
+        for packed in (rtn.quantize(weight, scheme), search(weight, scheme, torch.bfloat16))
+    )
+    assert found < 0.95 * plain
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_gptq_loses_less_than_rounding(scheme: WeightScheme) -> None:
+    x, weight = activations(), weights()
+    result = gptq.quantize(weight, hessian_of(x), scheme)
+    found = error(x, weight, result.weight)
+    assert found < 0.6 * error(x, weight, rtn.quantize(weight, scheme))
+    assert result.loss == pytest.approx(found, rel=1e-3)
+    assert result.damping == gptq.DAMPING
+    other = activations(seed=2) @ torch.eye(128)
+    assert torch.isfinite(other @ result.weight.dequantize().T).all()
+
+
+def test_without_correlation_gptq_is_rounding() -> None:
+    weight, scheme = weights(), WeightScheme(4, 32, False)
+    result = gptq.quantize(weight, torch.eye(128), scheme, shares=WHOLE)
+    expected = rtn.quantize(weight, scheme)
+    assert torch.equal(result.weight.codes, expected.codes)
+
+
+def test_the_same_inputs_give_the_same_bits() -> None:
+    hessian, weight = hessian_of(activations()), weights()
+    first, second = (gptq.quantize(weight, hessian, SCHEMES[0]) for _ in range(2))
+    assert torch.equal(first.weight.codes, second.weight.codes)
+    assert torch.equal(first.weight.scale, second.weight.scale)
+
+
+def test_inputs_that_are_never_seen_are_rounded_and_nothing_breaks() -> None:
+    x, weight, scheme = activations(), weights(), WeightScheme(4, 32, False)
+    x[:, 32:64] = 0
+    result = gptq.quantize(weight, hessian_of(x), scheme)
+    silent = result.weight.dequantize()[:, 32:64]
+    step = result.weight.scale.float()[:, 1:2].abs()
+    assert ((silent - weight[:, 32:64]).abs() <= 0.51 * step).all()
+
+
+def test_fewer_tokens_than_inputs_are_damped_for_as_long_as_it_takes() -> None:
+    result = gptq.quantize(
+        weights(), hessian_of(activations(20)), SCHEMES[0], damping=0.0, doubt=0.0
+    )
+    assert 0 < result.damping <= 1
+
+
+def test_what_few_tokens_say_of_inputs_together_is_half_believed() -> None:
+    seen, fresh, weight = activations(160), activations(4000, seed=0), weights()
+    hessian = hessian_of(seen)
+
+    def lost(doubt: float) -> float:
+        return error(
+            fresh[160:], weight, gptq.quantize(weight, hessian, SCHEMES[0], doubt=doubt).weight
+        )
+
+    assert lost(0.4) < 0.9 * lost(0.0)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_activations_that_are_not_finite_are_refused(value: float) -> None:
+    hessian = hessian_of(activations())
+    hessian[3, 4] = value
+    with pytest.raises(QuantizeError, match="NaN or infinity"):
+        gptq.quantize(weights(), hessian, SCHEMES[0])
+
+
+def test_scales_of_inputs_lower_the_loss_and_name_it() -> None:
+    x, weight, scheme = activations(), weights(), WeightScheme(4, 64, False)
+    chosen = awq.choose_scales([weight[:20], weight[20:]], hessian_of(x), x.abs().mean(0), scheme)
+    assert chosen.exponent > 0
+    scaled = rtn.quantize(weight * chosen.scales, scheme).dequantize() / chosen.scales
+    lost = (x @ (scaled - weight).T).square().sum()
+    plain = (x @ (rtn.quantize(weight, scheme).dequantize() - weight).T).square().sum()
+    assert chosen.loss == pytest.approx(float(lost / plain), rel=1e-3)
+    assert chosen.loss < 0.9
+
+
+def test_heads_of_one_source_share_their_scales() -> None:
+    x, weight = activations(), weights()
+    chosen = awq.choose_scales(
+        [weight], hessian_of(x), x.abs().mean(0), WeightScheme(4, 32, False), sources=2, head_dim=16
+    )
+    heads = chosen.scales.view(2, 4, 16)
+    assert torch.equal(heads, heads[:, :1].expand_as(heads))
+    assert not torch.equal(heads[0, 0], heads[1, 0])

@@ -1,0 +1,74 @@
+"""Methods keep their order on real weights: two layers of the default model, held-out text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from appliance.checkpoint import write_safetensors
+from appliance.kernels.backend import select_backend
+from appliance.kernels.weight import dense
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+from appliance.model.teacher import logits_of
+from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.run.pipeline import quantize_model
+from appliance.quant.run.tokenizer_files import write_tokenizer_files
+from appliance.quant.scheme import WeightScheme
+from appliance.quant.text.calibration import CalibrationText
+from appliance.quant.text.documents import default_documents
+from appliance.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.model
+LAYERS = 2
+SCHEME = WeightScheme(4, 64, symmetric=False)
+CPU = torch.device("cpu")
+CHARACTERS = 24_000
+
+
+def topics(*, held_out: bool) -> str:
+    return "\n".join(text for _, text in default_documents(held_out=held_out))[:CHARACTERS]
+
+
+def logits(path: Path, token_ids: list[int]) -> torch.Tensor:
+    decoder = load_decoder(open_model(path), select_backend(CPU), CPU, torch.float32)
+    with torch.inference_mode():
+        return logits_of(decoder, token_ids).log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def start(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model up to its second layer; what follows would only take time."""
+    folder = tmp_path_factory.mktemp("start")
+    source = open_model(smollm2_gguf)
+    tensors = {
+        slot.name: dense(source.weights.load(slot.name), torch.float32).bfloat16()
+        for slot in source.slots()
+        if slot.layer is None or slot.layer < LAYERS
+    }
+    write_safetensors(folder / "model.safetensors", tensors)
+    config = source.config | {"num_hidden_layers": LAYERS}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer_files(smollm2_gguf, folder)
+    return folder
+
+
+def test_calibrated_methods_beat_rounding_and_both_together_either(
+    start: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "seen.txt").write_text(topics(held_out=False))
+    text = CalibrationText(tmp_path / "seen.txt", num_tokens=2048, row_tokens=256)
+    unseen = Tokenizer.from_path(start).encode(topics(held_out=True), add_special_tokens=False)
+    token_ids = unseen[:512]
+    exact = logits(start, token_ids)
+    lost = {}
+    for method in (Method.RTN, Method.AWQ, Method.GPTQ, Method.AWQ_GPTQ):
+        out = tmp_path / method.value
+        quantize_model(start, out, QuantizeOptions(SCHEME, method, text))
+        lost[method] = float((exact.exp() * (exact - logits(out, token_ids))).sum(-1).mean())
+    assert lost[Method.AWQ] < 0.65 * lost[Method.RTN]
+    assert lost[Method.GPTQ] < 0.65 * lost[Method.RTN]
+    assert lost[Method.AWQ_GPTQ] < min(lost[Method.AWQ], lost[Method.GPTQ])

@@ -1,0 +1,221 @@
+"""The walk by layers and pieces of a vocabulary beside a model that is in memory as a whole."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from appliance.errors import ModelError, QuantizeError
+from appliance.kernels.backend import REFERENCE
+from appliance.kernels.kv_cache import KVFormat
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+from appliance.model.teacher import logits_of
+from appliance.quant.quality.evaluate import KV_FORMATS, What, evaluate, parse_kv_formats
+from appliance.quant.run.options import Method, QuantizeOptions
+from appliance.quant.run.pipeline import quantize_model
+from appliance.quant.scheme import Fp8Scheme, WeightScheme
+from appliance.quant.text.held_out import Windows
+
+MakeFolder = Callable[..., Path]
+CPU = torch.device("cpu")
+LENGTH = 40  # no multiple of a block
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def windows() -> Windows:
+    generator = torch.Generator().manual_seed(3)
+    return Windows(torch.randint(50, (5, LENGTH), generator=generator), LENGTH, "made up")
+
+
+@pytest.fixture
+def quantized(make_llama: MakeFolder, tmp_path: Path) -> tuple[Path, Path]:
+    base = make_llama()
+    quantize_model(base, tmp_path / "quantized", QuantizeOptions(WeightScheme(4, 32)))
+    return base, tmp_path / "quantized"
+
+
+def whole(path: Path, windows: Windows, format: KVFormat = KVFormat.FP32) -> Tensor:
+    """Log probabilities of a model in memory, (places, vocab_size) float64."""
+    decoder = load_decoder(open_model(path), REFERENCE, CPU, torch.float32)
+    rows = [logits_of(decoder, ids.tolist(), format=format)[:-1] for ids in windows.tokens]
+    return torch.cat(rows).double().log_softmax(-1)
+
+
+def mean_kld(base: Tensor, candidate: Tensor) -> float:
+    return float((base.exp() * (base - candidate)).sum(-1).mean())
+
+
+def test_streamed_measures_equal_those_of_whole_models(
+    quantized: tuple[Path, Path], windows: Windows
+) -> None:
+    base, candidate = quantized
+    found = evaluate(open_model(candidate), windows, What(open_model(base), kv=()))
+    assert found.against is not None
+    summary = found.against.summary()
+    ours, theirs = whole(candidate, windows), whole(base, windows)
+    after = windows.tokens[:, 1:].reshape(-1, 1)
+    assert summary.places == len(ours) == 5 * (LENGTH - 1)
+    assert summary.kld_mean.value == pytest.approx(mean_kld(theirs, ours), rel=1e-3)
+    assert summary.kld_mean.value > 1e-3
+    expected = torch.exp(-ours.gather(1, after).mean())
+    assert summary.perplexity.value == pytest.approx(float(expected), rel=1e-5)
+    same = (ours.argmax(-1) == theirs.argmax(-1)).double().mean()
+    assert summary.same_top_percent.value == pytest.approx(100 * float(same))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        QuantizeOptions(WeightScheme(4, 32, False), head=8),
+        QuantizeOptions(WeightScheme(3, 32)),
+        QuantizeOptions(WeightScheme(3, None, False)),
+        QuantizeOptions(WeightScheme(8, None), head=4),
+    ],
+    ids=lambda options: f"{options.scheme}, head {options.head}",
+)
+def test_rounding_on_the_way_is_rounding(
+    make_llama: MakeFolder, windows: Windows, tmp_path: Path, options: QuantizeOptions
+) -> None:
+    base, candidate = make_llama(), tmp_path / "rounded"
+    quantize_model(base, candidate, options)
+    found = evaluate(open_model(candidate), windows, What(open_model(base), kv=()))
+    assert found.against is not None
+    assert found.rounded is not None
+    assert float(found.against.klds.max()) > 1e-5
+    torch.testing.assert_close(found.rounded.klds, found.against.klds, rtol=0, atol=1e-6)
+
+
+def test_fp8_weights_are_measured_as_they_are(
+    make_llama: MakeFolder, windows: Windows, tmp_path: Path
+) -> None:
+    base, candidate = make_llama(), tmp_path / "fp8"
+    quantize_model(base, candidate, QuantizeOptions(Fp8Scheme(), Method.FP8))
+    found = evaluate(open_model(candidate), windows, What(open_model(base), kv=()))
+    assert found.against is not None
+    expected = mean_kld(whole(base, windows), whole(candidate, windows))
+    assert found.against.summary().kld_mean.value == pytest.approx(expected, rel=1e-2)
+    assert expected > 1e-6
+
+
+def test_a_model_beside_itself_has_lost_nothing(make_llama: MakeFolder, windows: Windows) -> None:
+    source = open_model(make_llama())
+    found = evaluate(source, windows, What(open_model(source.path), rounded=False, kv=()))
+    assert found.against is not None
+    summary = found.against.summary()
+    assert summary.kld_max == 0
+    assert summary.same_top_percent.value == 100
+    assert all(e.stream == e.attention == e.mlp == 0 for e in found.layers)
+
+
+def test_layer_errors_are_relative_to_the_base(
+    quantized: tuple[Path, Path], windows: Windows
+) -> None:
+    base, candidate = quantized
+    found = evaluate(open_model(candidate), windows, What(open_model(base), kv=()))
+    assert len(found.layers) == 2
+    streams = []
+    for path in (base, candidate):
+        decoder = load_decoder(open_model(path), REFERENCE, CPU, torch.float32)
+        seen: list[Tensor] = []
+        last = decoder.layers[-1]
+
+        def spy(*args: object, layer: object = last, seen: list[Tensor] = seen) -> object:
+            result = layer(*args)  # type: ignore[operator]
+            seen.append(result[1])
+            return result
+
+        layers: Any = (*decoder.layers[:-1], spy)
+        watched = replace(decoder, layers=layers)
+        for ids in windows.tokens:
+            logits_of(watched, ids.tolist(), format=KVFormat.FP32)
+        streams.append(torch.cat(seen).double())
+    expected = (streams[1] - streams[0]).norm() / streams[0].norm()
+    assert found.layers[-1].stream == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("format", [KVFormat.BF16, KVFormat.INT8])
+def test_kv_caches_cost_what_they_cost_a_whole_model(
+    make_llama: MakeFolder, windows: Windows, format: KVFormat
+) -> None:
+    path = make_llama()
+    found = evaluate(open_model(path), windows, What(kv=(format,)))
+    expected = mean_kld(whole(path, windows), whole(path, windows, format))
+    assert found.against is None
+    assert found.layers == ()
+    assert found.kv[format].summary().kld_mean.value == pytest.approx(expected, rel=0.05)
+    assert expected > 1e-7
+
+
+def test_fewer_bits_of_cache_cost_more(make_llama: MakeFolder, windows: Windows) -> None:
+    found = evaluate(open_model(make_llama()), windows, What(kv=KV_FORMATS, kv_windows=3))
+    klds = {format: divergence.summary() for format, divergence in found.kv.items()}
+    assert {summary.places for summary in klds.values()} == {3 * (LENGTH - 1)}
+    assert len(found.candidate.values) == 5 * (LENGTH - 1)
+    mean = {format: summary.kld_mean.value for format, summary in klds.items()}
+    assert mean[KVFormat.INT8] < mean[KVFormat.INT4_SEALED] < mean[KVFormat.INT4]
+    assert mean[KVFormat.INT8] < mean[KVFormat.FP8]
+
+
+def test_an_open_block_is_read_as_it_is_while_open(make_llama: MakeFolder) -> None:
+    source = open_model(make_llama())
+    short = Windows(torch.arange(32).view(1, 32), 32, "one block")
+    found = evaluate(source, short, What(kv=(KVFormat.INT8, KVFormat.INT4_SEALED)))
+    sealed, open_ = found.kv[KVFormat.INT4_SEALED], found.kv[KVFormat.INT8]
+    torch.testing.assert_close(sealed.klds, open_.klds, rtol=0, atol=1e-6)
+
+
+def test_another_vocabulary_or_depth_is_refused(make_llama: MakeFolder, windows: Windows) -> None:
+    ours, other = open_model(make_llama()), open_model(make_llama("b", num_hidden_layers=1))
+    with pytest.raises(QuantizeError, match="source has 2 layers and b 1 layers"):
+        evaluate(ours, windows, What(other))
+    other = open_model(make_llama("c", vocab_size=64))
+    with pytest.raises(QuantizeError, match="vocabulary of 50 tokens and c a vocabulary of 64"):
+        evaluate(ours, windows, What(other))
+
+
+def test_activations_that_are_not_finite_name_the_layer(
+    make_llama: MakeFolder, windows: Windows
+) -> None:
+    weight = torch.full((96, 128), 3e38, dtype=torch.bfloat16)
+    path = make_llama(tensors={"model.layers.1.mlp.down_proj.weight": weight})
+    with pytest.raises(ModelError, match="source: layer 1 makes NaN or infinity"):
+        evaluate(open_model(path), windows, What(kv=()))
+
+
+def test_nothing_is_left_of_the_streams(
+    make_llama: MakeFolder, windows: Windows, tmp_path: Path
+) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    evaluate(open_model(make_llama()), windows, What(kv=(), folder=folder))
+    assert list(folder.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
+    make_llama: MakeFolder, windows: Windows, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(QuantizeError, match=r"No space left on device; make room there or read"):
+        evaluate(open_model(make_llama()), windows, What(kv=(), folder=tmp_path))
+
+
+def test_caches_are_named_as_the_server_names_them() -> None:
+    assert parse_kv_formats("int8, fp8,int8") == (KVFormat.INT8, KVFormat.FP8)
+    assert parse_kv_formats("none") == ()
+    assert parse_kv_formats("all") == KV_FORMATS

@@ -1,0 +1,139 @@
+"""What a person may ask of the weights, written to a folder and read back from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from appliance.errors import ConfigError
+from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.packed import PackedWeight
+from appliance.model.source import open_model
+from appliance.quant.methods import fp8, rtn
+from appliance.quant.run.options import Method, QuantizeOptions, choose_scheme
+from appliance.quant.run.pipeline import quantize_model
+from appliance.quant.scheme import Fp8Scheme, WeightScheme
+
+MakeFolder = Callable[..., Path]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def groups_of(folder: Path) -> list[dict[str, Any]]:
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return list(config["config_groups"].values())
+
+
+@pytest.mark.parametrize("scheme", [Fp8Scheme(), Fp8Scheme(blockwise=True)], ids=str)
+def test_fp8_comes_back_as_it_was_made(
+    make_llama: MakeFolder, tmp_path: Path, scheme: Fp8Scheme
+) -> None:
+    source = open_model(make_llama(intermediate_size=200))
+    report = quantize_model(source.path, tmp_path / "out", QuantizeOptions(scheme, Method.FP8))
+    result = open_model(report.out)
+    for slot in source.slots():
+        before, after = source.weights.load(slot.name), result.weights.load(slot.name)
+        assert isinstance(before, torch.Tensor)
+        if slot.is_linear:
+            assert isinstance(after, Fp8Weight)
+            assert torch.equal(after.dequantize(), fp8.quantize(before, scheme).dequantize())
+    assert 8 <= report.quantized_bits_per_weight < 8.5
+
+
+def test_three_bits_take_three_on_disk_and_come_back_as_four(
+    make_llama: MakeFolder, tmp_path: Path
+) -> None:
+    scheme = WeightScheme(3, 32, symmetric=False)
+    source = open_model(make_llama())
+    report = quantize_model(source.path, tmp_path / "out", QuantizeOptions(scheme))
+    name = "model.layers.0.mlp.down_proj.weight"
+    before, after = source.weights.load(name), open_model(report.out).weights.load(name)
+    assert isinstance(before, torch.Tensor)
+    assert isinstance(after, PackedWeight)
+    assert after.bits == 4
+    assert int(after.unpack().max()) <= 7
+    assert torch.equal(after.dequantize(), rtn.quantize(before, scheme).dequantize())
+    assert report.quantized_bits_per_weight == pytest.approx(3.6, abs=0.05)
+
+
+def test_a_head_of_its_own_is_quantized_alone_or_with_the_embedding(
+    make_llama: MakeFolder, tmp_path: Path
+) -> None:
+    source = make_llama()
+    for embedding in (16, 4):
+        options = QuantizeOptions(WeightScheme(4, 32), head=8, embedding=embedding)
+        report = quantize_model(source, tmp_path / f"out{embedding}", options)
+        weights = open_model(report.out).weights
+        head, ends = weights.load(HEAD), weights.load(EMBEDDING)
+        assert isinstance(head, PackedWeight)
+        assert head.bits == 8
+        assert isinstance(ends, PackedWeight) == (embedding == 4)
+        targets = [group["targets"] for group in groups_of(report.out)]
+        assert ["lm_head"] in targets
+        assert ["Linear"] not in targets
+
+
+def test_the_matrix_of_both_ends_is_stored_as_the_embedding(
+    make_llama: MakeFolder, tmp_path: Path
+) -> None:
+    source = make_llama(tie_word_embeddings=True)
+    scheme = WeightScheme(8, 32)
+    options = QuantizeOptions(scheme, head=8)
+    report = quantize_model(source, tmp_path / "out", options)
+    result = open_model(report.out)
+    matrix = result.weights.load(EMBEDDING)
+    assert isinstance(matrix, PackedWeight)
+    before = open_model(source).weights.load(EMBEDDING)
+    assert isinstance(before, torch.Tensor)
+    assert torch.equal(matrix.dequantize(), rtn.quantize(before, scheme).dequantize())
+    assert "model.embed_tokens" in groups_of(report.out)[0]["targets"]
+    assert any("only appliance reads" in note for note in report.notes)
+    with pytest.raises(ConfigError, match="its head too"):
+        quantize_model(source, tmp_path / "no", QuantizeOptions(embedding=8))
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "group_size", "scheme"),
+    [
+        ("rtn", None, None, WeightScheme(4, 64)),
+        ("gptq", 3, "128", WeightScheme(3, 128)),
+        ("int8", None, None, WeightScheme(8, None)),
+        ("int8", 8, "32", WeightScheme(8, 32)),
+        ("fp8", None, None, Fp8Scheme()),
+        ("fp8", 8, "block", Fp8Scheme(blockwise=True)),
+    ],
+)
+def test_what_is_left_out_follows_from_the_method(
+    method: str, bits: int | None, group_size: str | None, scheme: object
+) -> None:
+    assert choose_scheme(Method.parse(method), bits, group_size, symmetric=True) == scheme
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "group_size", "symmetric", "said"),
+    [
+        ("fp8", 4, None, True, "leave --bits 4 out"),
+        ("int8", 4, None, True, "leave --bits 4 out"),
+        ("fp8", None, "64", True, "not one of FP8"),
+        ("fp8", None, None, False, "no zero points"),
+        ("search", 4, None, True, "needs --no-symmetric"),
+        ("rtn", 4, "block", True, "not 32, 64, 128 or channel"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    method: str, bits: int | None, group_size: str | None, symmetric: bool, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        choose_scheme(Method.parse(method), bits, group_size, symmetric=symmetric)
+
+
+@pytest.mark.parametrize("head", [3, 5, 32])
+def test_other_bits_of_a_head_are_refused(
+    make_llama: MakeFolder, tmp_path: Path, head: int
+) -> None:
+    with pytest.raises(ConfigError, match="use 4, 8 or 16"):
+        quantize_model(make_llama(), tmp_path / "out", QuantizeOptions(head=head))
