@@ -53,7 +53,8 @@ def read_tensor(
     starts = range(0, num_rows, max(1, READ_AT_ONCE // width))
     step = max(1, CONVERTED_AT_ONCE // width)
     first, _ = _converted(path, info, _rows(path, identity, info, 0, 1), measure=False)
-    whole = _room_for(num_rows, first)
+    with torch.inference_mode(False):  # whatever the caller is in: other threads write into it
+        whole = _room_for(num_rows, first)
 
     def convert_rows(start: int) -> Loss | None:
         """Read some rows and convert a few of them at a time; of the first, what was lost."""

@@ -278,14 +278,7 @@ def calibrate_kv(
     Raises:
         QuantizeError: even the fewest bits are above the budget.
     """
-    watch = AttentionWatch()
-    walk = Walk(source, rows, folder, device, watch=watch)
-    layers = []
-    for index, layer in enumerate(source.spec.layers):
-        block = walk.block(index)
-        walk.advance(block)
-        project = _projection(block)
-        layers.append(measure_layer(layer.attention, watch.take(), project, walk.energy()))
+    layers = measure_kv(source, rows, folder, device)
     formats = choose_formats(layers, budget)
     if formats is None:
         least = mean_bits(layers, [min(CHOICES, key=layer.bits.__getitem__) for layer in layers])
@@ -294,6 +287,21 @@ def calibrate_kv(
         )
     chosen = tuple(layer.chosen(form) for layer, form in zip(layers, formats, strict=True))
     return KVPlan(chosen, mean_bits(layers, formats), budget)
+
+
+def measure_kv(
+    source: ModelSource, rows: Tensor, folder: Path, device: torch.device
+) -> list[MeasuredLayer]:
+    """Put rows through a model and measure every layer; the arguments are `calibrate_kv`'s."""
+    watch = AttentionWatch()
+    walk = Walk(source, rows, folder, device, watch=watch)
+    layers = []
+    for index, layer in enumerate(source.spec.layers):
+        block = walk.block(index)
+        walk.advance(block)
+        project = _projection(block)
+        layers.append(measure_layer(layer.attention, watch.take(), project, walk.energy()))
+    return layers
 
 
 def _projection(block: Block) -> Callable[[Tensor], Tensor]:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from appliance.errors import ConfigError, QuantizeError
-from appliance.kernels.kv_cache import KVFormat
+from appliance.errors import QuantizeError
 from appliance.kernels.packed import PackedWeight
 from appliance.quant.quality.measures import Divergence, Losses
 from appliance.quant.quality.streams import Streams, Variant
@@ -23,8 +22,9 @@ from appliance.quant.quality.vocabulary import Gap, Prediction
 from appliance.quant.quality.weight_sets import RoundedWeights, StoredWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from appliance.kernels.kv_cache import LayerPrecision
     from appliance.kernels.weight import Weight
     from appliance.model.norm import Norm
     from appliance.model.source import ModelSource
@@ -34,13 +34,6 @@ if TYPE_CHECKING:
 
     OnProgress = Callable[[str, int, int], object]
 
-KV_FORMATS = (
-    KVFormat.BF16,
-    KVFormat.FP8,
-    KVFormat.INT8,
-    KVFormat.INT4,
-    KVFormat.INT4_SEALED,
-)
 BASE, CANDIDATE, ROUNDED = "base", "candidate", "rounded"
 PLACES_AT_ONCE = 512
 TOKENS_AT_ONCE = 4096  # of the vocabulary
@@ -53,7 +46,7 @@ class What:
     Attributes:
         base: what the candidate came from; None measures perplexity and KV caches only.
         rounded: also the base rounded to nearest in the candidate's scheme, as a yardstick.
-        kv: caches.
+        kv: caches by name, each a precision of every layer; see `kv_caches.caches_of`.
         kv_windows: how many of the windows caches are measured on; None is all.
         folder: for files of some bytes per token and hidden element; None is the system's.
         device: where it is computed.
@@ -61,7 +54,7 @@ class What:
 
     base: ModelSource | None = None
     rounded: bool = True
-    kv: tuple[KVFormat, ...] = KV_FORMATS
+    kv: Mapping[str, tuple[LayerPrecision, ...]] = field(default_factory=dict)
     kv_windows: int | None = None
     folder: Path | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -76,14 +69,14 @@ class Evaluation:
         against: beside its base.
         rounded: the base rounded to nearest beside the base.
         layers: errors of the candidate's layers beside the base's.
-        kv: by cache.
+        kv: by name of the cache.
     """
 
     candidate: Losses
     against: Divergence | None
     rounded: Divergence | None
     layers: tuple[LayerError, ...]
-    kv: dict[KVFormat, Divergence]
+    kv: dict[str, Divergence]
 
 
 @torch.inference_mode()
@@ -130,7 +123,7 @@ def evaluate(
         against=found.gaps.get(CANDIDATE),
         rounded=found.gaps.get(ROUNDED),
         layers=tuple(layers),
-        kv={format: found.gaps[format.value] for format in what.kv},
+        kv={name: found.gaps[name] for name in what.kv},
     )
 
 
@@ -152,24 +145,6 @@ def check_same_model(base: ModelSource, candidate: ModelSource) -> None:
             )
 
 
-def parse_kv_formats(text: str) -> tuple[KVFormat, ...]:
-    """KV caches that a person named, with commas between: all, none, or their names.
-
-    Raises:
-        ConfigError: there is no such cache.
-    """
-    if text in ("all", "none"):
-        return KV_FORMATS if text == "all" else ()
-    known = {format.value: format for format in KV_FORMATS}
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"KV cache {name!r} is not known; use all, none or {', '.join(known)}"
-            )
-    return tuple(dict.fromkeys(known[name] for name in names))
-
-
 def _variants(candidate: ModelSource, what: What) -> list[Variant]:
     """The base first; KV caches last."""
     stored = StoredWeights(candidate, what.device)
@@ -181,8 +156,8 @@ def _variants(candidate: ModelSource, what: What) -> list[Variant]:
         if what.rounded:
             variants.append(Variant(ROUNDED, RoundedWeights(base, stored)))
     variants.append(Variant(CANDIDATE, stored, is_traced=what.base is not None))
-    for format in what.kv:
-        variants.append(Variant(format.value, stored, format, what.kv_windows))
+    for name, cache in what.kv.items():
+        variants.append(Variant(name, stored, cache, what.kv_windows))
     return variants
 
 

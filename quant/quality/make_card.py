@@ -14,6 +14,8 @@ import torch
 
 from appliance.errors import QuantizeError
 from appliance.files import replace_atomically
+from appliance.kernels.kv_cache import KVFormat
+from appliance.model.executor import heads_of
 from appliance.model.reader import ModelReader
 from appliance.model.source import open_model
 from appliance.quant.quality.card import (
@@ -32,8 +34,8 @@ from appliance.quant.quality.card import (
 )
 from appliance.quant.quality.card_html import to_html
 from appliance.quant.quality.card_markdown import to_markdown
-from appliance.quant.quality.evaluate import KV_FORMATS, What, check_same_model, evaluate
-from appliance.quant.quality.kv_trip import bytes_per_token
+from appliance.quant.quality.evaluate import What, check_same_model, evaluate
+from appliance.quant.quality.kv_caches import KV_FORMATS, bytes_per_token, caches_of
 from appliance.quant.quality.peak_memory import PeakMemory
 from appliance.quant.quality.readers import readers_of
 from appliance.quant.quality.run_facts import facts_of_run
@@ -46,10 +48,10 @@ from appliance.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from appliance.kernels.kv_cache import KVFormat
     from appliance.model.source import ModelSource
     from appliance.quant.quality.card import Comparison, QuantizeFacts
     from appliance.quant.quality.evaluate import Evaluation, OnProgress
+    from appliance.quant.quality.kv_caches import Caches
     from appliance.quant.text.held_out import Windows
 
 KV_TOKENS = 1024
@@ -116,10 +118,18 @@ def make_card(
             "made for inputs of fewer bits too, where the hardware multiplies these; measured are"
             " its weights alone"
         )
+    # Without a wish for any cache there is none to be measured, a declared one neither.
+    caches, declared = caches_of(candidate, options.kv) if options.kv else ({}, None)
+    if any(
+        layer.format is KVFormat.FP8 and layer.head_scales is None
+        for cache in caches.values()
+        for layer in cache
+    ):
+        notes.append("the checkpoint has no scales for keys and values in FP8: measured with 1")
     what = What(
         base=original,
         rounded=options.rounding and original is not None and _can_be_rounded(candidate, run),
-        kv=options.kv,
+        kv=caches,
         kv_windows=min(len(windows.tokens), max(1, options.kv_tokens // windows.length)),
         folder=model.parent if _is_writable(model.parent) else None,
         device=options.device,
@@ -142,7 +152,7 @@ def make_card(
         comparison=None if found.against is None else found.against.summary(),
         histogram=None if found.against is None else found.against.histogram(),
         layers=found.layers,
-        kv=_kv_rows(candidate, found),
+        kv=_kv_rows(candidate, caches, declared, found),
         alternatives=(*_rounded(found, facts), *_compared(options.compare, windows)),
         quantize=run,
         notes=tuple(notes),
@@ -251,15 +261,15 @@ def _weights_in_words(source: ModelSource) -> str:
     return reader.weight_format()
 
 
-def _kv_rows(source: ModelSource, found: Evaluation) -> tuple[KVRow, ...]:
+def _kv_rows(
+    source: ModelSource, caches: Caches, declared: str | None, found: Evaluation
+) -> tuple[KVRow, ...]:
     rows = []
-    heads = [
-        (layer.attention.num_kv_heads, layer.attention.head_dim) for layer in source.spec.layers
-    ]
-    values = sum(2 * count * dim for count, dim in heads)
-    for format, divergence in found.kv.items():
-        size = sum(bytes_per_token(format, count, dim) for count, dim in heads)
-        rows.append(KVRow(format.value, size, 8 * size / values, divergence.summary()))
+    values = sum(2 * count * dim for count, dim in heads_of(source.spec))
+    for name, divergence in found.kv.items():
+        size = bytes_per_token(source, caches[name])
+        is_declared = name == declared
+        rows.append(KVRow(name, size, 8 * size / values, divergence.summary(), is_declared))
     return tuple(rows)
 
 

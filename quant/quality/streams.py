@@ -8,19 +8,21 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from appliance.errors import ModelError, QuantizeError
-from appliance.kernels.backend import select_backend
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.backend import REFERENCE, select_backend
+from appliance.kernels.decoder_cache import allocate_layer
+from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.kv_write.reference import rotate_and_write_with
 from appliance.kernels.packed_matmul.reference import dense_linear
+from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import LayerBuilder
 from appliance.model.rope import Rope, distinct_ropes
 from appliance.model.step import Step
 from appliance.quant.quality.card import LayerError
-from appliance.quant.quality.kv_trip import Geometry, TripCache, through
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.backend import Backend, Linear
-    from appliance.kernels.kv_cache import LayerCache
+    from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.kernels.weight import Weight
     from appliance.model.layers import DecoderLayer
     from appliance.model.norm import Norm
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 FLOAT = torch.float32
 TOKENS_AT_ONCE = 2048  # through a layer
+BLOCK_SIZE = 32  # that every format of the cache has
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,14 @@ class Variant:
     Attributes:
         name: unique, for people and for the name of a file.
         weights: whose.
-        format: of its KV cache.
+        kv: of each layer, how its keys and values are stored; None is float32.
         num_windows: how many of the first windows it is run on; None is all.
         is_traced: whether its layers are held beside those of the first variant.
     """
 
     name: str
     weights: WeightSet
-    format: KVFormat = KVFormat.FP32
+    kv: tuple[LayerPrecision, ...] | None = None
     num_windows: int | None = None
     is_traced: bool = False
 
@@ -90,12 +93,10 @@ class Streams:
         self.variants = variants
         self._windows = windows
         self._device = device
-        plain = select_backend(device)
-        self._plain = plain
         spec = variants[0].weights.source.spec
         self._hidden_size = spec.hidden_size
-        self._backend = through(plain)
-        self._geometries: dict[tuple[KVFormat, int], Geometry] = {}
+        self._backend = _with_every_cache(device)
+        self._batches: dict[tuple[bool, int], tuple[RaggedBatch, object]] = {}
         length = windows.shape[1]
         self._ropes = {
             id(weights): tuple(
@@ -163,10 +164,10 @@ class Streams:
         for start in range(0, len(stream), at_once):
             rows = slice(start, min(start + at_once, len(stream)))
             before = stream[rows].flatten(0, 1).to(self._device)
-            step, cache = self._step(variant, layer, rows.stop - rows.start, length)
+            kv = LayerPrecision(KVFormat.FP32) if variant.kv is None else variant.kv[index]
+            step, cache = self._step(variant, kv, layer, rows.stop - rows.start)
             hidden = self._backend.rms_norm(before, norm.weight, norm.eps)
-            # The operations of `kv_trip.through` take this cache for a layer's own.
-            _, after = layer(hidden, before, step, cast("LayerCache", cache), None)
+            _, after = layer(hidden, before, step, cache, None)
             found = {
                 "attention": _result(layer.attention.output),
                 "mlp": _result(layer.mlp.down),
@@ -186,17 +187,31 @@ class Streams:
         return LayerError(**{part: relative.value for part, relative in sums.items()})
 
     def _step(
-        self, variant: Variant, layer: DecoderLayer, count: int, length: int
-    ) -> tuple[Step, TripCache]:
-        key = variant.format, count
-        if key not in self._geometries:
-            self._geometries[key] = Geometry.of(self._plain, *key, length, self._device)
-        geometry = self._geometries[key]
+        self, variant: Variant, kv: LayerPrecision, layer: DecoderLayer, count: int
+    ) -> tuple[Step, AnyLayerCache]:
+        """Some windows as one step of prompts, and an empty cache that holds them."""
+        length = self._windows.shape[1]
+        width = -(-length // BLOCK_SIZE)
+        key = kv.format.is_sealed, count
+        if key not in self._batches:
+            tables = [tuple(range(i * width, (i + 1) * width)) for i in range(count)]
+            batch = RaggedBatch.of(
+                [length] * count,
+                [length] * count,
+                tables,
+                block_size=BLOCK_SIZE,
+                device=self._device,
+                open_pages=tables if kv.format.is_sealed else None,
+            )
+            self._batches[key] = batch, self._backend.plan_attention(batch, BLOCK_SIZE)
+        batch, work = self._batches[key]
         spec = layer.attention.spec
-        cache = TripCache.allocate(
-            self._plain,
-            variant.format,
-            geometry,
+        cache = allocate_layer(
+            self._backend.allocate_cache,
+            kv,
+            num_blocks=count * width,
+            block_size=BLOCK_SIZE,
+            num_open=count * width,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             device=self._device,
@@ -204,8 +219,8 @@ class Streams:
         positions = torch.arange(length, device=self._device).repeat(count)
         ropes = self._ropes[id(variant.weights)]
         step = Step(
-            batch=geometry.batch,
-            attention_work=geometry.work,
+            batch=batch,
+            attention_work=work,
             rotations=tuple(rope.rotation(positions) for rope in ropes),
         )
         return step, cache
@@ -243,6 +258,24 @@ def _reserve(path: Path, size: int) -> None:
             f"an evaluation keeps its residual streams in {path.parent.parent}, of"
             f" {size / 2**20:,.1f} MiB each: {error.strerror}; make room there or read fewer tokens"
         ) from error
+
+
+def _with_every_cache(device: torch.device) -> Backend:
+    """A device's operations, with caches of every format: a GPU's kernels do not know them all."""
+    backend = select_backend(device)
+    if device.type == "cpu":
+        return backend
+    return replace(
+        backend,
+        write_kv=REFERENCE.write_kv,
+        rotate_and_write=rotate_and_write_with(
+            backend.rms_norm, backend.rotary, REFERENCE.write_kv
+        ),
+        seal_kv=REFERENCE.seal_kv,
+        allocate_cache=REFERENCE.allocate_cache,
+        plan_attention=REFERENCE.plan_attention,
+        paged_attention=REFERENCE.paged_attention,
+    )
 
 
 def _tapping(backend: Backend) -> Backend:

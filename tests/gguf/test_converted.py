@@ -111,6 +111,16 @@ def test_pieces_make_the_same_weight(
     assert torch.equal(pieces.dequantize(), whole.dequantize())
 
 
+def test_a_tensor_is_read_in_inference_mode_too(tmp_path: Path) -> None:
+    file = GGUFFile(write(tmp_path / "model.gguf", {"w": ("Q6_K", random_blocks("Q6_K"))}))
+    expected = file.load("w")
+    with torch.inference_mode():
+        found = file.load("w")
+    assert isinstance(expected, PackedWeight)
+    assert isinstance(found, PackedWeight)
+    assert torch.equal(found.dequantize(), expected.dequantize())
+
+
 def test_memory_beside_the_result_does_not_grow_with_the_matrix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,15 @@ from appliance.kernels.kv_cache import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
-from appliance.quant.quality.evaluate import KV_FORMATS, What, evaluate, parse_kv_formats
+from appliance.quant.kv.calibrate import calibrate_kv
+from appliance.quant.kv.files import write_kv_plan
+from appliance.quant.quality.evaluate import What, evaluate
+from appliance.quant.quality.kv_caches import (
+    KV_FORMATS,
+    bytes_per_token,
+    caches_of,
+    parse_kv_formats,
+)
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.scheme import Fp8Scheme, WeightScheme
@@ -62,7 +70,7 @@ def test_streamed_measures_equal_those_of_whole_models(
     quantized: tuple[Path, Path], windows: Windows
 ) -> None:
     base, candidate = quantized
-    found = evaluate(open_model(candidate), windows, What(open_model(base), kv=()))
+    found = evaluate(open_model(candidate), windows, What(open_model(base)))
     assert found.against is not None
     summary = found.against.summary()
     ours, theirs = whole(candidate, windows), whole(base, windows)
@@ -91,7 +99,7 @@ def test_rounding_on_the_way_is_rounding(
 ) -> None:
     base, candidate = make_llama(), tmp_path / "rounded"
     quantize_model(base, candidate, options)
-    found = evaluate(open_model(candidate), windows, What(open_model(base), kv=()))
+    found = evaluate(open_model(candidate), windows, What(open_model(base)))
     assert found.against is not None
     assert found.rounded is not None
     assert float(found.against.klds.max()) > 1e-5
@@ -103,7 +111,7 @@ def test_fp8_weights_are_measured_as_they_are(
 ) -> None:
     base, candidate = make_llama(), tmp_path / "fp8"
     quantize_model(base, candidate, QuantizeOptions(Fp8Scheme(), Method.FP8))
-    found = evaluate(open_model(candidate), windows, What(open_model(base), kv=()))
+    found = evaluate(open_model(candidate), windows, What(open_model(base)))
     assert found.against is not None
     expected = mean_kld(whole(base, windows), whole(candidate, windows))
     assert found.against.summary().kld_mean.value == pytest.approx(expected, rel=1e-2)
@@ -112,7 +120,7 @@ def test_fp8_weights_are_measured_as_they_are(
 
 def test_a_model_beside_itself_has_lost_nothing(make_llama: MakeFolder, windows: Windows) -> None:
     source = open_model(make_llama())
-    found = evaluate(source, windows, What(open_model(source.path), rounded=False, kv=()))
+    found = evaluate(source, windows, What(open_model(source.path), rounded=False))
     assert found.against is not None
     summary = found.against.summary()
     assert summary.kld_max == 0
@@ -124,7 +132,7 @@ def test_layer_errors_are_relative_to_the_base(
     quantized: tuple[Path, Path], windows: Windows
 ) -> None:
     base, candidate = quantized
-    found = evaluate(open_model(candidate), windows, What(open_model(base), kv=()))
+    found = evaluate(open_model(candidate), windows, What(open_model(base)))
     assert len(found.layers) == 2
     streams = []
     for path in (base, candidate):
@@ -146,35 +154,67 @@ def test_layer_errors_are_relative_to_the_base(
     assert found.layers[-1].stream == pytest.approx(float(expected), rel=1e-4)
 
 
-@pytest.mark.parametrize("format", [KVFormat.BF16, KVFormat.INT8])
+@pytest.mark.parametrize("format", KV_FORMATS)
 def test_kv_caches_cost_what_they_cost_a_whole_model(
     make_llama: MakeFolder, windows: Windows, format: KVFormat
 ) -> None:
     path = make_llama()
-    found = evaluate(open_model(path), windows, What(kv=(format,)))
+    caches, declared = caches_of(open_model(path), [format])
+    assert declared is None
+    found = evaluate(open_model(path), windows, What(kv=caches))
     expected = mean_kld(whole(path, windows), whole(path, windows, format))
     assert found.against is None
     assert found.layers == ()
-    assert found.kv[format].summary().kld_mean.value == pytest.approx(expected, rel=0.05)
+    (measured,) = found.kv.values()
+    assert measured.summary().kld_mean.value == pytest.approx(expected, rel=0.05)
     assert expected > 1e-7
 
 
 def test_fewer_bits_of_cache_cost_more(make_llama: MakeFolder, windows: Windows) -> None:
-    found = evaluate(open_model(make_llama()), windows, What(kv=KV_FORMATS, kv_windows=3))
-    klds = {format: divergence.summary() for format, divergence in found.kv.items()}
+    source = open_model(make_llama())
+    caches, _ = caches_of(source, KV_FORMATS)
+    found = evaluate(source, windows, What(kv=caches, kv_windows=3))
+    klds = {name: divergence.summary() for name, divergence in found.kv.items()}
     assert {summary.places for summary in klds.values()} == {3 * (LENGTH - 1)}
     assert len(found.candidate.values) == 5 * (LENGTH - 1)
-    mean = {format: summary.kld_mean.value for format, summary in klds.items()}
-    assert mean[KVFormat.INT8] < mean[KVFormat.INT4_SEALED] < mean[KVFormat.INT4]
-    assert mean[KVFormat.INT8] < mean[KVFormat.FP8]
+    mean = {name: summary.kld_mean.value for name, summary in klds.items()}
+    assert mean["int8"] < mean["k8v4"] < mean["int4-sealed"] < mean["int4-rotated"]
+    assert mean["int8"] < mean["fp8"]
+    sizes = {name: bytes_per_token(source, cache) for name, cache in caches.items()}
+    assert sizes["int4-rotated"] <= sizes["int4-sealed"] < sizes["k8v4"] < sizes["int8"]
 
 
 def test_an_open_block_is_read_as_it_is_while_open(make_llama: MakeFolder) -> None:
     source = open_model(make_llama())
-    short = Windows(torch.arange(32).view(1, 32), 32, "one block")
-    found = evaluate(source, short, What(kv=(KVFormat.INT8, KVFormat.INT4_SEALED)))
-    sealed, open_ = found.kv[KVFormat.INT4_SEALED], found.kv[KVFormat.INT8]
+    short = Windows(torch.arange(31).view(1, 31), 31, "less than one block")
+    caches, _ = caches_of(source, (KVFormat.INT8, KVFormat.INT4_SEALED))
+    found = evaluate(source, short, What(kv=caches))
+    sealed, open_ = found.kv["int4-sealed"], found.kv["int8"]
     torch.testing.assert_close(sealed.klds, open_.klds, rtol=0, atol=1e-6)
+
+
+def test_the_cache_that_a_checkpoint_declares_is_measured_as_it_is_served(
+    make_llama: MakeFolder, windows: Windows, tmp_path: Path
+) -> None:
+    path = make_llama()
+    source = open_model(path)
+    rows = torch.randint(3, 50, (2, 64), generator=torch.Generator().manual_seed(0))
+    plan = calibrate_kv(source, rows, tmp_path, CPU, 6.0)
+    mixed = (replace(plan.layers[0], format=KVFormat.K8V4), *plan.layers[1:])
+    mixed = (mixed[0], replace(mixed[1], format=KVFormat.INT4_SEALED))
+    write_kv_plan(replace(plan, layers=mixed), path)
+    caches, declared = caches_of(open_model(path), [KVFormat.FP8])
+    assert declared == "1 layers k8v4, 1 layers int4-sealed"
+    assert list(caches) == ["fp8", declared]
+    scales = [layer.head_scales for layer in caches["fp8"]]
+    assert scales[0] is not None
+    torch.testing.assert_close(scales[0], plan.layers[0].head_scales)
+    found = evaluate(open_model(path), windows, What(kv=caches))
+    decoder = load_decoder(open_model(path), REFERENCE, CPU, torch.float32)
+    logits = [logits_of(decoder, i.tolist(), format=caches[declared])[:-1] for i in windows.tokens]
+    ours = torch.cat(logits).double().log_softmax(-1)
+    expected = mean_kld(whole(path, windows), ours)
+    assert found.kv[declared].summary().kld_mean.value == pytest.approx(expected, rel=0.05)
 
 
 def test_another_vocabulary_or_depth_is_refused(make_llama: MakeFolder, windows: Windows) -> None:
@@ -192,7 +232,7 @@ def test_activations_that_are_not_finite_name_the_layer(
     weight = torch.full((96, 128), 3e38, dtype=torch.bfloat16)
     path = make_llama(tensors={"model.layers.1.mlp.down_proj.weight": weight})
     with pytest.raises(ModelError, match="source: layer 1 makes NaN or infinity"):
-        evaluate(open_model(path), windows, What(kv=()))
+        evaluate(open_model(path), windows, What())
 
 
 def test_nothing_is_left_of_the_streams(
@@ -200,7 +240,7 @@ def test_nothing_is_left_of_the_streams(
 ) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
-    evaluate(open_model(make_llama()), windows, What(kv=(), folder=folder))
+    evaluate(open_model(make_llama()), windows, What(folder=folder))
     assert list(folder.iterdir()) == []
 
 
@@ -212,7 +252,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(QuantizeError, match=r"No space left on device; make room there or read"):
-        evaluate(open_model(make_llama()), windows, What(kv=(), folder=tmp_path))
+        evaluate(open_model(make_llama()), windows, What(folder=tmp_path))
 
 
 def test_caches_are_named_as_the_server_names_them() -> None:
