@@ -74,6 +74,7 @@ def test_lines_say_loss_time_and_memory(capsys: pytest.CaptureFixture[str]) -> N
     found = capsys.readouterr()
     assert found.out == ""
     assert found.err.splitlines() == [
+        "  choosing",
         "  llama, gptq, 4 bits: 5 parts",
         "  1 head: 16 bits, 2.0 MiB",
         "  memory: 300 MiB at most, as measured with the largest layer",
