@@ -169,7 +169,7 @@ def default_rows(
         seed=seed,
     )
     rows = torch.tensor(written, dtype=torch.int64).view(len(written), row_tokens)
-    rows = torch.cat((topics_rows.rows.view(-1, row_tokens), rows))
+    rows = torch.cat((topics_rows.rows.view(-1, row_tokens).long(), rows))  # none are floats
     return Calibration(rows, source, fingerprint(rows), topics_rows.dropped)
 
 

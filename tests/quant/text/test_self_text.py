@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from appliance.errors import QuantizeError
 from appliance.quant.text import calibration
@@ -59,6 +60,9 @@ def test_help_topics_are_the_rest_and_stand_in_for_all(
     assert rows.rows.shape == (8, 64)
     assert int((rows.rows == 7).all(1).sum()) == 6
     assert "own making" in rows.source
+    few = calibration.default_rows(smollm2_gguf, tokenizer, CalibrationText(None, 128, 64))
+    assert few.rows.shape == (2, 64)
+    assert few.rows.dtype == torch.int64, "also where no row is of help topics"
     monkeypatch.setattr(calibration, "sample_rows", refused)
     rows = calibration.default_rows(smollm2_gguf, tokenizer, text)
     assert rows.rows.shape == (8, 64)
