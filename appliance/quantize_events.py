@@ -2,12 +2,14 @@
 
 With `--json` each event is one line of JSON on standard output, and its field `event` says which:
 
-    start     once, before any weight is read
+    step      something that takes a while begins, before there is a plan
+    start     once, before any weight is quantized
     plan      what will be done, and what memory, disk and time that takes; measured beforehand
     unit      a layer, or a tensor that is in none, is done and on the disk
     written   all tensors are
-    done      the result has its name; the last event of a run that went well
-    error     the last event of one that did not
+    done      the result has its name; what follows changes nothing of it
+    card      its quality was measured; the last event, unless no card was wanted or possible
+    error     the last event of a run that did not come to its end
 
 The same lines are in `events.jsonl` in the state folder of an unfinished run,
 `.OUT.partial/state`; the last one may be cut where the process was killed. A leaf: imports neither
@@ -34,6 +36,12 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="s
     weight_bytes: int  # of the result
     max_ram: int | None = None  # bytes
     max_vram: int | None = None
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="step"):
+    """Something begins that takes a while."""
+
+    what: str  # such as "choosing the precision of the KV cache"
 
 
 class TensorClass(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +100,14 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="do
     notes: tuple[str, ...]
 
 
+class CardWritten(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="card"):
+    """What the result is worth is known, and beside it as a quality card."""
+
+    path: str  # of the JSON
+    kld_mean: float  # nats per token, from the model that was quantized
+    same_top_percent: float  # of places where both think the same token the likeliest
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="error"):
     """The run ended before its end."""
 
@@ -99,7 +115,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     units_done: int  # kept for the next run; 0 means that it begins anew
 
 
-QuantizeEvent = Start | Plan | Unit | Written | Done | Failed
+QuantizeEvent = Step | Start | Plan | Unit | Written | Done | CardWritten | Failed
 OnEvent = Callable[[QuantizeEvent], None]
 
 

@@ -18,11 +18,13 @@ from appliance.commands.quantize_display import Lines, TerminalDisplay
 from appliance.errors import ConfigError
 from appliance.quant.run.options import choose_device
 from appliance.quantize_events import (
+    CardWritten,
     Done,
     Failed,
     Plan,
     QuantizeEvent,
     Start,
+    Step,
     TensorClass,
     Unit,
     Written,
@@ -47,11 +49,13 @@ DONE = Done(
     out="o", seconds=1.0, weight_bytes=10, bits_per_weight=4.5, peak_ram=1, peak_vram=0, notes=()
 )
 ALL: list[QuantizeEvent] = [
+    Step(what="choosing"),
     START,
     PLAN,
     UNIT,
     Written(weight_bytes=5),
     DONE,
+    CardWritten(path="quality.json", kld_mean=0.02, same_top_percent=91.5),
     Failed(message="x", units_done=2),
 ]
 
@@ -70,6 +74,7 @@ def test_lines_say_loss_time_and_memory(capsys: pytest.CaptureFixture[str]) -> N
     found = capsys.readouterr()
     assert found.out == ""
     assert found.err.splitlines() == [
+        "  choosing",
         "  llama, gptq, 4 bits: 5 parts",
         "  1 head: 16 bits, 2.0 MiB",
         "  memory: 300 MiB at most, as measured with the largest layer",
@@ -147,7 +152,11 @@ def test_a_signal_keeps_what_is_done_and_says_so(
     events = [decode_event(line) for line in result.stdout.splitlines()]
     assert isinstance(events[0], Start)
     assert events[0].units_done == failed.units_done
-    assert isinstance(events[-1], Done)
+    assert isinstance(events[-2], Done)
+    made = events[-1]
+    assert isinstance(made, CardWritten)
+    assert json.loads(Path(made.path).read_bytes())["comparison"]
+    assert f"mean KLD {made.kld_mean:.4f}" in result.stderr
     assert "quantized 84 weights" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "text.txt"]
 

@@ -14,7 +14,7 @@ from appliance.commands.sizes import parse_size
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 def quantize(
@@ -136,7 +136,11 @@ def quantize(
         typer.echo(encode_event(plan).decode() if as_json else "\n".join(describe_plan(plan)))
         return
     job = JobFile(jobs_dir(), f"quantize {resolved.path.name}")
-    with _interruptible(out), job, choose_display(as_json=as_json) as display:
+    with (
+        _interruptible(lambda: pipeline.what_is_kept(out)),
+        job,
+        choose_display(as_json=as_json) as display,
+    ):
 
         def tell(event: QuantizeEvent) -> None:
             display(event)
@@ -146,7 +150,9 @@ def quantize(
 
         report = pipeline.quantize_model(resolved.path, out, options, tell)
     typer.echo(report.summary(), err=True)
-    make_card_of_run(report, resolved.path, card_tokens if card else 0)
+    make_later = f"make it with: appliance evaluate {out} --against {resolved.path}"
+    with _interruptible(lambda: f"the weights are done, their quality card is not; {make_later}"):
+        make_card_of_run(report, resolved.path, card_tokens if card else 0, display)
     typer.echo(f"serve it with: appliance serve {out}", err=True)
 
 
@@ -155,13 +161,12 @@ class _TerminatedError(KeyboardInterrupt):
 
 
 @contextmanager
-def _interruptible(out: Path) -> Iterator[None]:
+def _interruptible(what_is_kept: Callable[[], str]) -> Iterator[None]:
     """End on Ctrl-C and SIGTERM with one line that says what was kept.
 
     Raises:
         typer.Exit: with 130 or 143.
     """
-    from appliance.quant.run.pipeline import what_is_kept
 
     def terminate(number: int, frame: object) -> NoReturn:
         raise _TerminatedError
@@ -170,7 +175,7 @@ def _interruptible(out: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        typer.echo(f"interrupted; {what_is_kept(out)}", err=True)
+        typer.echo(f"interrupted; {what_is_kept()}", err=True)
         code = 143 if isinstance(error, _TerminatedError) else 130
         raise typer.Exit(code) from None
     finally:

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from appliance.quant.run.report import QuantizeReport
+    from appliance.quantize_events import OnEvent
 
 
-def make_card_of_run(report: QuantizeReport, base: Path, tokens: int) -> None:
+def make_card_of_run(report: QuantizeReport, base: Path, tokens: int, on_event: OnEvent) -> None:
     """Keep the facts of a run beside its weights, then measure these and write their card.
 
     The weights are safe before any of this begins. If it fails or is killed, `appliance evaluate`
@@ -24,11 +25,13 @@ def make_card_of_run(report: QuantizeReport, base: Path, tokens: int) -> None:
         report: of the finished run.
         base: the model that was quantized.
         tokens: to measure on; 0 makes no card.
+        on_event: is told what was found.
     """
     from appliance.progress import ProgressLine
     from appliance.quant.quality.make_card import CardOptions, make_card, write_card
     from appliance.quant.quality.run_facts import keep_facts
     from appliance.quant.text.held_out import HeldOutText
+    from appliance.quantize_events import CardWritten
 
     try:
         keep_facts(report)
@@ -46,6 +49,14 @@ def make_card_of_run(report: QuantizeReport, base: Path, tokens: int) -> None:
             err=True,
         )
         return
+    if card.comparison is not None:
+        on_event(
+            CardWritten(
+                path=str(path),
+                kld_mean=card.comparison.kld_mean.value,
+                same_top_percent=card.comparison.same_top_percent.value,
+            )
+        )
     typer.echo(f"quality: {card.line()}", err=True)
     for name, found in ((row.format, row.comparison) for row in card.kv):
         typer.echo(

@@ -12,11 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from appliance.quantize_events import (
+    CardWritten,
     Done,
     Failed,
     Plan,
     QuantizeEvent,
     Start,
+    Step,
     Unit,
     Written,
     encode_event,
@@ -123,6 +125,8 @@ class TerminalDisplay:
 
 def _lines(event: QuantizeEvent) -> list[str]:
     match event:
+        case Step():
+            return [event.what]
         case Start(units_done=0):
             return [f"{event.architecture}, {event.method}, {event.scheme}: {event.units} parts"]
         case Start():
@@ -138,7 +142,7 @@ def _lines(event: QuantizeEvent) -> list[str]:
                 f" {_memory(event)}",
                 *(f"note: {note}" for note in event.notes),
             ]
-        case Plan() | Written() | Done() | Failed():
+        case Plan() | Written() | Done() | CardWritten() | Failed():
             return []
 
 

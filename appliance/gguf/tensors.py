@@ -32,6 +32,7 @@ CONVERTED_AT_ONCE = 1 << 15
 MEASURED = 1 << 18  # elements at the start of a matrix whose loss is measured
 
 
+@torch.inference_mode(mode=False)  # a caller's is not that of the threads, which write into it
 def read_tensor(
     path: Path, identity: FileIdentity, info: TensorInfo
 ) -> tuple[Tensor | PackedWeight, Loss | None]:

@@ -41,7 +41,7 @@ from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.run.writing import UnitWriter, units_of
 from appliance.quant.text.calibration import Calibration, CalibrationText, load_rows, save_rows
 from appliance.quant.walk.stream import stream_bytes
-from appliance.quantize_events import Done, Failed, Start, Written, ignore_event
+from appliance.quantize_events import Done, Failed, Start, Step, Written, ignore_event
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -137,7 +137,7 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
     """
     staging = Staging(out.resolve())
     run = _open(model_path, staging, options, time.monotonic())
-    calibration = _calibration(run, staging.state, resumes=False)
+    calibration = _calibration(run, staging.state, ignore_event, resumes=False)
     if options.mixed is not None and calibration is not None:
         run = _with_precisions(run, mixed_schemes(run.source, options, calibration, run.plan.dtype))
     return plan_run(run.source, run.plan, options, calibration, is_tried=True)[1]
@@ -181,19 +181,21 @@ def _quantize(run: Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
 def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> QuantizeReport:
     """Do what the journal does not have yet."""
     resumes = bool(journal.records)
-    calibration = _calibration(run, staging.state, resumes=resumes)
+    events = EventLog(staging.state, on_event)
+    calibration = _calibration(run, staging.state, events, resumes=resumes)
     fingerprint = fingerprint_of(run.model_path, run.options, calibration, run.device)
     if resumes:
         journal.check(fingerprint, staging.folder)
     if run.options.mixed is not None and calibration is not None:
+        events(Step(what="finding where bits matter most"))
         chosen = kept_schemes(run.source, run.options, calibration, run.plan.dtype, staging.state)
         run = _with_precisions(run, chosen)
     if run.options.kv_bits is not None and calibration is not None:
+        events(Step(what="choosing the precision of the KV cache"))
         kv = kept_kv_plan(run.source, calibration, staging.state, run.device, run.options.kv_bits)
         run = replace(run, kv=kv)
     if not journal.is_complete:
         units = units_of(run.source, run.plan)
-        events = EventLog(staging.state, on_event)
         events(_start(run, staging.out, units, journal))
         _check_space(run, staging, calibration)
         if not resumes:  # first, so that what it takes is in the account, and a bad one is seen
@@ -282,14 +284,18 @@ def _finish(run: Run, result: Path) -> None:
     flush(result)
 
 
-def _calibration(run: Run, state: Path, *, resumes: bool) -> Calibration | None:
+def _calibration(run: Run, state: Path, on_event: OnEvent, *, resumes: bool) -> Calibration | None:
     """The rows of text, from the text if it is there, else as an earlier run kept them."""
     if not run.options.needs_text:
         return None
     text = run.options.text or CalibrationText()
     if resumes and not text.is_at_hand:
         return load_rows(state)
-    return text.rows_of(run.model_path)
+    if text.path is None and text.dataset is None:
+        on_event(Step(what="letting the model write text to calibrate with"))
+    # What runs the model for its text takes all of a GPU, so not where that has a ceiling.
+    device = run.options.device if run.options.max_vram is None else "cpu"
+    return text.rows_of(run.model_path, device=device, max_ram=run.options.max_ram)
 
 
 def _refuse_quantized(model_path: Path) -> None:

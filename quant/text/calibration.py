@@ -97,8 +97,15 @@ class CalibrationText:
         """Whether the text is a file that can be read now, and so may have changed."""
         return self.path is not None and self.path.exists()
 
-    def rows_of(self, model_path: Path) -> Calibration:
+    def rows_of(
+        self, model_path: Path, *, device: str = "cpu", max_ram: int | None = None
+    ) -> Calibration:
         """The text as a model's tokenizer cuts it.
+
+        Args:
+            model_path: a .gguf file or a model folder.
+            device: where the model runs, if it writes its text itself.
+            max_ram: bytes that may be used for that; None is what is free.
 
         Raises:
             QuantizeError: the text cannot be read, or is too short.
@@ -111,7 +118,7 @@ class CalibrationText:
         elif self.path is not None:
             documents, source = documents_at(self.path), self.path.name
         else:
-            return default_rows(model_path, tokenizer, self.num_tokens, self.row_tokens, self.seed)
+            return default_rows(model_path, tokenizer, self, device=device, max_ram=max_ram)
         return make_calibration(
             documents,
             tokenizer,
@@ -123,20 +130,33 @@ class CalibrationText:
 
 
 def default_rows(
-    model_path: Path, tokenizer: Tokenizer, num_tokens: int, row_tokens: int, seed: int
+    model_path: Path,
+    tokenizer: Tokenizer,
+    text: CalibrationText,
+    *,
+    device: str = "cpu",
+    max_ram: int | None = None,
 ) -> Calibration:
     """Rows of help topics, and for the greater part of what the model writes by itself.
 
     A model that cannot run here is shown help topics alone, which the result's source says.
 
+    Args:
+        model_path: a .gguf file or a model folder.
+        tokenizer: of the model.
+        text: says how many rows, how long, and of which seed.
+        device: where the model runs.
+        max_ram: bytes that may be used; None is what is free.
+
     Raises:
         QuantizeError: so many tokens are asked for that the topics are too short.
     """
-    wanted = -(-num_tokens // row_tokens)
+    row_tokens, seed = text.row_tokens, text.seed
+    wanted = -(-text.num_tokens // row_tokens)
     own = round(OWN_SHARE * wanted)
     source, written = DEFAULT_TEXT, []
     try:
-        written = sample_rows(model_path, own, row_tokens, seed)
+        written = sample_rows(model_path, own, row_tokens, seed, device=device, max_ram=max_ram)
         source = f"the model's own making ({own} rows) and {DEFAULT_TEXT}"
     except QuantizeError as error:
         source = f"{DEFAULT_TEXT} ({error})"
@@ -149,7 +169,7 @@ def default_rows(
         seed=seed,
     )
     rows = torch.tensor(written, dtype=torch.int64).view(len(written), row_tokens)
-    rows = torch.cat((topics_rows.rows.view(-1, row_tokens), rows))
+    rows = torch.cat((topics_rows.rows.view(-1, row_tokens).long(), rows))  # none are floats
     return Calibration(rows, source, fingerprint(rows), topics_rows.dropped)
 
 

@@ -1,28 +1,44 @@
 """Text that a model makes up by itself: in its own distribution, of nobody else's licence.
 
 It is sampled in a process of its own, so that the memory which the whole model takes is given back
-before a layer is quantized.
+before a layer is quantized. That process ends with the one that began it, however this ends, and
+when it takes more memory than it may.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import select
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from appliance.errors import QuantizeError
+import psutil
+
+from appliance.errors import ApplianceError, MemoryPlanError, QuantizeError
 
 if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer
 
 AT_ONCE = 32  # rows that are sampled together; others change what a processor rounds
 SHORTEST_WORD = 3  # letters of a row's first token
+WATCHED_EVERY = 0.02  # seconds
+MIB = 1 << 20
 
 
-def sample_rows(model_path: Path, count: int, row_tokens: int, seed: int) -> list[list[int]]:
+def sample_rows(
+    model_path: Path,
+    count: int,
+    row_tokens: int,
+    seed: int,
+    *,
+    device: str = "cpu",
+    max_ram: int | None = None,
+) -> list[list[int]]:
     """Let a model write rows of tokens, each from a word of its vocabulary on.
 
     The same seed gives the same rows on one machine.
@@ -32,24 +48,36 @@ def sample_rows(model_path: Path, count: int, row_tokens: int, seed: int) -> lis
         count: of rows.
         row_tokens: in each.
         seed: of first words and of sampling.
+        device: cpu or cuda.
+        max_ram: bytes that this process and the model may use together; None is what is free.
 
     Raises:
         QuantizeError: the model cannot run here; the message says why.
     """
-    arguments = [str(model_path.resolve()), str(count), str(row_tokens), str(seed)]
-    child = subprocess.run(
-        [sys.executable, "-m", "appliance.quant.text.self_text", *arguments],
-        capture_output=True,
+    left = 0 if max_ram is None else max(1, max_ram - psutil.Process().memory_info().rss)
+    numbers = [str(number) for number in (count, row_tokens, seed, left)]
+    child = subprocess.Popen(
+        [sys.executable, "-m", __name__, str(model_path.resolve()), device, *numbers],
+        stdin=subprocess.PIPE,  # never written to: it closes when this process ends
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
+    with child:
+        try:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            output, errors = child.stdout.read(), child.stderr.read()
+        except BaseException:
+            child.kill()
+            raise
     if child.returncode:
-        reason = (child.stderr.strip().splitlines() or ["it was killed"])[-1]
+        reason = (errors.strip().splitlines() or ["it was killed"])[-1]
         raise QuantizeError(
             f"the model cannot write its own calibration text: {reason}; give a text with"
             " --calibration"
         )
-    rows: list[list[int]] = json.loads(child.stdout.splitlines()[-1])
+    rows: list[list[int]] = json.loads(output.splitlines()[-1])
     return rows
 
 
@@ -65,11 +93,13 @@ def first_words(tokenizer: Tokenizer, count: int, seed: int) -> list[int]:
     return found
 
 
-def _sample(model_path: str, count: int, row_tokens: int, seed: int) -> list[list[int]]:
+def _sample(
+    model_path: str, device: str, count: int, row_tokens: int, seed: int
+) -> list[list[int]]:
     from appliance.engine.request import SamplingParams
     from appliance.llm import LLM
 
-    llm = LLM(model_path, max_model_len=row_tokens, max_num_seqs=AT_ONCE)
+    llm = LLM(model_path, max_model_len=row_tokens, max_num_seqs=AT_ONCE, device=device)
     start = llm.tokenizer.encode("", add_special_tokens=True)
     prompts = [[*start, word] for word in first_words(llm.tokenizer, count, seed)]
     length = row_tokens - len(start) - 1
@@ -84,6 +114,57 @@ def _sample(model_path: str, count: int, row_tokens: int, seed: int) -> list[lis
     ]
 
 
+def _check_weights(model_path: str, max_bytes: int) -> None:
+    """Refuse a model whose weights alone do not fit, before they are read.
+
+    Raises:
+        MemoryPlanError: they do not.
+    """
+    import torch
+
+    from appliance.model.size import estimate_native_bytes
+    from appliance.model.source import open_model
+
+    weights = estimate_native_bytes(open_model(Path(model_path)), torch.bfloat16)
+    needed = psutil.Process().memory_info().rss + weights
+    if needed > max_bytes:
+        raise MemoryPlanError(_too_much(f"at least {needed / MIB:,.0f}", max_bytes))
+
+
+def _too_much(needed: str, max_bytes: int) -> str:
+    return (
+        f"running it takes {needed} MiB of memory, and --max-ram leaves"
+        f" {max_bytes / MIB:,.0f} MiB for that"
+    )
+
+
+def _watch(max_bytes: int) -> None:
+    """End this process when its parent is gone or it takes more memory than it may.
+
+    Args:
+        max_bytes: 0 is no limit.
+    """
+    process = psutil.Process()
+    while not select.select([0], [], [], WATCHED_EVERY)[0]:
+        if max_bytes and process.memory_info().rss > max_bytes:
+            message = _too_much(f"more than {max_bytes / MIB:,.0f}", max_bytes)
+            os.write(2, f"\n{message}\n".encode())
+            break
+    os._exit(1)  # the main thread may be in the middle of a step
+
+
+def _main() -> None:
+    path, device, *numbers = sys.argv[1:]
+    count, row_tokens, seed, max_bytes = map(int, numbers)
+    threading.Thread(target=_watch, args=(max_bytes,), daemon=True).start()
+    try:
+        if max_bytes:
+            _check_weights(path, max_bytes)
+        rows = _sample(path, device, count, row_tokens, seed)
+    except ApplianceError as error:
+        sys.exit(str(error))
+    sys.stdout.write(json.dumps(rows) + "\n")
+
+
 if __name__ == "__main__":
-    path, *numbers = sys.argv[1:]
-    sys.stdout.write(json.dumps(_sample(path, *map(int, numbers))) + "\n")
+    _main()

@@ -45,7 +45,9 @@ class GivenRows(CalibrationText):
 
     given: Calibration | None = None
 
-    def rows_of(self, model_path: Path) -> Calibration:
+    def rows_of(
+        self, model_path: Path, *, device: str = "cpu", max_ram: int | None = None
+    ) -> Calibration:
         """Those."""
         assert self.given is not None
         return self.given

@@ -159,3 +159,13 @@ def test_a_type_that_nobody_reads_is_named(tmp_path: Path) -> None:
     file = GGUFFile(write(tmp_path / "model.gguf", {"w": (name, blocks)}))
     with pytest.raises(UnsupportedModelError, match=r"'w' .* has type Q8_K.*use a file quantized"):
         file.load("w")
+
+
+def test_threads_write_what_is_loaded_where_nothing_is_learned(tmp_path: Path) -> None:
+    file = GGUFFile(write(tmp_path / "model.gguf", {"w": ("Q4_K", random_blocks("Q4_K", rows=7))}))
+    with torch.inference_mode():
+        inside = file.load("w")
+    outside = file.load("w")
+    assert isinstance(inside, PackedWeight)
+    assert isinstance(outside, PackedWeight)
+    assert torch.equal(inside.codes, outside.codes)

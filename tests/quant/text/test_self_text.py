@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from appliance.errors import QuantizeError
 from appliance.quant.text import calibration
-from appliance.quant.text.self_text import first_words, sample_rows
+from appliance.quant.text.calibration import CalibrationText
+from appliance.quant.text.self_text import MIB, first_words, sample_rows
 from appliance.tokenizer import Tokenizer
+
+WATCHED = """
+import sys, threading, time
+from appliance.quant.text.self_text import _watch
+
+most, taken = map(int, sys.argv[1:])
+threading.Thread(target=_watch, args=(most,), daemon=True).start()
+kept = b"1" * taken
+time.sleep(60)
+"""
 
 
 @pytest.mark.model
@@ -32,18 +48,53 @@ def test_help_topics_are_the_rest_and_stand_in_for_all(
 ) -> None:
     tokenizer = Tokenizer.from_path(smollm2_gguf)
 
-    def written(model: Path, count: int, row_tokens: int, seed: int) -> list[list[int]]:
+    def written(model: Path, count: int, row_tokens: int, seed: int, **_: Any) -> list[list[int]]:
         return [[7] * row_tokens] * count
 
-    def refused(model: Path, count: int, row_tokens: int, seed: int) -> list[list[int]]:
+    def refused(*_: Any, **__: Any) -> list[list[int]]:
         raise QuantizeError("too large")
 
+    text = CalibrationText(num_tokens=512, row_tokens=64)
     monkeypatch.setattr(calibration, "sample_rows", written)
-    rows = calibration.default_rows(smollm2_gguf, tokenizer, 512, 64, 0)
+    rows = calibration.default_rows(smollm2_gguf, tokenizer, text)
     assert rows.rows.shape == (8, 64)
     assert int((rows.rows == 7).all(1).sum()) == 6
     assert "own making" in rows.source
+    few = calibration.default_rows(smollm2_gguf, tokenizer, CalibrationText(None, 128, 64))
+    assert few.rows.shape == (2, 64)
+    assert few.rows.dtype == torch.int64, "also where no row is of help topics"
     monkeypatch.setattr(calibration, "sample_rows", refused)
-    rows = calibration.default_rows(smollm2_gguf, tokenizer, 512, 64, 0)
+    rows = calibration.default_rows(smollm2_gguf, tokenizer, text)
     assert rows.rows.shape == (8, 64)
     assert "too large" in rows.source
+
+
+@pytest.mark.model
+def test_a_ceiling_below_which_the_model_does_not_fit_is_kept(smollm2_gguf: Path) -> None:
+    used = psutil.Process().memory_info().rss
+    with pytest.raises(QuantizeError, match=r"takes (at least|more than) \d+ MiB.*--max-ram"):
+        sample_rows(smollm2_gguf, 1, 16, seed=0, max_ram=used + 200 * MIB)
+
+
+def child(*arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", WATCHED, *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_what_takes_more_than_it_may_is_ended_at_once() -> None:
+    with child(str(200 * MIB), str(400 * MIB)) as process:
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        errors = process.stderr.read()
+    assert b"more than 200 MiB of memory" in errors
+
+
+def test_it_ends_with_the_process_that_began_it() -> None:
+    process = child("0", "0")
+    assert process.stdin is not None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(2)
+    process.stdin.close()
+    assert process.wait(20) == 1
+    assert process.stderr is not None
+    process.stderr.close()
