@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.backend import Weight
+    from appliance.kernels.weight import Weight
     from appliance.model.decoder import Decoder
 
 
