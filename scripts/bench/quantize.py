@@ -104,8 +104,9 @@ def main() -> None:
 def _quantize(model: Path, out: Path, arguments: list[str], layers: int) -> dict[str, Any]:
     """Run the command; its last lines, CPU seconds and peak memory."""
     command = [sys.executable, "-m", "appliance", "quantize", str(model), "--out", str(out)]
+    command += ["--no-card", *arguments]
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=said, stderr=said)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)

@@ -64,3 +64,12 @@ def test_blocks_may_be_quantized_in_pieces_of_whole_blocks() -> None:
     whole, part = quantize(weight, scheme), quantize(weight[128:], scheme)
     assert torch.equal(part.scale, whole.scale[1:])
     assert torch.equal(part.dequantize(), whole.dequantize()[128:])
+
+
+def test_outputs_are_searched_and_blocks_keep_the_scale_that_spends_all_codes() -> None:
+    weight = weights()
+    for scheme, tried in zip(SCHEMES, (OCTAVE, WHOLE), strict=True):
+        asked = quantize(weight, scheme, stretches=tried)
+        assert torch.equal(quantize(weight, scheme).dequantize(), asked.dequantize())
+    largest = weight[:128, :128].abs().max()
+    assert quantize(weight, SCHEMES[1]).scale[0, 0] == (largest / E4M3_MAX).to(fp8.STORED)
