@@ -32,6 +32,9 @@ CONVERTED_AT_ONCE = 1 << 15
 MEASURED = 1 << 18  # elements at the start of a matrix whose loss is measured
 
 
+# Not in a caller's inference mode, which is the caller's thread's alone: what is made in it could
+# not be written to by the others.
+@torch.inference_mode(mode=False)
 def read_tensor(
     path: Path, identity: FileIdentity, info: TensorInfo
 ) -> tuple[Tensor | PackedWeight, Loss | None]:
