@@ -84,6 +84,13 @@ def test_quantized_matrices_keep_their_exact_values(tmp_path: Path, name: str) -
     np.testing.assert_array_equal(values.numpy(), expected)
 
 
+def test_a_matrix_that_is_loaded_in_inference_mode_is_an_ordinary_one(valid: Path) -> None:
+    with torch.inference_mode():
+        packed = GGUFFile(valid).load("Q4_1.weight")
+    assert isinstance(packed, PackedWeight)
+    assert not packed.codes.is_inference()
+
+
 @pytest.mark.parametrize(
     ("name", "bits"), [("Q4_0", 4), ("Q4_1", 4), ("Q5_0", 8), ("Q5_1", 8), ("Q8_0", 8)]
 )

@@ -261,7 +261,9 @@ class BlockManager:
 
     def _record_active(self, block: int, owner: int) -> None:
         """Write down who holds a block, once per change of hands and once when it is full."""
-        self.metadata.write(block, self._active_state(block), owner, self._references[block])
+        self.metadata.write(
+            block, self._active_state(block), owner, self._references[block], block in self._open
+        )
 
     def _active_state(self, block: int) -> BlockState:
         is_open = self._references[block] == 1 and self._filled[block] < self.block_size
@@ -331,4 +333,5 @@ class BlockManager:
             )
             assert fields.state[block] == state
             assert fields.references[block] == min(references[block], 255)
+            assert fields.precision[block] == (block in self._open)
             assert int(fields.owner[block]) in slots.get(block, {0})

@@ -61,38 +61,49 @@ class BlockMetadata:
     Args:
         buffer: at least 8 * num_blocks writable bytes, cleared here; None allocates private ones.
         num_blocks: physical blocks.
-        precision: index of the KV format that all blocks have, 0 to 15.
 
     Attributes:
         words: the same memory as a read-only array, (num_blocks,) uint64.
     """
 
-    def __init__(
-        self, buffer: memoryview | None = None, *, num_blocks: int, precision: int = 0
-    ) -> None:
+    def __init__(self, buffer: memoryview | None = None, *, num_blocks: int) -> None:
         size = num_blocks * BYTES_PER_BLOCK
         if buffer is None:
             buffer = memoryview(bytearray(size))
         assert buffer.nbytes >= size, f"{buffer.nbytes} bytes cannot hold {num_blocks} words"
-        assert 0 <= precision <= 0xF
         whole = buffer.cast("B")[:size]
         whole[:] = bytes(size)
         # Item assignment through a memoryview costs half of numpy's and is one aligned store.
         self._cells = whole.cast("Q")
-        self._precision = precision << _PRECISION_SHIFT
-        self._stamp = self._precision
+        self._stamp = 0
         self.words: NDArray[np.uint64] = np.frombuffer(whole.toreadonly(), dtype=np.uint64)
 
     def begin_step(self, now: float) -> None:
         """Stamp later writes with this time, in seconds of the monotonic clock."""
-        self._stamp = self._precision | stamp_of(now)
+        self._stamp = stamp_of(now)
 
-    def write(self, block: int, state: BlockState, owner: int = 0, references: int = 0) -> None:
-        """Replace the word of one block; `owner` is at most `MAX_OWNER`, references saturate."""
+    def write(
+        self,
+        block: int,
+        state: BlockState,
+        owner: int = 0,
+        references: int = 0,
+        precision: int = 0,
+    ) -> None:
+        """Replace the word of one block.
+
+        Args:
+            block: which.
+            state: what it holds now.
+            owner: slot of a sequence, at most `MAX_OWNER`.
+            references: block tables that it stands in; what is more than fits stays at the most.
+            precision: index into `EngineInfo.precisions`, 0 to 15.
+        """
         self._cells[block] = (
             owner << _OWNER_SHIFT
             | state << _STATE_SHIFT
             | min(references, _MAX_REFERENCES) << _REFERENCES_SHIFT
+            | precision << _PRECISION_SHIFT
             | self._stamp
         )
 

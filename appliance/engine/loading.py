@@ -106,10 +106,7 @@ def load_parts(
     blocks = BlockManager(
         plan.num_blocks,
         plan.block_size,
-        metadata=BlockMetadata(
-            metadata,
-            num_blocks=plan.num_blocks,
-        ),
+        metadata=BlockMetadata(metadata, num_blocks=plan.num_blocks),
         prefix_caching=config.prefix_caching,
         namespace=in_words(precision),
         num_open=num_open,
@@ -137,6 +134,8 @@ def load_parts(
             f"{executor.weight_format} {execution.name} {precision.device} {precision.dtype} "
             f"{in_words(precision)} {precision.block_size}",
         ),
+        # As `BlockManager` writes them: 1 is a block that has an open page.
+        precisions=(in_words(precision), *(["int8 while open"] if num_open else [])),
         notes=(*kv_notes, *notes, *source.weights.notes()),
     )
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)

@@ -69,9 +69,27 @@ class LlamaServer:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         self._process = subprocess.Popen(
-            [str(program), "-m", str(model), "--host", "127.0.0.1", "--port", str(self._port)]
-            + ["-ctk", cache, "-ctv", cache, "-fa", "on", "-c", "2048", "-np", "1"]
-            + ["-t", str(threads)],
+            [
+                str(program),
+                "-m",
+                str(model),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self._port),
+                "-ctk",
+                cache,
+                "-ctv",
+                cache,
+                "-fa",
+                "on",
+                "-c",
+                "2048",
+                "-np",
+                "1",
+                "-t",
+                str(threads),
+            ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

@@ -32,6 +32,7 @@ PAGES = {
     "large": ((240, 67), "shift+tab", "dark"),
     "small": ((80, 24), "", "dark"),
     "map": ((160, 48), "2 shift+tab plus right right right down", "dark"),
+    "precision": ((160, 48), "2 shift+tab c c c", "dark"),
     "requests": ((160, 40), "3 shift+tab", "light"),
 }
 
@@ -92,6 +93,7 @@ async def run(options: argparse.Namespace) -> None:
         return
     command = [sys.executable, "-m", "appliance", "serve", str(options.model), "--device", "cpu"]
     command += ["--port", str(options.port), "--kv-cache-memory", options.kv_cache_memory]
+    command += ["--kv-cache-dtype", options.kv_cache_dtype]
     endpoint = Endpoint("127.0.0.1", options.port)
     server = ServerProcess(command, {"PYTHONPATH": str(ROOT)}, endpoint)
     try:
@@ -125,7 +127,8 @@ def main() -> None:
     parser.add_argument("--page", action="append", choices=PAGES, help="only these [all]")
     parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--port", type=int, default=8139)
-    parser.add_argument("--kv-cache-memory", default="400MiB")
+    parser.add_argument("--kv-cache-memory", default="120MiB")
+    parser.add_argument("--kv-cache-dtype", default="int4")
     parser.add_argument("--concurrency", type=int, default=14)
     parser.add_argument("--warm-up", type=float, default=20.0, help="seconds of work before")
     parser.add_argument("--seconds", type=float, default=30.0, help="watched before each picture")

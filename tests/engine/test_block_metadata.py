@@ -24,9 +24,9 @@ from appliance.events import BlockState
 def test_what_is_written_is_what_a_reader_unpacks(
     owner: int, state: BlockState, references: int, precision: int, now: float
 ) -> None:
-    metadata = BlockMetadata(num_blocks=3, precision=precision)
+    metadata = BlockMetadata(num_blocks=3)
     metadata.begin_step(now)
-    metadata.write(1, state, owner, references)
+    metadata.write(1, state, owner, references, precision)
     fields = unpack(metadata.words)
     assert fields.owner.tolist() == [0, owner, 0]
     assert fields.state.tolist() == [BlockState.FREE, state, BlockState.FREE]

@@ -62,8 +62,8 @@ def test_ages_are_seconds_since_a_block_changed_hands() -> None:
 
 
 def test_an_entry_of_a_block_table_says_what_the_engine_wrote() -> None:
-    metadata = BlockMetadata(num_blocks=8, precision=2)
-    metadata.write(6, BlockState.ACTIVE, owner=1, references=3)
+    metadata = BlockMetadata(num_blocks=8)
+    metadata.write(6, BlockState.ACTIVE, owner=1, references=3, precision=2)
     metadata.write(1, BlockState.WRITING, owner=1, references=1)
     table = Table(request_id="r", index=0, num_tokens=20, blocks=(6, 1), hashes=b"\xab" * 16)
     first, last = table_entries(table, metadata.words.data)

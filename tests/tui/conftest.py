@@ -63,7 +63,8 @@ class EventServer:
     pages: dict[str, Answer] = field(default_factory=dict)  # of paths with one of their own
     requests: list[str] = field(default_factory=list)  # request line and headers
     port: int = 0
-    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    _connections: set[asyncio.StreamWriter] = field(default_factory=set)
+    _watching: set[asyncio.StreamWriter] = field(default_factory=set)  # those with an open stream
     _server: asyncio.Server | None = None
 
     @property
@@ -80,18 +81,28 @@ class EventServer:
             return
         server, self._server = self._server, None
         server.close()
-        for writer in list(self._writers):
-            writer.transport.abort()
-        while self._writers:  # noqa: ASYNC110  (what other tasks still hold)
+        await asyncio.sleep(0.01)  # by then, what was accepted just now is a connection
+        while self._connections:
+            for writer in self._connections:
+                writer.transport.abort()
             await asyncio.sleep(0.01)
         await server.wait_closed()
 
     def send(self, *events: Event) -> None:
         """To everybody who watches."""
-        for writer in self._writers:
+        for writer in self._watching:
             writer.write(chunk(b"".join(map(encode_event, events))))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer)
+        try:
+            await self._answer(reader, writer)
+        finally:  # even if it is cancelled: an open socket would fail a later test
+            self._watching.discard(writer)
+            self._connections.discard(writer)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             self.requests.append((await reader.readuntil(b"\r\n\r\n")).decode())
             path = self.requests[-1].split(" ")[1]
@@ -111,10 +122,8 @@ class EventServer:
                 writer.write(b"0\r\n\r\n")
             await writer.drain()
             if answer.ending is Ending.HOLD:
-                self._writers.add(writer)
+                self._watching.add(writer)
                 await reader.read()  # until the other side leaves
-        self._writers.discard(writer)
-        writer.close()
 
 
 def page(content: bytes, status: str = "200 OK", kind: str = "application/json") -> Answer:

@@ -6,6 +6,7 @@ import pytest
 
 from appliance.tui import palette
 from appliance.tui.widgets.block_map import BlockMap
+from appliance.tui.widgets.panel import Panel
 from tests.tui.conftest import (
     INFO,
     STATS,
@@ -114,6 +115,15 @@ async def test_resizing_goes_from_one_layout_to_the_other(event_server: EventSer
         assert "out/s" not in text
         assert "chatcmpl-1" in text
         assert "87.6" in text
+
+
+@pytest.mark.parametrize("rows", [10, 12, 20, 21, 33, 34, 39, 40, 45, 46, 59, 60])
+async def test_no_panel_is_cut_off_at_any_height(event_server: EventServer, rows: int) -> None:
+    async with dashboard(event_server, (160, rows)) as (app, _):
+        column = app.screen.query_one("#numbers")
+        shown_here = [panel for panel in column.query(Panel) if panel.display and column.display]
+        assert shown_here or rows < 21
+        assert all(column.region.contains_region(panel.region) for panel in shown_here)
 
 
 @pytest.mark.parametrize("size", [(20, 5), (1, 1), (240, 67), (100, 48), (160, 24)])

@@ -135,7 +135,10 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
         INFO,
         memory_bytes=8 * 2**30,
         workspace_bytes=2**28,
-        quality=(QualityFact(name="perplexity", value=11.53, note="WikiText"),),
+        quality=(
+            QualityFact(name="perplexity", value=11.53),
+            QualityFact(name="kld_mean", value=0.0312, note="against Qwen3-8B"),
+        ),
         notes=("the C library was not built",),
     )
     job = Job(name="quantize Qwen3-8B", stage="layers", done=3, total=36, seconds_left=75.0)
@@ -146,8 +149,12 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
         for words in (
             "perplexity",
             "11.53",
+            "quality card  against Qwen3-8B",
+            "KL divergence, mean",
+            "0.0312",
             "quantize Qwen3-8B",
-            "3 of 36",
+            "1:15 left",
+            "8.3 %",
             "planned of",
             "3.0 GiB",
         ):

@@ -45,10 +45,12 @@ class Overview(Page):
         Throughput {{ height: 1fr; min-height: 6; }}
         RequestTable {{ height: 10; }}
         StatusLine {{ display: none; }}
-        &.-short RequestTable, &.-short Engine, &.-short MachinePanel {{ display: none; }}
+        &.-low RequestTable, &.-short RequestTable {{ display: none; }}
+        &.-short Engine, &.-middle Engine {{ display: none; }}
+        &.-short MachinePanel, &.-middle MachinePanel, &.-tall MachinePanel {{ display: none; }}
         &.-short Throughput {{ min-height: 4; }}
-        &.-narrow #numbers {{ display: none; }}
-        &.-narrow StatusLine {{ display: block; }}
+        &.-narrow #numbers, &.-low #numbers {{ display: none; }}
+        &.-narrow StatusLine, &.-low StatusLine {{ display: block; }}
         &.-narrow #map-panel {{ padding: 0; }}
         &.-huge Trends {{ display: block; }}
         &.-high RequestTable {{ height: 16; }}

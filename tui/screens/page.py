@@ -51,7 +51,8 @@ class Page(Screen[None]):
         (0, "-tiny"), (MIN_WIDTH, "-narrow"), (110, "-wide"), (200, "-huge"),
     ]  # fmt: skip
     VERTICAL_BREAKPOINTS = [  # noqa: RUF012
-        (0, "-flat"), (MIN_HEIGHT, "-short"), (40, "-tall"), (60, "-high"),
+        (0, "-flat"), (MIN_HEIGHT, "-low"), (21, "-short"), (34, "-middle"), (40, "-tall"),
+        (46, "-full"), (60, "-high"),
     ]  # fmt: skip
     DEFAULT_CSS = f"""
     Page {{

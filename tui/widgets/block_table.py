@@ -71,7 +71,7 @@ def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]
         color = palette.SHARED if entry.references > 1 else palette.TEXT
         line = Text(
             f"{place:>7,} {entry.block:>9,} {entry.references:>5} {entry.hash[:8] or 'open':<9} "
-            f"{names[index] if index < len(names) else index}",
+            f"{_short(names[index]) if index < len(names) else index}",
             color,
         )
         if entry.block == view.look.cursor:
@@ -79,6 +79,11 @@ def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return lines
+
+
+def _short(precision: str) -> str:
+    """What its column has room for; the legend tells the whole name."""
+    return "mixed" if "," in precision else precision.replace("-", " ").split(" ")[0]
 
 
 def _from_map(view: View, sequence: SequenceView, room: int) -> list[Text]:

@@ -12,10 +12,19 @@ from appliance.tui.widgets.machine import gpu_lines, machine_lines
 from appliance.tui.widgets.panel import HEADLINE, Panel, pair
 
 if TYPE_CHECKING:
-    from appliance.events import Info, Job, Stats
+    from appliance.events import Info, Job, QualityFact, Stats
     from appliance.tui.view import View
 
 _BAR = "━"
+
+# What a quality card's figures are called, see `appliance.server.quality`.
+_CARD = {
+    "bits_per_weight": "bits per weight",
+    "kld_mean": "KL divergence, mean",
+    "kld_p99": "KL divergence, p99",
+    "same_top_share": "same top token",
+    "perplexity_ratio": "perplexity ratio",
+}
 
 
 class ModelPanel(Panel):
@@ -49,13 +58,22 @@ class ModelPanel(Panel):
         lines.append(pair(info.model, info.state, width, color=HEADLINE))
         lines += [pair(name, value, width) for name, value in facts if value]
         if info.quality:
-            lines += [Text(), Text("quality card", f"bold {palette.TEXT}")]
-            lines += [
-                pair(fact.name, f"{fact.value:.5g}", width, note=fact.note) for fact in info.quality
-            ]
+            lines += [Text(), *_quality(info.quality, width)]
         for note in info.notes:
             lines += [Text(), *wrapped(f"note: {note}", width, palette.WARNING)]
         return lines
+
+
+def _quality(facts: tuple[QualityFact, ...], width: int) -> list[Text]:
+    """The quality card; what all of it was measured against stands in the heading."""
+    heading = Text("quality card", f"bold {palette.TEXT}")
+    if note := next((fact.note for fact in facts if fact.note), ""):
+        heading.append(f"  {note}", palette.NOTE)
+    heading.truncate(width, overflow="ellipsis")
+    return [
+        heading,
+        *(pair(_CARD.get(fact.name, fact.name), f"{fact.value:.4g}", width) for fact in facts),
+    ]
 
 
 def _job(job: Job | None, width: int) -> list[Text]:
@@ -66,7 +84,7 @@ def _job(job: Job | None, width: int) -> list[Text]:
     done = round(width * job.done / job.total)
     return [
         Text(job.name, f"bold {palette.BRIGHT}"),
-        pair(job.stage, f"{job.done:,} of {job.total:,}", width, note=left),
+        pair(job.stage, numbers.percent(job.done / job.total), width, note=left),
         Text.assemble((_BAR * done, palette.ACCENT), (_BAR * (width - done), palette.FAINT)),
         Text(),
     ]
