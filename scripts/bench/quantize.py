@@ -119,7 +119,9 @@ def _quantize(model: Path, out: Path, arguments: list[str], layers: int) -> dict
         "cpu_seconds": round(seconds, 1),
         "cpu_seconds_per_layer": round(seconds / layers, 2),
         "peak_mebibytes": round(usage.ru_maxrss / 1024),
-        "sizes": next((line for line in lines if "bits per quantized weight" in line), ""),
+        "sizes": next((line for line in lines if "bits per quantized weight" in line), "").replace(
+            f"{out}: ", ""
+        ),
         "notes": [line for line in lines if line.startswith("note: ")],
     }
 
