@@ -115,7 +115,7 @@ def _layer(entry: dict[str, Any], num_kv_heads: int, head_dim: int) -> KVLayer:
         raise ValueError("a scale is not positive")
     if key_mean is not None:
         _check_shape(key_mean, (num_kv_heads, head_dim))
-    plain = torch.stack((torch.tensor(entry["k_scale_with_mean"]), scales[1]))
+    plain = torch.stack((torch.tensor(entry.get("k_scale_with_mean", entry["k_scale"])), scales[1]))
     _check_shape(plain, (2, num_kv_heads))
     return KVLayer(KVFormat(entry["format"]), scales, plain, key_mean, dict(entry["errors"]))
 

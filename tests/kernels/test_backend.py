@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from appliance.kernels.backend import CPU, REFERENCE, select_backend
+from appliance.kernels.fp8 import Fp8Weight
 
 
 def test_choice_follows_the_device() -> None:
@@ -16,7 +17,6 @@ def test_choice_follows_the_device() -> None:
 
 def test_cuda_gets_the_triton_launchers() -> None:
     from appliance.kernels.kv_write.launch import write_kv
-    from appliance.kernels.packed_matmul.launch import prepare_linear
     from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
 
     backend = select_backend(torch.device("cuda"), "auto")
@@ -24,7 +24,20 @@ def test_cuda_gets_the_triton_launchers() -> None:
     assert backend.write_kv is write_kv
     assert backend.plan_attention is plan_attention
     assert backend.paged_attention is paged_attention
-    assert backend.prepare_linear is prepare_linear
+
+
+def test_on_cuda_each_form_of_weight_has_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    from appliance.kernels.fp8_matmul import launch as fp8_matmul
+    from appliance.kernels.packed_matmul import launch as packed_matmul
+
+    prepare_linear = select_backend(torch.device("cuda"), "auto").prepare_linear
+    chosen = []
+    for launcher in (fp8_matmul, packed_matmul):
+        monkeypatch.setattr(launcher, "prepare_linear", lambda *_, of=launcher: chosen.append(of))
+    floats = Fp8Weight(torch.zeros(4, 32).to(torch.float8_e4m3fn), torch.ones(4))
+    for weight in (floats, torch.zeros(4, 32)):
+        prepare_linear(weight, None, torch.bfloat16)
+    assert chosen == [fp8_matmul, packed_matmul]
 
 
 @pytest.mark.parametrize(("device", "choice"), [("mps", "auto"), ("cpu", "fast")])
