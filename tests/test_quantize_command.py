@@ -115,8 +115,8 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
-    """Quantize a model of twelve layers, with lines of JSON."""
-    write_large_model(tmp_path / "model", hidden=128, middle=256, layers=12, vocab=50)
+    """Quantize a model of many layers, with lines of JSON."""
+    write_large_model(tmp_path / "model", hidden=128, middle=256, layers=40, vocab=50)
     (tmp_path / "text.txt").write_text(LETTERS * 800)
     return [
         sys.executable, "-m", "appliance", "quantize", str(tmp_path / "model"),
@@ -157,7 +157,7 @@ def test_a_signal_keeps_what_is_done_and_says_so(
     assert isinstance(made, CardWritten)
     assert json.loads(Path(made.path).read_bytes())["comparison"]
     assert f"mean KLD {made.kld_mean:.4f}" in result.stderr
-    assert "quantized 84 weights" in result.stderr
+    assert "quantized 280 weights" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "text.txt"]
 
 

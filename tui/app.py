@@ -167,6 +167,8 @@ class DashboardApp(Looking, App[None]):
 
     def _frame(self) -> None:
         """A frame is due: numbers once a second, unless something happened that cannot wait."""
+        if not (self._running and self.screen_stack):
+            return  # a timer's last tick may come after the last screen is gone
         now = time.monotonic()
         happened = (self.look, self.state.connection, self.state.info, self.screen)
         panels = now >= self._next_panels or happened != self._painted

@@ -58,6 +58,16 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def settled_threads() -> int:
+    """Threads of this process once those that earlier tests ended are gone."""
+    count, since = num_threads(), time.monotonic()
+    while time.monotonic() - since < 0.3:
+        time.sleep(0.01)
+        if num_threads() != count:
+            count, since = num_threads(), time.monotonic()
+    return count
+
+
 def assert_threads(expected: int) -> None:
     """The system lists a thread for a moment after it has been joined."""
     end = time.monotonic() + 5
@@ -108,7 +118,7 @@ def test_an_engine_may_change_its_caller(loaded: ctypes.CDLL) -> None:
 
 
 def test_engines_end_with_all_their_threads(loaded: ctypes.CDLL) -> None:
-    before = num_threads()
+    before = settled_threads()
     runs = np.zeros(8, np.int64)
     for number in range(200):
         with pool(loaded, 1 + number % 8) as engine:
