@@ -11,22 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.backend import select_backend
-from appliance.kernels.kv_cache import KVFormat
-from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.weight import dense
-from appliance.model.loader import LayerBuilder
-from appliance.model.rope import Rope, distinct_ropes
-from appliance.model.step import Step
-from appliance.quant.walk.block import Block, Moments, observing
-from appliance.quant.walk.pieces import FloatReader
+from appliance.quant.walk.block import Moments, observing
+from appliance.quant.walk.row_layers import RowLayers
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import LayerCache
     from appliance.model.source import ModelSource
+    from appliance.quant.walk.block import Block
 
-BLOCK_SIZE = 32  # which every backend has
 FLOAT = torch.float32
 HEAD_ROWS = 64  # tokens whose logits are held at once
 
@@ -41,28 +35,23 @@ class Variants:
 
     def __init__(self, source: ModelSource, rows: Tensor) -> None:
         self._source = source
-        self._num_rows, self._row_tokens = rows.shape
         self._device = torch.device("cpu")
         self._backend = observing(select_backend(self._device))
-        self._reader = FloatReader(source, self._device)
-        kinds = distinct_ropes(source.spec)
-        self._builder = LayerBuilder(self._backend, FLOAT, kinds)
-        self._ropes = tuple(Rope.of(kind, self._row_tokens, self._device) for kind in kinds)
+        self._layers = RowLayers(source, rows.shape[1], self._backend, self._device)
+        self._reader = self._layers.reader
         self._streams = [self._reader.embed(rows.flatten())]  # the model as it is, then each change
         self._branches: list[Tensor] = []  # of the layer at hand, after it
 
     def block(self, index: int) -> Block:
         """Read a layer, in float32."""
-        weights = self._reader.layer(index)
-        norm = weights.attention_norm
-        return Block(self._builder.layer(weights, self._source.spec.layers[index], norm), norm)
+        return self._layers.block(index)
 
     def observe(self, block: Block) -> list[Moments]:
         """What the linears of an unchanged layer see."""
         linears = list(block.linears())
         for linear in linears:
             linear.moments = Moments(linear.in_features, self._device)
-        self._run(block, self._streams[0])
+        self._layers.run(block, self._streams[0])
         moments = []
         for linear in linears:
             assert linear.moments is not None
@@ -76,12 +65,14 @@ class Variants:
         Returns:
             The stream after the layer, (num_rows * row_tokens, hidden_size) float32.
         """
-        self._branches.append(self._run(block, self._streams[0]))
+        self._branches.append(self._layers.run(block, self._streams[0]))
         return self._branches[-1]
 
     def advance(self, block: Block) -> None:
         """Put all earlier variants and the model as it is through an unchanged layer."""
-        self._streams = [self._run(block, stream) for stream in self._streams] + self._branches
+        self._streams = [
+            self._layers.run(block, stream) for stream in self._streams
+        ] + self._branches
         self._branches = []
 
     def divergences(self) -> list[float]:
@@ -108,37 +99,6 @@ class Variants:
             for index, stream in enumerate(self._streams[1:]):
                 sums[index] += float((weight * (exact - answers(stream))).sum())
         return [max(total / tokens, 0.0) for total in sums]
-
-    def _run(self, block: Block, stream: Tensor) -> Tensor:
-        hidden = self._backend.rms_norm(
-            stream, block.attention_norm.weight, block.attention_norm.eps
-        )
-        step, cache = self._step(block)
-        return block.layer(hidden, stream, step, cache, None)[1]
-
-    def _step(self, block: Block) -> tuple[Step, LayerCache]:
-        """A step of all rows, and blocks for one layer of them."""
-        count, length, attention = self._num_rows, self._row_tokens, block.layer.attention.spec
-        width = -(-length // BLOCK_SIZE)
-        tables = [tuple(range(i * width, (i + 1) * width)) for i in range(count)]
-        batch = RaggedBatch.of(
-            [length] * count, [length] * count, tables, block_size=BLOCK_SIZE, device=self._device
-        )
-        positions = torch.arange(length, device=self._device).repeat(count)
-        step = Step(
-            batch=batch,
-            attention_work=self._backend.plan_attention(batch, BLOCK_SIZE),
-            rotations=tuple(rope.rotation(positions) for rope in self._ropes),
-        )
-        cache = self._backend.allocate_cache(
-            KVFormat.FP32,
-            num_blocks=count * width,
-            block_size=BLOCK_SIZE,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            device=self._device,
-        )
-        return step, cache
 
 
 def linear_names(source: ModelSource, index: int) -> list[tuple[str, ...]]:

@@ -11,14 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.backend import select_backend
-from appliance.kernels.kv_cache import KVFormat
-from appliance.kernels.ragged import RaggedBatch
-from appliance.model.loader import LayerBuilder
-from appliance.model.rope import Rope, distinct_ropes
-from appliance.model.step import Step
-from appliance.quant.walk.block import Block, Moments, NothingMoreToSee, observing
-from appliance.quant.walk.pieces import FloatReader
-from appliance.quant.walk.stream import FLOAT, ResidualStream
+from appliance.quant.walk.block import Moments, NothingMoreToSee, observing
+from appliance.quant.walk.row_layers import RowLayers
+from appliance.quant.walk.stream import ResidualStream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,12 +21,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.kernels.kv_cache import LayerCache
     from appliance.model.source import ModelSource
     from appliance.quant.kv.calibrate import AttentionWatch
-    from appliance.quant.walk.block import ObservedLinear
+    from appliance.quant.walk.block import Block, ObservedLinear
 
-BLOCK_SIZE = 32  # which every backend has
 TOKENS_AT_ONCE = 512  # of whole rows; a longer row goes alone
 
 
@@ -66,18 +59,14 @@ class Walk:
         watch: AttentionWatch | None = None,
     ) -> None:
         self.seconds = 0.0
-        self._source = source
         self._device = device
         self._num_rows, self._row_tokens = rows.shape
         # The kernels for a GPU keep no float32 cache; in whole rows torch's own do well there.
         choice = "reference" if device.type == "cuda" else "auto"
-        self._backend = observing(select_backend(device, choice))
+        backend = observing(select_backend(device, choice))
         if watch is not None:
-            self._backend = watch.on(self._backend)
-        self._reader = FloatReader(source, device)
-        kinds = distinct_ropes(source.spec)
-        self._builder = LayerBuilder(self._backend, FLOAT, kinds)
-        self._ropes = tuple(Rope.of(kind, self._row_tokens, device) for kind in kinds)
+            backend = watch.on(backend)
+        self._layers = RowLayers(source, self._row_tokens, backend, device)
         folder.mkdir(exist_ok=True)
         self._stream = ResidualStream(
             folder, self._num_rows, self._row_tokens, source.spec.hidden_size, layer
@@ -86,14 +75,12 @@ class Walk:
             assert layer == 0, f"the stream before layer {layer} is not in {folder}"
             with self._stream.written(0) as writer:
                 for portion in self._portions():
-                    embedded = self._reader.embed(rows[portion].flatten())
+                    embedded = self._layers.reader.embed(rows[portion].flatten())
                     writer.write(embedded)
 
     def block(self, index: int) -> Block:
         """Read a layer, in float32."""
-        weights = self._reader.layer(index)
-        norm = weights.attention_norm
-        return Block(self._builder.layer(weights, self._source.spec.layers[index], norm), norm)
+        return self._layers.block(index)
 
     def observe(self, block: Block, linears: list[ObservedLinear]) -> list[Moments]:
         """Show all rows to a layer; returns what some of its linears saw.
@@ -140,35 +127,8 @@ class Walk:
     def _run(self, block: Block, rows: slice) -> Tensor:
         """The stream of some rows after the layer, (tokens, hidden_size)."""
         started = time.perf_counter()
-        norm = block.attention_norm
         stream = self._stream.read(rows).flatten(0, 1).to(self._device)
-        hidden = self._backend.rms_norm(stream, norm.weight, norm.eps)
-        step, cache = self._step(rows.stop - rows.start, block)
         try:
-            return block.layer(hidden, stream, step, cache, None)[1]
+            return self._layers.run(block, stream)
         finally:
             self.seconds += time.perf_counter() - started
-
-    def _step(self, count: int, block: Block) -> tuple[Step, LayerCache]:
-        """A step of whole rows, and blocks for one layer of them."""
-        length, attention = self._row_tokens, block.layer.attention.spec
-        width = -(-length // BLOCK_SIZE)
-        tables = [tuple(range(i * width, (i + 1) * width)) for i in range(count)]
-        batch = RaggedBatch.of(
-            [length] * count, [length] * count, tables, block_size=BLOCK_SIZE, device=self._device
-        )
-        positions = torch.arange(length, device=self._device).repeat(count)
-        step = Step(
-            batch=batch,
-            attention_work=self._backend.plan_attention(batch, BLOCK_SIZE),
-            rotations=tuple(rope.rotation(positions) for rope in self._ropes),
-        )
-        cache = self._backend.allocate_cache(
-            KVFormat.FP32,
-            num_blocks=count * width,
-            block_size=BLOCK_SIZE,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            device=self._device,
-        )
-        return step, cache

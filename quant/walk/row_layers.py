@@ -1,0 +1,87 @@
+"""Layers that whole rows of text go through side by side, each read when it is their turn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.ragged import RaggedBatch
+from appliance.model.loader import LayerBuilder
+from appliance.model.rope import Rope, distinct_ropes
+from appliance.model.step import Step
+from appliance.quant.walk.block import Block
+from appliance.quant.walk.pieces import FloatReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.backend import Backend
+    from appliance.kernels.kv_cache import LayerCache
+    from appliance.model.source import ModelSource
+
+BLOCK_SIZE = 32  # which every backend has
+
+
+class RowLayers:
+    """A model's layers in float32, for rows of one length.
+
+    Args:
+        source: an opened model.
+        row_tokens: in a row.
+        backend: lays linears out so that they can be watched.
+        device: where layers compute.
+
+    Attributes:
+        reader: of the source's weights.
+    """
+
+    def __init__(
+        self, source: ModelSource, row_tokens: int, backend: Backend, device: torch.device
+    ) -> None:
+        self.reader = FloatReader(source, device)
+        self._specs = source.spec.layers
+        self._row_tokens = row_tokens
+        self._backend = backend
+        self._device = device
+        kinds = distinct_ropes(source.spec)
+        self._builder = LayerBuilder(backend, torch.float32, kinds)
+        self._ropes = tuple(Rope.of(kind, row_tokens, device) for kind in kinds)
+
+    def block(self, index: int) -> Block:
+        """Read a layer."""
+        weights = self.reader.layer(index)
+        norm = weights.attention_norm
+        return Block(self._builder.layer(weights, self._specs[index], norm), norm)
+
+    def run(self, block: Block, stream: Tensor) -> Tensor:
+        """The stream after a layer, (num_rows * row_tokens, hidden_size) as it is before it."""
+        norm = block.attention_norm
+        hidden = self._backend.rms_norm(stream, norm.weight, norm.eps)
+        step, cache = self._step(len(stream) // self._row_tokens, block)
+        return block.layer(hidden, stream, step, cache, None)[1]
+
+    def _step(self, count: int, block: Block) -> tuple[Step, LayerCache]:
+        """A step of whole rows, and blocks for one layer of them."""
+        length, attention = self._row_tokens, block.layer.attention.spec
+        width = -(-length // BLOCK_SIZE)
+        tables = [tuple(range(i * width, (i + 1) * width)) for i in range(count)]
+        batch = RaggedBatch.of(
+            [length] * count, [length] * count, tables, block_size=BLOCK_SIZE, device=self._device
+        )
+        positions = torch.arange(length, device=self._device).repeat(count)
+        step = Step(
+            batch=batch,
+            attention_work=self._backend.plan_attention(batch, BLOCK_SIZE),
+            rotations=tuple(rope.rotation(positions) for rope in self._ropes),
+        )
+        cache = self._backend.allocate_cache(
+            KVFormat.FP32,
+            num_blocks=count * width,
+            block_size=BLOCK_SIZE,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            device=self._device,
+        )
+        return step, cache
