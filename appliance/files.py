@@ -70,9 +70,9 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
-        _flush(temporary)
+        flush(temporary)
         temporary.replace(path)
-        _flush(path.parent)
+        flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -109,7 +109,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         raise CheckpointError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

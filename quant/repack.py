@@ -14,7 +14,7 @@ from appliance.kernels.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.word_packed import WEIGHT
 from appliance.quant.run.options import MAX_SHARD_BYTES, WeightFormat
-from appliance.quant.run.plan import choose_store
+from appliance.quant.run.plan import choose_store, stored_dtype
 from appliance.quant.run.shard_writer import ShardWriter, TensorLayout
 from appliance.quant.run.staging import check_destination, staged_folder
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
@@ -74,7 +74,7 @@ def repack_model(
         if format is WeightFormat.COMPRESSED_TENSORS:
             raise ConfigError("a quantized model is stored anew with --format awq or gptq")
         store = choose_store(format, slots, found)
-        dtype = _dtype(source)
+        dtype = stored_dtype(source)
         with staged_folder(out) as staging:
             layouts = [
                 layout
@@ -143,9 +143,3 @@ def _scheme(source: ModelSource, slot: TensorSlot) -> WeightScheme:
 
 def _refuse(slot: TensorSlot, what: str) -> None:
     raise QuantizeError(f"{slot.name} has {what}, which no other format holds without loss")
-
-
-def _dtype(source: ModelSource) -> torch.dtype:
-    """float16 where the model is, else bfloat16."""
-    dtype = source.config.get("dtype", source.config.get("torch_dtype"))
-    return torch.float16 if dtype == "float16" else torch.bfloat16

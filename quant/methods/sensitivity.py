@@ -91,7 +91,7 @@ class Variants:
                 )
                 logits = hidden @ head.T
                 if softcap is not None:
-                    logits = softcap * torch.tanh(logits / softcap)
+                    logits = self._backend.soft_cap(logits, softcap)
                 return logits.log_softmax(-1)
 
             exact = answers(self._streams[0])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from appliance.errors import QuantizeError
 from appliance.kernels.packed import PackedWeight
+from appliance.kernels.soft_cap.reference import soft_cap
 from appliance.quant.quality.measures import Divergence, Losses
 from appliance.quant.quality.streams import Streams, Variant
 from appliance.quant.quality.vocabulary import Gap, Prediction
@@ -256,7 +257,7 @@ class _Heads:
 
 
 def _capped(logits: Tensor, cap: float | None) -> Tensor:
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    return logits if cap is None else soft_cap(logits, cap)
 
 
 def _equal(head: Weight, other: Weight) -> bool:

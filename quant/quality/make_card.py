@@ -41,6 +41,7 @@ from appliance.quant.quality.readers import readers_of
 from appliance.quant.quality.run_facts import facts_of_run
 from appliance.quant.quality.stored_size import stored_size
 from appliance.quant.quality.weight_sets import scheme_of
+from appliance.quant.run.plan import stored_dtype
 from appliance.quant.text.held_out import HeldOutText
 from appliance.tokenizer import Tokenizer
 from appliance.version import __version__
@@ -254,8 +255,7 @@ def _quantizes_inputs(candidate: ModelSource) -> bool:
 
 
 def _weights_in_words(source: ModelSource) -> str:
-    half = source.config.get("dtype", source.config.get("torch_dtype")) == "float16"
-    reader = ModelReader(source, torch.device("cpu"), torch.float16 if half else torch.bfloat16)
+    reader = ModelReader(source, torch.device("cpu"), stored_dtype(source))
     reader.layer(0)
     reader.embedding_and_head()
     return reader.weight_format()

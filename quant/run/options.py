@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from appliance.errors import ConfigError
 from appliance.quant.scheme import CHANNEL, Fp8Scheme, WeightScheme
@@ -17,6 +17,17 @@ MAX_SHARD_BYTES = 4 << 30
 BLOCK = "block"  # a group size of FP8
 # Options that decide how a run goes, and nothing of what comes out.
 RUN_ONLY = frozenset({"overwrite", "restart", "device", "max_ram", "max_vram"})
+
+
+AnyChoice = TypeVar("AnyChoice", bound=Enum)
+
+
+def _named(choices: type[AnyChoice], what: str, name: str) -> AnyChoice:
+    try:
+        return choices(name)
+    except ValueError as error:
+        known = ", ".join(choice.value for choice in choices)
+        raise ConfigError(f"{what} {name!r} is not known; supported: {known}") from error
 
 
 class Method(Enum):
@@ -37,11 +48,7 @@ class Method(Enum):
         Raises:
             ConfigError: there is none.
         """
-        try:
-            return cls(name)
-        except ValueError as error:
-            known = ", ".join(method.value for method in cls)
-            raise ConfigError(f"method {name!r} is not known; supported: {known}") from error
+        return _named(cls, "method", name)
 
     @property
     def needs_text(self) -> bool:
@@ -127,11 +134,7 @@ class WeightFormat(Enum):
         Raises:
             ConfigError: there is none.
         """
-        try:
-            return cls(name)
-        except ValueError as error:
-            known = ", ".join(format.value for format in cls)
-            raise ConfigError(f"format {name!r} is not known; supported: {known}") from error
+        return _named(cls, "format", name)
 
 
 class Engine(Enum):
@@ -148,11 +151,7 @@ class Engine(Enum):
         Raises:
             ConfigError: there is none.
         """
-        try:
-            return cls(name)
-        except ValueError as error:
-            known = ", ".join(engine.value for engine in cls)
-            raise ConfigError(f"engine {name!r} is not known; supported: {known}") from error
+        return _named(cls, "engine", name)
 
 
 @dataclass(frozen=True, slots=True)

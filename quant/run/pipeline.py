@@ -17,7 +17,7 @@ import torch
 
 from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ApplianceError, QuantizeError
-from appliance.files import read_json
+from appliance.files import flush, read_json
 from appliance.model.source import open_model
 from appliance.quant.engines import quantize_by_engine
 from appliance.quant.kv.files import (
@@ -32,11 +32,11 @@ from appliance.quant.run.dry_run import out_of_memory_is_one_line, plan_run
 from appliance.quant.run.fingerprint import fingerprint_of
 from appliance.quant.run.journal import Journal
 from appliance.quant.run.options import Engine, QuantizeOptions
-from appliance.quant.run.plan import make_plan
+from appliance.quant.run.plan import make_plan, stored_dtype
 from appliance.quant.run.progress import EventLog, UnitLog
 from appliance.quant.run.run import Run, report_of
 from appliance.quant.run.shard_writer import ShardWriter
-from appliance.quant.run.staging import Staging, check_destination, flush, locked
+from appliance.quant.run.staging import Staging, check_destination, locked
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.run.writing import UnitWriter, units_of
 from appliance.quant.text.calibration import Calibration, CalibrationText, load_rows, save_rows
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from appliance.model.source import ModelSource
     from appliance.quant.run.report import QuantizeReport
     from appliance.quant.run.writing import Unit
     from appliance.quant.scheme import LinearScheme
@@ -151,7 +150,7 @@ def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started:
         check_destination(staging.out, model_path.resolve(), overwrite=options.overwrite)
     _refuse_quantized(model_path)
     source = open_model(model_path)
-    plan = make_plan(source, options, _stored_dtype(source))
+    plan = make_plan(source, options, stored_dtype(source))
     return Run(model_path, options, source, plan, torch.device(options.device), started)
 
 
@@ -308,12 +307,6 @@ def _refuse_quantized(model_path: Path) -> None:
             f"{model_path} is quantized already, with {method!r}; quantize the 16-bit model that"
             " it was made from"
         )
-
-
-def _stored_dtype(source: ModelSource) -> torch.dtype:
-    """float16 where the model is, else bfloat16, whose range holds any model's weights."""
-    dtype = source.config.get("dtype", source.config.get("torch_dtype"))
-    return torch.float16 if dtype == "float16" else torch.bfloat16
 
 
 def _check_space(run: Run, staging: Staging, calibration: Calibration | None) -> None:

@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from appliance.errors import ConfigError, QuantizeError
 from appliance.model.tensors import Role
 from appliance.quant.formats.store import CompressedTensorsStore
@@ -16,8 +18,6 @@ from appliance.quant.scheme import Fp8Scheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import torch
 
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
@@ -189,3 +189,9 @@ def _planned(
         layouts = store.layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
     stored = tuple(TensorLayout(name, *layout) for name, layout in layouts.items())
     return PlannedTensor(slot.name, slot.role, slot.shape, scheme, stored)
+
+
+def stored_dtype(source: ModelSource) -> torch.dtype:
+    """float16 where the model is, else bfloat16, whose range holds any model's weights."""
+    dtype = source.config.get("dtype", source.config.get("torch_dtype"))
+    return torch.float16 if dtype == "float16" else torch.bfloat16

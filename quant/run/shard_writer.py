@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.checkpoint import INDEX_NAME, WEIGHTS_NAME
-from appliance.quant.run.staging import flush
+from appliance.files import flush
 from appliance.quant.walk.stream import write_all
 
 if TYPE_CHECKING:

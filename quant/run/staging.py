@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.errors import QuantizeError
+from appliance.files import flush
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,15 +130,6 @@ def staged_folder(out: Path) -> Iterator[Path]:
             staging.discard()
             raise
         staging.publish()
-
-
-def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _locked(folder: Path, out: Path) -> int:
