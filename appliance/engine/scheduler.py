@@ -7,27 +7,28 @@ service is in `policy.py`. Imports no torch.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from appliance.engine.admission import Admission
 from appliance.engine.block_metadata import MAX_OWNER
+from appliance.engine.counters import Counters
 from appliance.engine.draft import Draft
 from appliance.engine.limits import check_prompt, is_full, reason_to_finish
 from appliance.engine.plan import Plan, ScheduledSequence, Update
-from appliance.engine.policy import Rank, choose_victim, may_admit, may_look_ahead, rank
+from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
 from appliance.engine.request import FinishReason
 from appliance.engine.sequence import Sequence, SequenceStatus
-from appliance.engine.waiting import WaitingQueue
 from appliance.errors import RequestError
-from appliance.stats import EngineStats
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
     from appliance.engine.block_manager import BlockManager
     from appliance.engine.request import Request
+    from appliance.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +78,16 @@ class Scheduler:
         # To sample a token, all before it must be in the cache, and the token itself not yet.
         self._max_tokens = min(limits.context_length, blocks.num_slots + 1)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences only
-        self._waiting = WaitingQueue()
+        self._counters = Counters()
+        self._admission = Admission(blocks, self._counters, limits.max_num_seqs)
+        self._waiting = self._admission.waiting
         self._running: list[Sequence] = []  # in the order of rank
         self._look_ahead = look_ahead
         # Entries of plans in flight, oldest first; some of the sequences may have ended since.
         self._in_flight: dict[Sequence, list[ScheduledSequence]] = {}
         # First in rank of those that found no block and nobody to take one from.
         self._starved: Rank | None = None
-        self._slots = list(range(limits.max_num_seqs, 0, -1))  # 0 is nobody's
         self._last_arrival = -math.inf
-        self._last_plan = Plan(())
-        self._steps = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
-        self._preemptions = 0
-        self._aborted = 0
 
     @property
     def has_work(self) -> bool:
@@ -134,7 +128,7 @@ class Scheduler:
         self._requests[request.request_id] = [parent, *children]
         self._waiting.push(parent)
         self._waiting.park(parent, children)
-        self._prompt_tokens += num_tokens
+        self._counters.prompt_tokens += num_tokens
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in whatever phase; False if it was not live."""
@@ -145,7 +139,7 @@ class Scheduler:
         ]
         for sequence in ending:
             self.finish(sequence, FinishReason.ABORT)
-        self._aborted += bool(ending)
+        self._counters.aborted += bool(ending)
         return bool(ending)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -180,14 +174,14 @@ class Scheduler:
         for sequence, num_left in sorted(ready, key=lambda ready: ready[1] > 1):
             self._extend(sequence, num_left, draft)
         if not draft.preempted:  # blocks that were taken from someone are not for newcomers
-            self._admit(draft, now)
+            self._admission.admit(draft, self._running, now)
         if not draft.entries:
             return None
-        self._steps += 1
+        self._counters.steps += 1
         for sequence, entry in draft.entries.items():
             self._in_flight.setdefault(sequence, []).append(entry)
-        self._last_plan = draft.finished(self._blocks)
-        return self._last_plan
+        self._counters.last_plan = plan = draft.finished(self._blocks)
+        return plan
 
     def commit(self, plan: Plan, token_ids: list[int]) -> list[Update]:
         """Record that a plan was run.
@@ -212,13 +206,13 @@ class Scheduler:
                 del self._in_flight[sequence]
             if sequence.status is SequenceStatus.FINISHED:
                 if not in_flight:
-                    self._release(sequence)
+                    self._admission.release(sequence)
                 continue
             self._blocks.commit(sequence, entry.num_tokens)
             if token_id is None:
                 continue
             sequence.token_ids.append(token_id)
-            self._generation_tokens += 1
+            self._counters.generation_tokens += 1
             self._waiting.unpark(sequence)
             reason = reason_to_finish(sequence, self._eos_token_ids, self._max_tokens)
             if reason is not None:
@@ -235,7 +229,7 @@ class Scheduler:
         in_flight, self._in_flight = self._in_flight, {}
         for sequence in sorted(in_flight, key=rank):
             if sequence.status is SequenceStatus.FINISHED:
-                self._release(sequence)
+                self._admission.release(sequence)
             else:
                 self._requeue(sequence)
 
@@ -259,7 +253,7 @@ class Scheduler:
             draft.preempted.append(victim)
             self._requeue(victim)
             victim.num_preemptions += 1
-            self._preemptions += 1
+            self._counters.preemptions += 1
         draft.add(sequence, num_tokens, copies, before)
 
     def _may_run(self, sequence: Sequence) -> bool:
@@ -281,57 +275,6 @@ class Scheduler:
             return sequence.num_uncomputed
         return len(sequence.token_ids) + in_flight[0].samples - in_flight[0].end
 
-    def _admit(self, draft: Draft, now: float) -> None:
-        """Start waiting sequences in the order of rank until one does not fit."""
-        if not (draft.budget and self._slots and self._waiting):
-            return
-        num_promised = sum(max(1, self._blocks.num_missing(other)) for other in self._running)
-        while draft.budget and self._slots and (sequence := self._waiting.peek()) is not None:
-            if not self._start_table(sequence, num_promised):
-                return
-            self._waiting.remove(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            insort(self._running, sequence, key=rank)
-            if sequence.first_scheduled is None:
-                sequence.first_scheduled = now
-                if sequence.index == 0:
-                    draft.started.append(sequence.request.request_id)
-            num_tokens = min(sequence.num_uncomputed, draft.budget)
-            copies = self._blocks.allocate(sequence, num_tokens)
-            assert copies is not None, "admitted without the blocks for it"
-            draft.add(sequence, num_tokens, copies)
-            num_promised += max(1, self._blocks.num_missing(sequence))
-
-    def _start_table(self, sequence: Sequence, num_promised: int) -> bool:
-        """Share the parent's prompt, or what the prefix cache has, if all the rest fits too."""
-        blocks = self._blocks
-        parent = sequence.parent
-        num_prompt_tokens = sequence.num_prompt_tokens
-        if (
-            parent is not None
-            and sequence.first_scheduled is None
-            and parent.status is SequenceStatus.RUNNING
-            and parent.num_computed >= num_prompt_tokens
-        ):
-            # Logits need the last prompt token to run again: one block, copied or new, is its own.
-            if not may_admit(1, blocks.num_free_blocks, num_promised):
-                return False
-            sequence.slot = self._slots.pop()
-            blocks.fork(parent, sequence, num_prompt_tokens - 1)
-            sequence.num_cached = parent.num_cached
-            return True
-        prefix = blocks.find_prefix(sequence)
-        cost = blocks.cost_of_admission(sequence, prefix)
-        if not may_admit(cost, blocks.num_free_blocks, num_promised):
-            return False
-        sequence.slot = self._slots.pop()
-        blocks.attach(sequence, prefix)
-        if sequence.first_scheduled is None:
-            sequence.num_cached = sequence.num_computed
-            self._prefix_queries += num_prompt_tokens
-            self._prefix_hits += sequence.num_cached
-        return True
-
     def _requeue(self, sequence: Sequence) -> None:
         """Take the blocks of a running sequence; its tokens stay and are computed again later."""
         self._stop(sequence)
@@ -343,36 +286,12 @@ class Scheduler:
         assert self._running[index] is sequence
         del self._running[index]
         if sequence not in self._in_flight:
-            self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence)
-        self._slots.append(sequence.slot)
-        sequence.slot = 0
+            self._admission.release(sequence)
 
     def stats(self) -> EngineStats:
         """The scheduler's share of the snapshot; times are the engine's to add."""
-        blocks = self._blocks
-        last = self._last_plan
-        return EngineStats(
-            steps_total=self._steps,
-            running=len(self._running),
-            waiting=len(self._waiting),
-            prompt_tokens_total=self._prompt_tokens,
-            generation_tokens_total=self._generation_tokens,
-            prefix_queries_total=self._prefix_queries,
-            prefix_hits_total=self._prefix_hits,
-            preemptions_total=self._preemptions,
-            aborted_total=self._aborted,
-            blocks_total=blocks.num_blocks,
-            blocks_active=blocks.num_active,
-            blocks_cached=blocks.num_cached,
-            blocks_free=blocks.num_free_blocks - blocks.num_cached,
-            blocks_shared=blocks.num_shared,
-            block_size=blocks.block_size,
-            kv_tokens=blocks.kv_tokens,
-            step_prefill_tokens=last.num_tokens - last.num_decode_tokens,
-            step_decode_tokens=last.num_decode_tokens,
+        return self._counters.snapshot(
+            self._blocks, running=len(self._running), waiting=len(self._waiting)
         )
 
     def check_invariants(self) -> None:
@@ -393,6 +312,6 @@ class Scheduler:
         assert len(waiting) == len(self._waiting)
         assert len({*running, *waiting}) == len(running) + len(waiting)
         assert {*running, *waiting} == set(self.sequences())
-        used = [seq.slot for seq in (*running, *ended)]
-        assert sorted(used + self._slots) == list(range(1, self._limits.max_num_seqs + 1))
-        self._blocks.check_invariants([*running, *ended])
+        holders = [*running, *ended]
+        self._admission.check_invariants(holders, self._limits.max_num_seqs)
+        self._blocks.check_invariants(holders)

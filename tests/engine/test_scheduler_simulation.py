@@ -376,7 +376,7 @@ def loads(draw: st.DrawFn) -> Load:
 @given(loads())
 def check_load(load: Load) -> None:
     admission = fits_now if load.eager else may_admit
-    with patch("appliance.engine.scheduler.may_admit", admission):
+    with patch("appliance.engine.admission.may_admit", admission):
         Simulation(load).run()
 
 
