@@ -142,7 +142,7 @@ def serve(
             on_progress=progress,
             on_ready=say_ready,
             warnings=warnings,
-            quality_card=quality.as_json,
+            quality_card=quality.card,
         )
 
 

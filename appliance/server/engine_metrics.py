@@ -104,11 +104,13 @@ class EngineCollector(Collector):
 
     def _facts(self) -> Iterator[Metric]:
         build = {"version": __version__, "python": platform.python_version()}
+        card = self._state.quality_card
+        facts = () if card is None else card.facts
         yield gauge("appliance_build_info", "What is running.", [(build, 1)])
         yield gauge(
             "appliance_quality",
             "The quality card of the model: what quantizing its weights cost.",
-            [({**self._labels, "fact": one.name}, one.value) for one in self._state.quality],
+            [({**self._labels, "fact": one.name}, one.value) for one in facts],
         )
         info = self._state.engine.info
         if info is None:
