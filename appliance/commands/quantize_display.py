@@ -15,6 +15,7 @@ from appliance.quantize_events import (
     CardWritten,
     Done,
     Failed,
+    Measuring,
     Plan,
     QuantizeEvent,
     Start,
@@ -142,7 +143,7 @@ def _lines(event: QuantizeEvent) -> list[str]:
                 f" {_memory(event)}",
                 *(f"note: {note}" for note in event.notes),
             ]
-        case Plan() | Written() | Done() | CardWritten() | Failed():
+        case Plan() | Written() | Done() | Measuring() | CardWritten() | Failed():
             return []
 
 
