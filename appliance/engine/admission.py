@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from appliance.engine.block_manager import BlockManager
     from appliance.engine.counters import Counters
     from appliance.engine.draft import Draft
+    from appliance.engine.prefix_cache import Prefix
     from appliance.engine.sequence import Sequence
 
 
@@ -89,9 +90,11 @@ class Admission:
             sequence.num_cached = parent.num_cached
             return True
         prefix = blocks.find_prefix(sequence)
-        cost = blocks.cost_of_admission(sequence, prefix)
-        if not may_admit(cost, blocks.num_free_blocks, num_promised):
-            return False
+        if not self._fits(sequence, prefix, num_promised):
+            # A copy takes a block more than no hit at all.
+            prefix = blocks.without_copy(prefix)
+            if not self._fits(sequence, prefix, num_promised):
+                return False
         sequence.slot = self._slots.pop()
         blocks.attach(sequence, prefix)
         if sequence.first_scheduled is None:
@@ -99,6 +102,10 @@ class Admission:
             self._counters.prefix_queries += num_prompt_tokens
             self._counters.prefix_hits += sequence.num_cached
         return True
+
+    def _fits(self, sequence: Sequence, prefix: Prefix, num_promised: int) -> bool:
+        cost = self._blocks.cost_of_admission(sequence, prefix)
+        return may_admit(cost, self._blocks.num_free_blocks, num_promised)
 
     def check_invariants(self, holders: list[Sequence], max_num_seqs: int) -> None:
         """Assert that every slot is free or belongs to one of those that hold blocks."""

@@ -175,6 +175,7 @@ class Scheduler:
             self._extend(sequence, num_left, draft)
         if not draft.preempted:  # blocks that were taken from someone are not for newcomers
             self._admission.admit(draft, self._running, now)
+        self._blocks.settle()
         if not draft.entries:
             return None
         self._counters.steps += 1
