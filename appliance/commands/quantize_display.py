@@ -129,9 +129,9 @@ def _lines(event: QuantizeEvent) -> list[str]:
         case Step():
             return [event.what]
         case Start(units_done=0):
-            return [f"{event.architecture}, {event.method}, {event.scheme}: {event.units} parts"]
+            return [f"{event.architecture}, {event.method}, {event.scheme}: {_parts(event.units)}"]
         case Start():
-            return [f"going on after {event.units_done} of {event.units} parts"]
+            return [f"going on after {event.units_done} of {_parts(event.units)}"]
         case Plan(measured=True):
             return describe_plan(event)
         case Unit():
@@ -145,6 +145,10 @@ def _lines(event: QuantizeEvent) -> list[str]:
             ]
         case Plan() | Written() | Done() | Measuring() | CardWritten() | Failed():
             return []
+
+
+def _parts(count: int) -> str:
+    return "1 part" if count == 1 else f"{count} parts"
 
 
 def describe_plan(plan: Plan) -> list[str]:

@@ -48,7 +48,10 @@ class ModelPanel(LongPanel):
             ("backend", info.backend),
             ("weights", info.weight_format),
             ("KV cache", ", ".join(info.precisions) or info.kv_format),
-            ("context", f"{info.context_length:,} tokens" if info.context_length else ""),
+            (
+                "context",
+                numbers.counted(info.context_length, "token") if info.context_length else "",
+            ),
             ("sequences at once", numbers.count(info.max_num_seqs) if info.max_num_seqs else ""),
             ("loaded in", numbers.duration(info.load_seconds) if info.load_seconds else ""),
             ("restarts", str(info.restarts) if info.restarts else ""),

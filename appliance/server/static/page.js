@@ -290,7 +290,7 @@ async function answer() {
 }
 
 function showFigures(usage, clock) {
-  const parts = [`${usage.completion_tokens} tokens`];
+  const parts = [`${number.format(usage.completion_tokens)} token${usage.completion_tokens === 1 ? "" : "s"}`];
   const took = (clock.last - clock.first) / 1000;
   if (took > 0 && usage.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / took).toFixed(1)} tokens/s`);
   if (clock.first) parts.push(`first after ${Math.round(clock.first - clock.begin)} ms`);
