@@ -133,6 +133,8 @@ def _lines(event: QuantizeEvent) -> list[str]:
             return [f"going on after {event.units_done} of {event.units} parts"]
         case Plan(measured=True):
             return describe_plan(event)
+        case Plan():
+            return [f"note: {note}" for note in event.notes]
         case Unit():
             losses = _losses(event)
             return [
@@ -142,7 +144,7 @@ def _lines(event: QuantizeEvent) -> list[str]:
                 f" {_memory(event)}",
                 *(f"note: {note}" for note in event.notes),
             ]
-        case Plan() | Written() | Done() | CardWritten() | Failed():
+        case Written() | Done() | CardWritten() | Failed():
             return []
 
 
@@ -155,9 +157,10 @@ def describe_plan(plan: Plan) -> list[str]:
             f"{kind.count} {kind.tensors}: {kind.form}, {kind.nbytes / MIB:,.1f} MiB"
             for kind in plan.classes
         ),
-        f"memory: {plan.peak_ram / MIB:,.0f} MiB at most{gpu}, as measured with the largest layer",
+        f"memory: {plan.peak_ram / MIB:,.0f} MiB at most{gpu}, as measured",
         f"disk: {size / MIB:,.1f} MiB, and {plan.disk_bytes / MIB:,.1f} MiB until the end",
         f"time: about {_duration(plan.seconds)}",
+        *(f"note: {note}" for note in plan.notes),
     ]
 
 
