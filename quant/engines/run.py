@@ -113,7 +113,7 @@ def _report(
         out=out,
         architecture=source.spec.architecture,
         method=method.value,
-        scheme=options.scheme,
+        scheme=options.form,
         num_quantized=len(packed),
         quantized_parameters=sum(math.prod(slot.shape) for slot in packed),
         quantized_bytes=sum(size for name, size in sizes.items() if name.startswith(modules)),

@@ -54,7 +54,7 @@ def report_of(
         out=out,
         architecture=run.source.spec.architecture,
         method=options.method.value,
-        scheme=options.scheme,
+        scheme=options.form,
         num_quantized=len(quantized),
         quantized_parameters=sum(math.prod(tensor.shape) for tensor in quantized),
         quantized_bytes=sum(tensor.nbytes for tensor in quantized),
