@@ -15,6 +15,8 @@ from appliance.commands.sizes import parse_size
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from appliance.engine.messages import EngineInfo
 
 
@@ -134,7 +136,7 @@ def serve(
 
         def say_ready(url: str, name: str, info: EngineInfo) -> None:
             progress.close()
-            typer.echo(banner(url, name, info, quality), err=True)
+            typer.echo(banner(url, name, info, quality, settings.server.keys()), err=True)
 
         run_server(
             settings,
@@ -146,8 +148,16 @@ def serve(
         )
 
 
-def banner(url: str, name: str, info: EngineInfo, quality: Quality | None = None) -> str:
-    """What a person needs to know once the server is ready."""
+def banner(
+    url: str,
+    name: str,
+    info: EngineInfo,
+    quality: Quality | None = None,
+    keys: Iterable[str] = (),
+) -> str:
+    """What a person needs to know once the server is ready; of keys their names."""
+    names = ", ".join(keys)
+    bearer = ' -H "Authorization: Bearer $APPLIANCE_API_KEY"' if names else ""
     mib = 2**20
     tokens = info.num_blocks * info.block_size
     rows = [
@@ -168,11 +178,12 @@ def banner(url: str, name: str, info: EngineInfo, quality: Quality | None = None
         ("loaded in", f"{info.load_seconds:.1f} s"),
         *(("quality", line) for line in (quality.lines if quality is not None else ())),
         *(("note", note) for note in info.notes),
+        *([("keys", names)] if names else []),
         ("page", f"{url}/ with a chat"),
-        ("dashboard", f"appliance top --url {url}"),
+        ("dashboard", f"{'APPLIANCE_API_KEY=... ' if names else ''}appliance top --url {url}"),
         (
             "try it",
-            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+            f"curl {url}/v1/chat/completions{bearer} -H 'Content-Type: application/json' -d "
             f'\'{{"model": "{name}", "temperature": 0.2, "max_tokens": 200, '
             f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
         ),
