@@ -15,6 +15,7 @@ from appliance.quantize_events import (
     CardWritten,
     Done,
     Failed,
+    Measuring,
     Plan,
     QuantizeEvent,
     Start,
@@ -128,9 +129,9 @@ def _lines(event: QuantizeEvent) -> list[str]:
         case Step():
             return [event.what]
         case Start(units_done=0):
-            return [f"{event.architecture}, {event.method}, {event.scheme}: {event.units} parts"]
+            return [f"{event.architecture}, {event.method}, {event.scheme}: {_parts(event.units)}"]
         case Start():
-            return [f"going on after {event.units_done} of {event.units} parts"]
+            return [f"going on after {event.units_done} of {_parts(event.units)}"]
         case Plan(measured=True):
             return describe_plan(event)
         case Unit():
@@ -142,8 +143,12 @@ def _lines(event: QuantizeEvent) -> list[str]:
                 f" {_memory(event)}",
                 *(f"note: {note}" for note in event.notes),
             ]
-        case Plan() | Written() | Done() | CardWritten() | Failed():
+        case Plan() | Written() | Done() | Measuring() | CardWritten() | Failed():
             return []
+
+
+def _parts(count: int) -> str:
+    return "1 part" if count == 1 else f"{count} parts"
 
 
 def describe_plan(plan: Plan) -> list[str]:

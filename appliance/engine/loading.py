@@ -16,7 +16,7 @@ import torch
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.block_metadata import BlockMetadata
 from appliance.engine.device import CudaDevice
-from appliance.engine.device_runner import DeviceRunner, fixed_bytes
+from appliance.engine.device_runner import DeviceRunner, fixed_bytes, largest_step
 from appliance.engine.device_sampler import DeviceSampler
 from appliance.engine.execution import Precision, TorchExecution, choose_execution
 from appliance.engine.kv_precision import choose_kv, in_words
@@ -78,7 +78,8 @@ def load_parts(
     execution, notes = choose_execution(config, precision, source, threads)
     if device is None and precision.device.type == "cuda":
         device = CudaDevice(precision.device)
-    request = _memory_request(config, source, precision, execution)
+    num_open = _num_open(config, source, precision, device)
+    request = _memory_request(config, source, precision, execution, num_open)
     # Where the workspace can be measured later, only what cannot fit at all is refused now.
     plan = plan_memory(request if device is None else replace(request, workspace_bytes=0))
     executor, choose_tokens = execution.load(source, on_progress, plan.context_length)
@@ -86,7 +87,6 @@ def load_parts(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )
     runner: Runner
-    num_open = _num_open(config, source, precision)
     if device is None:
         cache = executor.allocate_cache(
             precision.kv_of(len(source.spec.layers)),
@@ -101,7 +101,14 @@ def load_parts(
         replayable = execution.backend.name == "triton" or precision.device.type == "cpu"
         graphs = config.cuda_graphs != "off" and replayable
         runner, plan = load_device_runner(
-            execution, executor, device, limits, request, eos_token_ids, graphs=graphs
+            execution,
+            executor,
+            device,
+            limits,
+            request,
+            eos_token_ids,
+            graphs=graphs,
+            num_open=num_open,
         )
     blocks = BlockManager(
         plan.num_blocks,
@@ -152,6 +159,7 @@ def load_device_runner(
     eos_token_ids: tuple[int, ...],
     *,
     graphs: bool,
+    num_open: int = 0,
 ) -> tuple[DeviceRunner[Any], MemoryPlan]:
     """Measure the largest step, divide what the weights leave, and set the runner up.
 
@@ -163,11 +171,13 @@ def load_device_runner(
         request: what was planned with before anything was loaded.
         eos_token_ids: tokens that end an answer.
         graphs: whether decode steps may be captured.
+        num_open: open pages; 0 if nothing is sealed.
 
     Raises:
         MemoryPlanError: it does not fit after all.
     """
     precision = execution.precision
+    kv_layers = precision.kv_of(len(executor.spec.layers))
     sample_tokens = execution.sample_tokens(executor.spec, limits.max_num_seqs)
     weight_bytes = max(executor.weight_bytes, device.begin_peak())
     workspace = measure_workspace(
@@ -175,12 +185,15 @@ def load_device_runner(
         sample_tokens,
         device,
         limits,
-        kv_format=precision.kv_format,
+        kv_layers=kv_layers,
         block_size=precision.block_size,
     )
     graph_bytes = graph_allowance(request.budget_bytes) if graphs else 0
-    workspace += fixed_bytes(limits, executor.spec.vocab_size, request.block_size)
+    largest = largest_step(limits, request.block_size, is_sealed=num_open > 0)
+    workspace += fixed_bytes(largest, executor.spec.vocab_size)
     spare_bytes = request.kv_bytes_per_token * request.block_size
+    if num_open:
+        spare_bytes += request.open_bytes // num_open
     plan = plan_memory(
         replace(
             request,
@@ -189,9 +202,13 @@ def load_device_runner(
             max_model_len=limits.context_length,
         )
     )
-    # One block more than is planned with: rows that only fill up a batch write there.
+    # One block more than is planned with, and one open page: rows that only fill up a batch write
+    # there.
     cache = executor.allocate_cache(
-        precision.kv_format, num_blocks=plan.num_blocks + 1, block_size=plan.block_size
+        kv_layers,
+        num_blocks=plan.num_blocks + 1,
+        block_size=plan.block_size,
+        num_open=num_open + 1 if num_open else 0,
     )
     runner = DeviceRunner(
         executor,
@@ -201,6 +218,7 @@ def load_device_runner(
         limits,
         num_blocks=plan.num_blocks,
         graph_bytes=graph_bytes,
+        num_open=num_open,
     )
     return runner, plan
 
@@ -221,14 +239,23 @@ def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tu
     return choose_kv(config, source, device, dtype)
 
 
-def _num_open(config: EngineConfig, source: ModelSource, precision: Precision) -> int:
+def _num_open(
+    config: EngineConfig, source: ModelSource, precision: Precision, device: Device | None
+) -> int:
     if not precision.is_sealed(len(source.spec.layers)):
         return 0
-    return num_open_pages(config.max_num_seqs, config.max_num_batched_tokens, precision.block_size)
+    plans = 1 if device is None else 1 + DeviceRunner.depth
+    return num_open_pages(
+        config.max_num_seqs, config.max_num_batched_tokens, precision.block_size, plans=plans
+    )
 
 
 def _memory_request(
-    config: EngineConfig, source: ModelSource, precision: Precision, execution: Execution
+    config: EngineConfig,
+    source: ModelSource,
+    precision: Precision,
+    execution: Execution,
+    num_open: int,
 ) -> MemoryRequest:
     return MemoryRequest(
         spec=source.spec,
@@ -243,7 +270,7 @@ def _memory_request(
         max_model_len=config.max_model_len,
         kv_cache_memory=config.kv_cache_memory,
         fill=precision.device.type == "cuda",
-        open_bytes=_num_open(config, source, precision) * execution.open_page_bytes(source.spec),
+        open_bytes=num_open * execution.open_page_bytes(source.spec),
     )
 
 

@@ -18,6 +18,7 @@ from appliance.engine.messages import EngineInfo
 from appliance.errors import QueueFullError, RequestError
 from appliance.events import PROTOCOL, BlockTable, Info, Log, Stats, encode_event
 from appliance.jobs import read_jobs
+from appliance.server.door import key_name
 from appliance.server.errors import json_response
 from appliance.server.openapi import describes
 from appliance.server.sequence_feed import SequenceFeed
@@ -97,13 +98,16 @@ def admin_router(state: ServerState) -> APIRouter:
         request_id = request.path_params["request_id"]
         if not state.engine.cancel(request_id):
             raise GoneError("no such request is open")
-        logger.info("%s: ended by a dashboard", request_id)
+        holder = key_name(request.scope)
+        logger.info("%s: ended by a dashboard%s", request_id, f" of {holder}" if holder else "")
         return json_response(Aborted(aborted=True))
 
     @router.get("/admin/v1/quality", **describes(None, None))
     async def quality() -> Response:
         """The quality card of the model, as `quality.json` has it; null if there is none."""
-        return Response(state.quality_card or b"null", media_type="application/json")
+        card = state.quality_card
+        content = b"null" if card is None else card.as_json
+        return Response(content, media_type="application/json")
 
     return router
 
@@ -117,7 +121,7 @@ class Watcher:
         self._info: Info | None = None
         self._sequences = SequenceFeed(state)
         self._log = LogFeed(state.warnings)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._next_stats = 0.0
         self._rates = Rates()
         self._last_step: int | None = None
@@ -152,12 +156,12 @@ class Watcher:
         return events
 
     def _new_jobs(self) -> list[Job]:
-        """Tasks that have come further; one that is gone is told as done."""
+        """Tasks that have come further; one that is gone is told as ended."""
         folder = self._state.jobs_folder
         before, self._jobs = self._jobs, {} if folder is None else read_jobs(folder)
-        ended = [job for pid, job in before.items() if pid not in self._jobs]
-        changed = [job for pid, job in self._jobs.items() if job != before.get(pid)]
-        return [msgspec.structs.replace(job, done=job.total) for job in ended] + changed
+        ended = [job for file, job in before.items() if file not in self._jobs]
+        changed = [job for file, job in self._jobs.items() if job != before.get(file)]
+        return [msgspec.structs.replace(job, ended=True) for job in ended] + changed
 
     def _stats(self) -> Stats:
         engine, metrics = self._state.engine, self._state.metrics
@@ -249,7 +253,7 @@ def server_info(state: ServerState) -> Info:
         "state": engine.state.value,
         "reason": engine.reason,
         "restarts": engine.restarts,
-        "quality": state.quality,
+        "quality": () if state.quality_card is None else state.quality_card.facts,
         "prompts_shown": state.config.show_prompts,
     }
     return Info(**facts)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
+from appliance.api_keys import NO_KEY
 from appliance.engine.process.supervisor import EngineState
 from appliance.server.families import counter, gauge
-from appliance.server.state import KEY_NAME
 from appliance.version import __version__
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ class EngineCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         # Zeros too, so that no series ends when nobody asks for anything.
-        key = "none" if self._state.config.api_key is None else KEY_NAME
-        counts = Counter({(key, "running"): 0, (key, "waiting"): 0})
+        names = self._state.config.keys() or (NO_KEY,)
+        counts = Counter({(name, state): 0 for name in names for state in ("running", "waiting")})
         for request, started in self._state.engine.open_requests():
-            counts[request.owner or "none", "running" if started else "waiting"] += 1
+            counts[request.owner or NO_KEY, "running" if started else "waiting"] += 1
         yield gauge(
             "appliance_requests",
             "Open requests by the name of their key.",
@@ -104,11 +104,13 @@ class EngineCollector(Collector):
 
     def _facts(self) -> Iterator[Metric]:
         build = {"version": __version__, "python": platform.python_version()}
+        card = self._state.quality_card
+        facts = () if card is None else card.facts
         yield gauge("appliance_build_info", "What is running.", [(build, 1)])
         yield gauge(
             "appliance_quality",
             "The quality card of the model: what quantizing its weights cost.",
-            [({**self._labels, "fact": one.name}, one.value) for one in self._state.quality],
+            [({**self._labels, "fact": one.name}, one.value) for one in facts],
         )
         info = self._state.engine.info
         if info is None:

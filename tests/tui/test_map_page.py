@@ -65,7 +65,7 @@ async def test_the_cursor_tells_what_is_under_it(event_server: EventServer) -> N
         app.change(cursor=600)
         await shown(app, pilot)
         text = screen_text(app)
-        assert "◆ block 600 · active · chatcmpl-1 of anna · 1 references · int8 · changed" in text
+        assert "◆ block 600 · active · chatcmpl-1 of anna · 1 reference · int8 · changed" in text
         await pilot.press("right")
         await shown(app, pilot)
         assert "◆ block 601 · " in screen_text(app)

@@ -8,6 +8,7 @@ import pytest
 from appliance.events import Gpu, Job, Log, LogLine, Machine, QualityFact
 from appliance.tui.look import Sort
 from appliance.tui.screens.requests import Filter, RequestsPage
+from appliance.tui.widgets.panel import LongPanel
 from appliance.tui.widgets.requests import columns_for
 from tests.tui.conftest import (
     CACHED,
@@ -141,11 +142,24 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
         ),
         notes=("the C library was not built",),
     )
-    job = Job(name="quantize Qwen3-8B", stage="layers", done=3, total=36, seconds_left=75.0)
-    async with dashboard(event_server, size, Answer((info, STATS, job))) as (app, pilot):
+    job = Job(
+        name="quantize Qwen3-8B", stage="quantizing", done=3, total=36, seconds_left=75.0,
+        part="layer 2", parts_done=4, parts_total=38, loss=0.01234,
+    )  # fmt: skip
+    unknown = Job(name="quantize tiny", stage="choosing", done=0, total=0)
+    over = Job(name="quantize old", stage="s", done=1, total=2, ended=True)
+    async with dashboard(event_server, size, Answer((info, STATS, job, unknown, over))) as (
+        app,
+        pilot,
+    ):
         await pilot.press("4")
-        await shown(app, pilot, lambda: app.state.job)
+        await shown(app, pilot, lambda: len(app.state.jobs) == 2)
         text = screen_text(app)
+        assert ("more ↓" in text) == (size == SMALL)
+        await pilot.press("pagedown", "pagedown")
+        await shown(app, pilot)
+        text += screen_text(app)
+        assert app.look.facts_down == max(one.hidden for one in app.screen.query(LongPanel))
         for words in (
             "perplexity",
             "11.53",
@@ -153,6 +167,9 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
             "KL divergence, mean",
             "0.0312",
             "quantize Qwen3-8B",
+            "4 of 38",
+            "loss 0.0123",
+            "quantize tiny",
             "1:15 left",
             "8.3 %",
             "planned of",
@@ -160,6 +177,9 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
         ):
             assert words in text, words
         assert "note: the C library was not built" in text
+        assert "quantize old" not in text
+        await pilot.press(*["pageup"] * 3, "j", "k")
+        assert app.look.facts_down == 0
 
 
 async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) -> None:

@@ -38,7 +38,8 @@ class Legend(Lines):
             return []
         line = Text("  ").join(_entries(view, blocks))
         total = Text(
-            f"{numbers.count(blocks.num_blocks)} blocks of {blocks.block_size} tokens",
+            f"{numbers.counted(blocks.num_blocks, 'block')} of"
+            f" {numbers.counted(blocks.block_size, 'token')}",
             palette.MUTED,
         )
         gap = width - line.cell_len - total.cell_len

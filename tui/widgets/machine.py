@@ -36,7 +36,7 @@ class MachinePanel(Panel):
 
 def machine_lines(machine: Machine, width: int) -> list[Text]:
     """Processor and memory."""
-    cores = f"of {machine.cpu_cores} cores" if machine.cpu_cores else "cores"
+    cores = f"of {numbers.counted(machine.cpu_cores, 'core')}" if machine.cpu_cores else "cores"
     free = numbers.size(machine.memory_available_bytes)
     total = f"of {numbers.size(machine.memory_total_bytes)}"
     return [
