@@ -44,10 +44,19 @@ class LLMEngine:
         scheduler: decides.
         runner: runs.
         info: what was loaded.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.info = info
+        self._clock = clock
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: deque[Plan] = deque()
@@ -104,7 +113,7 @@ class LLMEngine:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             request = msgspec.structs.replace(request, sampling=sampling)
-        self._scheduler.add(request, time.monotonic())
+        self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in whatever phase; False if it was not live."""
@@ -117,7 +126,7 @@ class LLMEngine:
         steps repeat it.
         """
         begin = time.perf_counter()
-        launched = self._scheduler.plan(time.monotonic())
+        launched = self._scheduler.plan(self._clock())
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
             self._runner.idle()
@@ -172,7 +181,7 @@ class LLMEngine:
 
     def sequences(self) -> tuple[SequenceView, ...]:
         """All live sequences, as the dashboard shows them."""
-        now = time.monotonic()
+        now = self._clock()
         return tuple(
             SequenceView(
                 request_id=sequence.request.request_id,
