@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from appliance.api_keys import check_keys, read_keys
 from appliance.errors import ConfigError
 
 ENV_PREFIX = "APPLIANCE_"
@@ -89,7 +90,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     host: str = "127.0.0.1"
     port: int = 8080
-    api_key: str | None = None
+    api_key: str | None = None  # without a name; empty is none
+    api_keys: dict[str, str] = msgspec.field(default_factory=dict)  # name to key
+    api_key_file: str | None = None  # with more of them, a line NAME=KEY for each
     served_model_name: str | None = None
     max_queue: int = 64  # requests that may wait
     max_body_bytes: int = 2 * 1024 * 1024
@@ -100,6 +103,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_range("port", self.port, 0, 65535)
         _check_range("max_queue", self.max_queue, 0, 10**6)
         _check_range("max_body_bytes", self.max_body_bytes, 1024, 2**30)
+        check_keys(self.api_key, self.api_keys)
+
+    def keys(self) -> dict[str, str]:
+        """Name to key, of all that are let in; empty where no key is wanted."""
+        return check_keys(self.api_key, self.api_keys)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,11 +171,22 @@ def load_settings(flags: Mapping[str, Any], path: Path | None = None) -> Setting
         if value is not None:
             values[_section_of(key, f"flag {key}")][key] = value
     try:
-        return msgspec.convert(values, Settings, strict=False)
+        settings = msgspec.convert(values, Settings, strict=False)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
         raise ConfigError(f"setting of the wrong type: {error}") from None
+    return msgspec.structs.replace(settings, server=_with_key_file(settings.server))
+
+
+def _with_key_file(server: ServerConfig) -> ServerConfig:
+    if server.api_key_file is None:
+        return server
+    path = Path(server.api_key_file).expanduser()
+    read = read_keys(path)
+    if twice := sorted(read.keys() & server.keys().keys()):
+        raise ConfigError(f"{path}: {twice[0]!r} has an API key already, in the settings")
+    return msgspec.structs.replace(server, api_keys=server.api_keys | read)
 
 
 def _read_file(path: Path | None) -> dict[str, dict[str, Any]]:

@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "events": set(),
     "files": set(),
     "quantize_events": set(),
-    "config": set(),
+    "api_keys": set(),
+    "config": {"api_keys"},
     "log": set(),
     "gguf": {"kernels.packed"},
     "checkpoint": set(),
@@ -43,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kernels", "quant.scheme", "quant.pack", "quant.formats", "checkpoint", "gguf",
     },
     "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log"},
-    "server": {"engine", "config", "tokenizer", "output", "log", "jobs"},
+    "server": {"engine", "api_keys", "config", "tokenizer", "output", "log", "jobs"},
     "tui": set(),
     "output": {"engine.request", "tokenizer"},
     "progress": set(),
@@ -65,7 +66,7 @@ BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
 NO_TORCH = [
     "engine.request", "engine.sequence", "engine.block_manager", "engine.prefix_cache",
     "engine.scheduler", "engine.messages", "model.spec", "errors", "stats", "events", "config",
-    "kernels.cpu.library", "quantize_events",
+    "api_keys", "kernels.cpu.library", "quantize_events",
 ]  # fmt: skip
 
 

@@ -51,6 +51,9 @@ def serve(
     prefix_caching: Annotated[
         bool | None, typer.Option(help="Reuse the KV cache of shared prompt beginnings [on].")
     ] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(help="File with API keys, a line NAME=KEY for each.")
+    ] = None,
     show_prompts: Annotated[
         bool | None, typer.Option(help="Let dashboards show what is asked [off].")
     ] = None,
@@ -77,7 +80,8 @@ def serve(
 ) -> None:
     """Serve a model behind an OpenAI-compatible endpoint.
 
-    The API key, if one is wanted, comes from the environment variable APPLIANCE_API_KEY.
+    An API key comes from the environment variable APPLIANCE_API_KEY, several with names from
+    --api-key-file.
     """
     from appliance import log
     from appliance.config import cache_dir, load_settings
@@ -108,6 +112,7 @@ def serve(
             "cuda_graphs": cuda_graphs,
             "threads": threads,
             "prefix_caching": prefix_caching,
+            "api_key_file": api_key_file,
             "show_prompts": show_prompts,
             "kernels": kernels,
             "cpu_isa": cpu_isa,

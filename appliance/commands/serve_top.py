@@ -53,7 +53,7 @@ def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
     try:
         code = run_dashboard(
             f"http://{host}:{server.port}",
-            server.api_key,
+            next(iter(server.keys().values()), None),
             TopOptions(),
             while_true=lambda: process.poll() is None,
         )

@@ -18,6 +18,7 @@ from appliance.engine.messages import EngineInfo
 from appliance.errors import QueueFullError, RequestError
 from appliance.events import PROTOCOL, BlockTable, Info, Log, Stats, encode_event
 from appliance.jobs import read_jobs
+from appliance.server.door import key_name
 from appliance.server.errors import json_response
 from appliance.server.openapi import describes
 from appliance.server.sequence_feed import SequenceFeed
@@ -97,7 +98,8 @@ def admin_router(state: ServerState) -> APIRouter:
         request_id = request.path_params["request_id"]
         if not state.engine.cancel(request_id):
             raise GoneError("no such request is open")
-        logger.info("%s: ended by a dashboard", request_id)
+        holder = key_name(request.scope)
+        logger.info("%s: ended by a dashboard%s", request_id, f" of {holder}" if holder else "")
         return json_response(Aborted(aborted=True))
 
     @router.get("/admin/v1/quality", **describes(None, None))

@@ -38,7 +38,7 @@ def create_app(state: ServerState) -> FastAPI:
     routers = (openai_router(state), health_router(state), admin_router(state), page_router())
     for router in routers:
         app.include_router(router)
-    openapi.install(app, key_required=state.config.api_key is not None)
+    openapi.install(app, key_required=bool(state.config.keys()))
     state.metrics.add(EngineCollector(state))
     state.metrics.add(MachineCollector(state))
     app.add_middleware(Door, config=state.config, metrics=state.metrics)

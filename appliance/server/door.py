@@ -20,7 +20,7 @@ from appliance.server.errors import ForbiddenError, error_response
 from appliance.server.page import FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 OPEN_PATHS = frozenset({"/health", "/ready", *FILES})
 
+_KEY_NAME = "key_name"  # in the state of a request
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -72,30 +73,52 @@ def check_origin(host: str, origins: Iterable[str], *, only_loopback: bool) -> N
 
 
 class KeyCheck:
-    """Knows the server's key by its digest; without a key everything is right."""
+    """Knows keys by their digests; where there are none, everything is right.
 
-    def __init__(self, key: str | None) -> None:
-        self._digest = None if key is None else _digest(key.encode())
+    Args:
+        keys: name to key.
+    """
 
-    def check(self, authorization: Sequence[str], api_keys: Sequence[str]) -> None:
-        """Compare keys with the server's.
+    def __init__(self, keys: Mapping[str, str]) -> None:
+        self._digests = [(name, _digest(key.encode())) for name, key in keys.items()]
+
+    def check(self, authorization: Sequence[str], api_keys: Sequence[str]) -> str:
+        """Compare what was given with every key, in the same time whichever it is.
 
         Args:
             authorization: all Authorization headers.
             api_keys: all X-API-Key headers.
 
+        Returns:
+            The name of the key; empty where none is wanted.
+
         Raises:
             AuthError: none was given, or one is wrong.
         """
-        if self._digest is None:
-            return
+        if not self._digests:
+            return ""
         keys = [*map(_bearer_key, authorization), *api_keys]
         if not keys:
             raise AuthError("an API key is needed: send it as Authorization: Bearer KEY")
-        # Every one must be right: a second header is no second guess.
-        right = [hmac.compare_digest(_digest(_raw(key)), self._digest) for key in keys]
-        if not all(right):
+        # Every one must be right, and of the same holder: a second header is no second guess.
+        holders = {self._holder(_digest(_raw(key))) for key in keys}
+        holder = holders.pop()
+        if not holder or holders:
             raise AuthError("the API key is wrong")
+        return holder
+
+    def _holder(self, digest: bytes) -> str:
+        found = ""
+        for name, known in self._digests:
+            if hmac.compare_digest(digest, known):
+                found = name
+        return found
+
+
+def key_name(scope: Scope) -> str:
+    """The name of the key that a request came with; empty where none is wanted."""
+    name: str = scope["state"][_KEY_NAME]
+    return name
 
 
 class Door:
@@ -103,7 +126,7 @@ class Door:
 
     Args:
         app: what is behind it.
-        config: address and key of the server.
+        config: address and keys of the server.
         metrics: where responses are counted.
     """
 
@@ -111,7 +134,7 @@ class Door:
         self._app = app
         self._metrics = metrics
         self._only_loopback = is_loopback(config.host)
-        self._key = KeyCheck(config.api_key)
+        self._keys = KeyCheck(config.keys())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer why not."""
@@ -138,7 +161,10 @@ class Door:
                 only_loopback=self._only_loopback,
             )
             if scope["path"] not in OPEN_PATHS:
-                self._key.check(headers.getlist("authorization"), headers.getlist("x-api-key"))
+                name = self._keys.check(
+                    headers.getlist("authorization"), headers.getlist("x-api-key")
+                )
+                scope.setdefault("state", {})[_KEY_NAME] = name
         except RequestError as error:
             await error_response(error)(scope, receive, send_with_id)
         else:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.registry import Collector
 
+from appliance.api_keys import NO_KEY
 from appliance.engine.process.supervisor import EngineState
 from appliance.server.families import counter, gauge
-from appliance.server.state import KEY_NAME
 from appliance.version import __version__
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ class EngineCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         # Zeros too, so that no series ends when nobody asks for anything.
-        key = "none" if self._state.config.api_key is None else KEY_NAME
-        counts = Counter({(key, "running"): 0, (key, "waiting"): 0})
+        names = self._state.config.keys() or (NO_KEY,)
+        counts = Counter({(name, state): 0 for name in names for state in ("running", "waiting")})
         for request, started in self._state.engine.open_requests():
-            counts[request.owner or "none", "running" if started else "waiting"] += 1
+            counts[request.owner or NO_KEY, "running" if started else "waiting"] += 1
         yield gauge(
             "appliance_requests",
             "Open requests by the name of their key.",

@@ -33,7 +33,7 @@ def bind(config: ServerConfig) -> socket.socket:
         ConfigError: the address cannot be had, or would be open to all without a key.
     """
     host, port = config.host, config.port
-    if not is_loopback(host) and not config.api_key:
+    if not is_loopback(host) and not config.keys():
         raise ConfigError(
             f"{host} can be reached from other machines, so an API key is needed: set "
             "APPLIANCE_API_KEY, or listen on 127.0.0.1"

@@ -14,6 +14,7 @@ from appliance.server.answer import Answer
 from appliance.server.body import note_ignored, read_json
 from appliance.server.chat import chat_frames, whole_chat
 from appliance.server.completions import completion_frames, whole_completion
+from appliance.server.door import key_name
 from appliance.server.errors import json_response
 from appliance.server.exchange import Exchange
 from appliance.server.openapi import describes
@@ -22,7 +23,6 @@ from appliance.server.responses import ChatCompletion, Completion, ModelCard, Mo
 from appliance.server.sampling import completion_budget, sampling_params
 from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import Scoring
-from appliance.server.state import KEY_NAME
 from appliance.server.stream import EventStream, unless_disconnected
 
 if TYPE_CHECKING:
@@ -54,7 +54,14 @@ def openai_router(state: ServerState) -> APIRouter:
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
         answer, exchange = _submit(
-            state, body, [prompt], asked, logprobs, prefix="chatcmpl", param="messages"
+            state,
+            body,
+            [prompt],
+            asked,
+            logprobs,
+            prefix="chatcmpl",
+            param="messages",
+            owner=key_name(request.scope),
         )
         if body.stream:
             frames = chat_frames(exchange, answer, include_usage=_include_usage(body))
@@ -71,7 +78,7 @@ def openai_router(state: ServerState) -> APIRouter:
         _check_fields(state, body, fields, unsupported.COMPLETION)
         prompts = await completion_prompts(state, body.prompt)
         if body.echo and body.logprobs is not None:
-            scoring = Scoring.begin(state, body, prompts)
+            scoring = Scoring.begin(state, body, prompts, owner=key_name(request.scope))
             return await _whole(request, scoring.answer, scoring.completion())
         texts = [""] * len(prompts)
         if body.echo:
@@ -85,6 +92,7 @@ def openai_router(state: ServerState) -> APIRouter:
             body.logprobs,
             prefix="cmpl",
             param="prompt",
+            owner=key_name(request.scope),
             default=DEFAULT_COMPLETION_TOKENS,
         )
         if body.stream:
@@ -132,6 +140,7 @@ def _submit(
     *,
     prefix: str,
     param: str,
+    owner: str,
     default: int | None = None,
 ) -> tuple[Answer, Exchange]:
     """Check lengths and queue, then hand one request per prompt to the engine."""
@@ -151,7 +160,7 @@ def _submit(
                 logprobs=logprobs,
             ),
             cache_salt=salt,
-            owner="" if state.config.api_key is None else KEY_NAME,
+            owner=owner,
         )
         for number, prompt in enumerate(prompts)
     ]

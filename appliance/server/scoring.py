@@ -50,7 +50,7 @@ class Scoring:
 
     @classmethod
     def begin(
-        cls, state: ServerState, body: CompletionRequest, prompts: list[list[int]]
+        cls, state: ServerState, body: CompletionRequest, prompts: list[list[int]], *, owner: str
     ) -> Scoring:
         """Hand one request per prompt to the engine.
 
@@ -87,7 +87,7 @@ class Scoring:
                     request_id=f"{exchange.id}-{number}" if len(prompts) > 1 else exchange.id,
                     prompt_token_ids=(first,),
                     sampling=sampling,
-                    owner="" if state.config.api_key is None else "key",
+                    owner=owner,
                 )
             )
         state.check_queue(len(requests))

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer
 
 QUEUE_RETRY_AFTER = 2  # seconds
-KEY_NAME = "key"  # of the only one there is, where its name is shown
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ class WebDashboard(Server):
         super().__init__(shlex.join(command), host=config.host, port=config.port)
         self.title = "appliance top"
         self._only_loopback = is_loopback(config.host)
-        self._key = KeyCheck(config.api_key)
+        self._keys = KeyCheck(config.keys())
         self._tickets: set[str] = set()  # of browsers that have shown the key
         self._sessions = 0
 
@@ -123,7 +123,7 @@ class WebDashboard(Server):
         headers = request.headers
         given = headers.getall("authorization", []), headers.getall("x-api-key", [])
         try:
-            self._key.check(*given)
+            self._keys.check(*given)
         except RequestError:
             return False
         return True
@@ -135,7 +135,7 @@ class WebDashboard(Server):
     def _admit(self, key: str) -> web.Response:
         """A ticket for the right key, and the page without the key in its address."""
         try:
-            self._key.check([], [key])
+            self._keys.check([], [key])
         except (RequestError, UnicodeEncodeError):
             return _key_form("The key is wrong.")
         ticket = secrets.token_urlsafe(32)

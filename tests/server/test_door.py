@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
@@ -98,6 +99,49 @@ async def test_keys(serve: Serve) -> None:
         assert b"401" in await raw(running, two)
         strange = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: \xff\xfe\r\n\r\n"
         assert b"401" in await raw(running, strange)
+
+
+HOLDERS = {"anna": "key-of-anna", "codex": "key-of-codex", "tim": "key-of-tim"}
+
+
+async def test_each_holder_comes_in_with_a_key_of_its_own_and_is_known_by_name(
+    serve: Serve,
+) -> None:
+    async with serve("step_seconds=0.02", server={"api_key": KEY, "api_keys": HOLDERS}) as running:
+        both = {"authorization": "Bearer key-of-anna", "x-api-key": "key-of-codex"}
+        for wrong in (both, {"x-api-key": "anna"}, {"x-api-key": ""}):
+            assert (await running.http.get("/v1/models", headers=wrong)).status_code == 401
+        body = {"prompt": "hi", "max_tokens": 200, "stream": True}
+        async with contextlib.AsyncExitStack() as stack:
+            for key in ("key-of-anna", "key-of-codex", KEY):
+                headers = {"authorization": f"Bearer {key}"}
+                response = await stack.enter_async_context(
+                    running.http.stream("POST", "/v1/completions", json=body, headers=headers)
+                )
+                assert response.status_code == 200
+            owners = [request.owner for request, _ in running.state.engine.open_requests()]
+            assert owners == ["anna", "codex", "key"]
+            await running.until(lambda: running.state.engine.num_running == 3)
+            metrics = (await running.http.get("/metrics", headers={"x-api-key": KEY})).text
+            seen = set[str]()
+            scored = {"prompt": "hi" * 20, "echo": True, "logprobs": 0, "max_tokens": 1}
+            headers = {"x-api-key": "key-of-tim"}
+            asking = asyncio.create_task(
+                running.http.post("/v1/completions", json=scored, headers=headers)
+            )
+            while not asking.done():
+                seen |= {one.owner for one, _ in running.state.engine.open_requests()}
+                await asyncio.sleep(0.005)
+            assert asking.result().status_code == 200, asking.result().text
+            assert "tim" in seen
+    for name in ("anna", "codex", "key"):
+        assert (
+            f'appliance_requests{{key="{name}",model_name="echo",state="running"}} 1.0' in metrics
+        )
+        assert (
+            f'appliance_requests{{key="{name}",model_name="echo",state="waiting"}} 0.0' in metrics
+        )
+    assert "key-of" not in metrics
 
 
 async def test_every_route_needs_the_key_but_those_that_are_open_to_all(serve: Serve) -> None:

@@ -207,6 +207,8 @@ def test_addresses_that_are_refused(config: dict[str, str], text: str) -> None:
 
 
 def test_addresses_that_are_accepted() -> None:
+    with bind(ServerConfig(port=0, host="0.0.0.0", api_keys={"anna": "key-of-anna"})):
+        pass
     with bind(ServerConfig(port=0, host="0.0.0.0", api_key="k")) as sock:
         assert sock.proto == socket.IPPROTO_TCP, "without it asyncio leaves Nagle's delay on"
         assert url_of(ServerConfig(host="0.0.0.0"), sock).startswith("http://0.0.0.0:")

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from appliance.api_keys import check_keys, read_keys
+from appliance.config import ServerConfig, load_settings
+from appliance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECRET = "sk-9f1c-anna"
+
+
+def file_with(folder: Path, text: str) -> Path:
+    path = folder / "keys"
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+def test_a_file_has_a_name_and_a_key_on_each_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = f"# the family\n\nanna={SECRET}\n home-assistant = abcd=efgh== \nbare-key-1234\n"
+    assert read_keys(file_with(tmp_path, text)) == {
+        "anna": SECRET,
+        "home-assistant": "abcd=efgh==",
+        "key": "bare-key-1234",
+    }
+    assert not caplog.records
+
+
+def test_a_file_that_others_may_read_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = file_with(tmp_path, f"anna={SECRET}")
+    path.chmod(0o644)
+    read_keys(path)
+    assert "chmod 600" in caplog.text
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"anna={SECRET}\nanna=another-key", "line 2: 'anna' has a key already"),
+        (f"{SECRET}\n{SECRET}2", "line 2: 'key' has a key already"),
+        ("anna=short", "line 1: .* 8 or more printable ASCII"),
+        ("abcdefghijklmnop==", "line 1: .* 8 or more printable ASCII"),
+        (f"anna=two {SECRET}", "without spaces"),
+        (f"an na={SECRET}", "a name that cannot be used"),
+        (f"none={SECRET}", "not 'none'"),
+        (f"={SECRET}", "a name that cannot be used"),
+        ("# nothing\n", "no key in the API key file"),
+        (f"änna={SECRET}", "not plain ASCII"),
+    ],
+)
+def test_a_wrong_line_is_told_by_its_number_and_never_shown(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected) as caught:
+        read_keys(file_with(tmp_path, text))
+    assert SECRET not in str(caught.value)
+    assert "abcdefgh" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent cannot be read: No such file"):
+        read_keys(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_keys(tmp_path)
+
+
+def test_keys_come_from_file_settings_and_environment_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("APPLIANCE_API_KEY", "k")
+    monkeypatch.setenv("APPLIANCE_API_KEY_FILE", str(file_with(tmp_path, f"anna={SECRET}")))
+    config = tmp_path / "config.toml"
+    config.write_text("[server.api_keys]\ncodex = 'key-of-codex'\n")
+    keys = load_settings({}, config).server.keys()
+    assert keys == {"key": "k", "codex": "key-of-codex", "anna": SECRET}
+
+
+def test_without_any_key_none_is_wanted() -> None:
+    assert ServerConfig().keys() == ServerConfig(api_key="").keys() == {}
+
+
+@pytest.mark.parametrize(
+    ("bare", "named", "expected"),
+    [
+        ("k", {"key": SECRET}, "choose another"),
+        (SECRET, {"anna": SECRET}, "'key' and 'anna' have the same API key"),
+        (None, {"anna": SECRET, "tim": SECRET}, "'anna' and 'tim' have the same"),
+        ("two words", {}, "without spaces"),
+        (None, {"anna": "short"}, "of 'anna' has a key that cannot be used"),
+        (None, {"an,na": SECRET}, "a name that cannot be used"),
+    ],
+)
+def test_names_and_keys_that_cannot_be_told_apart_or_used_are_refused(
+    bare: str | None, named: dict[str, str], expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=expected) as caught:
+        check_keys(bare, named)
+    assert SECRET not in str(caught.value)
+    with pytest.raises(ConfigError, match=expected):
+        ServerConfig(api_key=bare, api_keys=named)
+
+
+def test_a_name_may_not_stand_in_file_and_settings_both(tmp_path: Path) -> None:
+    path = file_with(tmp_path, f"anna={SECRET}")
+    config = tmp_path / "config.toml"
+    config.write_text("[server.api_keys]\nanna = 'another-key'\n")
+    with pytest.raises(ConfigError, match="'anna' has an API key already"):
+        load_settings({"api_key_file": str(path)}, config)
