@@ -158,7 +158,8 @@ class Answer:
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
         self.completion_tokens += len(delta.token_ids)
-        self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
+        if delta.token_ids:
+            self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
         text, reason = choice.text.push(delta.token_ids, delta.finish_reason)
         if delta.logprobs is not None:
             choice.held += self._shown(delta, delta.logprobs)
