@@ -1,36 +1,17 @@
-"""How much runs at once, and how long a prompt and an answer may get.
+"""How long a prompt and an answer may get: what is refused, and when a sequence ends.
 
 Imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.block_metadata import MAX_OWNER
 from appliance.engine.request import FinishReason
 from appliance.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """How much runs at once.
-
-    With at least as many rows as sequences, every running sequence moves in every step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int  # rows of one step
-    context_length: int  # tokens of one sequence, prompt and answer together
-
-    def __post_init__(self) -> None:
-        assert 0 < self.max_num_seqs <= MAX_OWNER
-        assert self.max_num_batched_tokens > 0
-        assert self.context_length > 1
 
 
 def check_prompt(num_tokens: int, *, context_length: int, cache_tokens: int) -> None:

@@ -16,9 +16,9 @@ from appliance.engine.counters import Counters
 from appliance.engine.deadlines import Deadlines
 from appliance.engine.draft import Draft
 from appliance.engine.fairness import Accounts
-from appliance.engine.limits import SchedulerLimits as SchedulerLimits
 from appliance.engine.limits import check_prompt, is_full, reason_to_finish
 from appliance.engine.plan import Plan, ScheduledSequence, StepLoad, Update
+from appliance.engine.plan import SchedulerLimits as SchedulerLimits
 from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
 from appliance.engine.request import FinishReason
 from appliance.engine.sequence import Sequence, SequenceStatus
