@@ -205,6 +205,11 @@ class EngineClient:
         """Requests that the engine has not started."""
         return sum(not generation.started for generation in self._generations.values())
 
+    def num_waiting_of(self, owner: str) -> int:
+        """Requests of one owner that the engine has not started."""
+        generations = self._generations.values()
+        return sum(not one.started and one.request.owner == owner for one in generations)
+
     @property
     def num_running(self) -> int:
         """Requests that the engine has started and not finished."""
