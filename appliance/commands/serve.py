@@ -27,6 +27,9 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on [8080].")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Model id in the API.")] = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests that may wait [64].")] = None,
+    max_queue_seconds: Annotated[
+        float | None, typer.Option(help="Seconds that a request may wait to be started [600].")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Activations: auto, bfloat16, float16, float32 [auto].")
@@ -55,6 +58,10 @@ def serve(
     ] = None,
     api_key_file: Annotated[
         str | None, typer.Option(help="File with API keys, a line NAME=KEY for each.")
+    ] = None,
+    share_prefixes_between_keys: Annotated[
+        bool | None,
+        typer.Option(help="Let API keys reuse each other's cached prompt beginnings [off]."),
     ] = None,
     show_prompts: Annotated[
         bool | None, typer.Option(help="Let dashboards show what is asked [off].")
@@ -102,6 +109,7 @@ def serve(
             "port": port,
             "served_model_name": served_model_name,
             "max_queue": max_queue,
+            "max_queue_seconds": max_queue_seconds,
             "device": device,
             "dtype": dtype,
             "kv_cache_dtype": kv_cache_dtype,
@@ -115,6 +123,7 @@ def serve(
             "threads": threads,
             "prefix_caching": prefix_caching,
             "api_key_file": api_key_file,
+            "share_prefixes_between_keys": share_prefixes_between_keys,
             "show_prompts": show_prompts,
             "kernels": kernels,
             "cpu_isa": cpu_isa,
