@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from appliance.engine.counters import Counters
     from appliance.engine.draft import Draft
     from appliance.engine.sequence import Sequence
+    from appliance.engine.tiers.tiers import Tiers
 
 
 class Admission:
@@ -25,16 +26,20 @@ class Admission:
     Args:
         blocks: the KV cache's books.
         counters: where prefix hits are counted.
+        tiers: what continues a prefix that is in the cache.
         max_num_seqs: sequences that run at once.
 
     Attributes:
         waiting: sequences that hold no blocks.
     """
 
-    def __init__(self, blocks: BlockManager, counters: Counters, max_num_seqs: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, counters: Counters, tiers: Tiers, max_num_seqs: int
+    ) -> None:
         self.waiting = WaitingQueue()
         self._blocks = blocks
         self._counters = counters
+        self._tiers = tiers
         self._slots = list(range(max_num_seqs, 0, -1))  # 0 is nobody's
 
     def admit(self, draft: Draft, running: list[Sequence], now: float) -> None:
@@ -49,7 +54,7 @@ class Admission:
             return
         num_promised = sum(max(1, self._blocks.num_missing(other)) for other in running)
         while draft.budget and self._slots and (sequence := self.waiting.peek()) is not None:
-            if not self._start_table(sequence, num_promised):
+            if not self._start_table(sequence, num_promised, draft):
                 return
             self.waiting.remove(sequence)
             sequence.status = SequenceStatus.RUNNING
@@ -66,12 +71,16 @@ class Admission:
 
     def release(self, sequence: Sequence) -> None:
         """Take the blocks and the slot of a sequence that nothing in flight needs any more."""
+        self._tiers.offer(sequence)
         self._blocks.free(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = 0
 
-    def _start_table(self, sequence: Sequence, num_promised: int) -> bool:
-        """Share the parent's prompt, or what the prefix cache has, if all the rest fits too."""
+    def _start_table(self, sequence: Sequence, num_promised: int, draft: Draft) -> bool:
+        """Share the parent's prompt, or what the prefix cache has, if all the rest fits too.
+
+        What the tiers below have of the rest is loaded with the step.
+        """
         blocks = self._blocks
         parent = sequence.parent
         num_prompt_tokens = sequence.num_prompt_tokens
@@ -94,6 +103,7 @@ class Admission:
             return False
         sequence.slot = self._slots.pop()
         blocks.attach(sequence, prefix)
+        draft.loads[sequence] = self._tiers.bring_back(sequence)
         if sequence.first_scheduled is None:
             sequence.num_cached = sequence.num_computed
             self._counters.prefix_queries += num_prompt_tokens

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.block_metadata import BlockMetadata, unpack
 from appliance.engine.open_pages import OpenPages
-from appliance.engine.plan import BlockCopy
+from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock
 from appliance.engine.prefix_cache import PrefixCache
 from appliance.events import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
@@ -49,6 +49,7 @@ class BlockManager:
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks that stand in more than one block table.
         num_evictions: blocks whose cached content was given up, ever.
+        on_evict: called with hash and block before cached content is given up.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class BlockManager:
         self.kv_tokens = 0
         self.num_shared = 0
         self.num_evictions = 0
+        self.on_evict: Callable[[bytes, int], None] | None = None
         self._prefix_caching = prefix_caching
         self._index = PrefixCache(block_size, namespace)
         self._open = OpenPages(num_open)
@@ -76,6 +78,7 @@ class BlockManager:
         self._filled = [0] * num_blocks  # slots that hold a token
         self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._loading: set[int] = set()  # active, but their content is still outside
 
     @property
     def num_free_blocks(self) -> int:
@@ -116,7 +119,7 @@ class BlockManager:
         The last token is never part of a hit: it must be run to get logits, and leaving its block
         out means that a hit is never written to and costs no copy.
         """
-        if not self._prefix_caching:
+        if not (self._prefix_caching or sequence.num_kept):
             return []
         num_blocks = (len(sequence.token_ids) - 1) // self.block_size
         self._index.extend_hashes(sequence, num_blocks)
@@ -126,6 +129,58 @@ class BlockManager:
         """Start a sequence's block table with blocks that `find_prefix` returned just now."""
         self._share(sequence, prefix)
         sequence.num_computed = len(prefix) * self.block_size
+
+    def load(self, sequence: Sequence, num_tokens: int) -> list[BlockMove]:
+        """Give a sequence blocks for its next tokens, which come from outside the cache.
+
+        Nobody else finds them before `confirm`, since it is only then that they are there.
+
+        Args:
+            sequence: all of its blocks are full.
+            num_tokens: its `num_computed` grows by so many.
+
+        Returns:
+            For each block where its content goes.
+        """
+        size, moves = self.block_size, []
+        for begin in range(0, num_tokens, size):
+            block, filled = self._take(sequence), min(size, num_tokens - begin)
+            self._filled[block] = filled
+            self.kv_tokens += filled
+            if filled == size:
+                self._open.release(block)
+            self._loading.add(block)
+            self._record_active(block, sequence.slot)
+            sequence.block_table.append(block)
+            moves.append(BlockMove(block, HeldBlock(), self.open_page(block)))
+        sequence.num_computed += num_tokens
+        return moves
+
+    def confirm(self, sequence: Sequence, first: int) -> None:
+        """Record that what `load` promised for the blocks from index `first` on is there now."""
+        for index in range(first, len(sequence.block_table)):
+            block = sequence.block_table[index]
+            if block in self._loading:
+                self._loading.remove(block)
+                self._record_active(block, self.metadata.owner(block))
+                if self._filled[block] == self.block_size and self._prefix_caching:
+                    self._index.add(sequence.block_hashes[index], block)
+
+    def num_found(self, hashes: list[bytes]) -> int:
+        """Blocks at the start of a chain that are in the cache."""
+        return len(self._index.find(hashes))
+
+    def block_of(self, content: bytes) -> int | None:
+        """The block indexed under a hash."""
+        return self._index.get(content)
+
+    def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        """Make the sequence's `block_hashes` cover its first `num_blocks` full blocks."""
+        self._index.extend_hashes(sequence, num_blocks)
+
+    def open_page(self, block: int) -> int:
+        """The open page of a block, or -1."""
+        return self._open.get(block)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let `child` share the blocks of the first `num_tokens` tokens, equal in both.
@@ -215,7 +270,8 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Take all blocks from a sequence; those with findable content stay as cache."""
         table = sequence.block_table
-        num_full = sequence.num_computed // self.block_size if self._prefix_caching else 0
+        keeps = self._prefix_caching or sequence.num_kept
+        num_full = sequence.num_computed // self.block_size if keeps else 0
         # Tail before head, so that eviction shortens a chain and never cuts it in the middle.
         for index in reversed(range(len(table))):
             if index < num_full:
@@ -251,8 +307,10 @@ class BlockManager:
             block = self._free.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            self._index.remove(block)
+            content = self._index.remove(block)
             self.num_evictions += 1
+            if self.on_evict is not None:
+                self.on_evict(content, block)
         self._references[block] = 1
         self._filled[block] = 0
         self._open.claim(block)
@@ -266,6 +324,8 @@ class BlockManager:
         )
 
     def _active_state(self, block: int) -> BlockState:
+        if block in self._loading:
+            return BlockState.SWAPPED
         is_open = self._references[block] == 1 and self._filled[block] < self.block_size
         return BlockState.WRITING if is_open else BlockState.ACTIVE
 
@@ -281,6 +341,7 @@ class BlockManager:
             self._record_active(block, owner)
         else:
             self.kv_tokens -= self._filled[block]
+            self._loading.discard(block)
             self._open.release(block)
             if block in self._index:
                 self._cached[block] = None

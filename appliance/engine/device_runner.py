@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Generic
 
 import torch
 
+from appliance.engine.block_moves import BlockMoves, HostMoves
 from appliance.engine.cuda_graphs import BUSY_STEPS, GraphCache, buckets
 from appliance.engine.device_batch import Geometry, fill, is_decode, shape_of
+from appliance.engine.rates import Rates
 from appliance.engine.staging import Staging, StepShape
 from appliance.model.executor import AnyCache
 
@@ -60,6 +62,7 @@ class DeviceRunner(Generic[AnyCache]):
         limits: how large a step can be.
         num_blocks: blocks of the cache, that spare one not included.
         graph_bytes: bound on the memory of graphs; 0 turns them off.
+        moves: takes blocks out of the cache and puts them back; None copies them at once.
 
     Attributes:
         depth: steps that may be in flight when the next one is launched.
@@ -78,11 +81,13 @@ class DeviceRunner(Generic[AnyCache]):
         *,
         num_blocks: int,
         graph_bytes: int,
+        moves: BlockMoves | None = None,
     ) -> None:
         self._executor = executor
         self._cache = cache
         self._sampler = sampler
         self._device = device
+        self._moves = moves or HostMoves(cache, Rates())
         self._spare = num_blocks
         self.graphs = GraphCache(device, buckets(limits.max_num_seqs), graph_bytes)
         # The last token of a sequence never needs a slot.
@@ -155,10 +160,12 @@ class DeviceRunner(Generic[AnyCache]):
             self._capture(wanted)
 
     def _enqueue(self, plan: Plan) -> SampledRows | None:
+        self._moves.save(plan.saves)
         if plan.copies:
             self._cache.copy_blocks(
                 [copy.source for copy in plan.copies], [copy.destination for copy in plan.copies]
             )
+        self._moves.load(plan.loads)
         sampling = tuple(entry for entry in plan.scheduled if entry.samples)
         decode = is_decode(plan)
         num_seqs = self.graphs.bucket(len(sampling)) if decode else len(plan.scheduled)

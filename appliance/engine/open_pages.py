@@ -50,6 +50,10 @@ class OpenPages:
     def __getitem__(self, block: int) -> int:
         return self._pages[block]
 
+    def get(self, block: int) -> int:
+        """A block's page, or -1."""
+        return self._pages.get(block, -1)
+
     def claim(self, block: int) -> None:
         """Give a block a page, if there is a pool."""
         if self._num_pages:

@@ -79,9 +79,11 @@ class PrefixCache:
             self._blocks[content] = block
             self._hashes[block] = content
 
-    def remove(self, block: int) -> None:
-        """Forget a block, whose content is about to be overwritten."""
-        del self._blocks[self._hashes.pop(block)]
+    def remove(self, block: int) -> bytes:
+        """Forget a block, whose content is about to be overwritten; returns its hash."""
+        content = self._hashes.pop(block)
+        del self._blocks[content]
+        return content
 
     def check_invariants(self) -> None:
         """Assert that both directions agree."""
