@@ -203,6 +203,14 @@ def _with_key_file(server: ServerConfig) -> ServerConfig:
     return msgspec.structs.replace(server, api_keys=server.api_keys | read)
 
 
+def with_kv_folder(settings: Settings) -> Settings:
+    """The settings of a server, whose prompts are kept in the usual folder unless it says else."""
+    if settings.engine.kv_disk != "auto":
+        return settings
+    engine = msgspec.structs.replace(settings.engine, kv_disk=str(kv_dir()))
+    return msgspec.structs.replace(settings, engine=engine)
+
+
 def _read_file(path: Path | None) -> dict[str, dict[str, Any]]:
     explicit = path is not None
     path = path or config_path()

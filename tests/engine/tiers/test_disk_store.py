@@ -26,8 +26,8 @@ def content_of(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def data_of(number: int) -> bytes:
-    return random.Random(number).randbytes(SIZE)
+def data_of(number: int) -> bytearray:
+    return bytearray(random.Random(number).randbytes(SIZE))
 
 
 def opened(root: Path, *, model: bytes = MODEL, capacity: int = 1 << 30) -> DiskStore:
