@@ -167,7 +167,8 @@ class Tiers:
         """Whether host memory has more of the block that a prefix of so many tokens ends in."""
         index = num_tokens // self._blocks.block_size
         limit = (len(sequence.token_ids) - 1) // self._blocks.block_size
-        if index < limit and self.host.get(sequence.block_hashes[index]) is not None:
+        following = sequence.block_hashes[index:limit][:1]
+        if any(self.host.get(content) is not None for content in following):
             return True
         kept = self._kept.get(sequence)
         return kept is not None and kept.last is not None and num_tokens < sequence.num_kept
