@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 MAX_STEPS_KEPT = 1024
+_READ_SECONDS = 0.01  # of waiting for the disk, between looks at what else came
+_FLUSH_SECONDS = 2.0  # for the disk, when the engine ends
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +47,19 @@ class LLMEngine:
         scheduler: decides.
         runner: runs.
         info: what was loaded.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.info = info
+        self._clock = clock
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
@@ -86,7 +97,7 @@ class LLMEngine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         serving = self._scheduler.has_work or bool(self._in_flight)
-        return serving or self._runner.has_idle_work
+        return serving or self._runner.has_idle_work or self._has_writes
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -106,7 +117,7 @@ class LLMEngine:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             request = msgspec.structs.replace(request, sampling=sampling)
-        self._scheduler.add(request, time.monotonic())
+        self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in whatever phase; False if it was not live."""
@@ -118,13 +129,13 @@ class LLMEngine:
         If it is interrupted, as by Ctrl-C, nothing of what is in flight is remembered and the next
         steps repeat it.
         """
-        begin, now = time.perf_counter(), time.monotonic()
+        begin, now = time.perf_counter(), self._clock()
         expired = tuple(_overdue(sequence, now) for sequence in self._scheduler.expire(now))
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
             if not expired:
-                self._runner.idle()
+                self._idle()
             return StepReport(deltas=expired)
         try:
             if launched is not None:
@@ -148,6 +159,11 @@ class LLMEngine:
         self._last_end = end
         self._num_steps += 1
         self._steps.append(_view(self._num_steps, plan, self._step_seconds))
+        tiers = self._scheduler.tiers
+        if plan.num_single_rows < len(plan.scheduled):
+            tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
+        if tiers.writes is not None:
+            tiers.writes.after_step(self._step_seconds)
         return StepReport(deltas=(*expired, *deltas), started=started)
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
@@ -163,6 +179,28 @@ class LLMEngine:
         updates = self._scheduler.commit(plan, [result.token_id for result in sampled])
         deltas = [self._delta(update, results[update.sequence]) for update in updates]
         return (*deltas, *failed)
+
+    @property
+    def _has_writes(self) -> bool:
+        writes = self._scheduler.tiers.writes
+        return writes is not None and writes.has_work
+
+    def _idle(self) -> None:
+        """Use a moment in which nothing runs."""
+        tiers = self._scheduler.tiers
+        if tiers.reading and tiers.disk is not None:
+            tiers.disk.wait_for_read(_READ_SECONDS)
+        elif tiers.writes is not None and tiers.writes.has_work:
+            tiers.writes.idle()
+        else:
+            self._runner.idle()
+
+    def close(self) -> None:
+        """Write what is left for the disk, as far as there is time for it."""
+        tiers = self._scheduler.tiers
+        if tiers.writes is not None and tiers.disk is not None:
+            tiers.writes.flush(_FLUSH_SECONDS)
+            tiers.disk.close(_FLUSH_SECONDS)
 
     def _discard_plans(self) -> None:
         self._in_flight.clear()
@@ -180,7 +218,7 @@ class LLMEngine:
 
     def sequences(self) -> tuple[SequenceView, ...]:
         """All live sequences, as the dashboard shows them."""
-        now = time.monotonic()
+        now = self._clock()
         return tuple(
             SequenceView(
                 request_id=sequence.request.request_id,

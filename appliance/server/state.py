@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from appliance.config import ServerConfig
     from appliance.engine.messages import EngineInfo, StepReport
     from appliance.engine.process.client import EngineClient
-    from appliance.events import QualityFact
     from appliance.server.metrics import Metrics
+    from appliance.server.quality import ServedCard
     from appliance.tokenizer import Tokenizer
 
 QUEUE_RETRY_AFTER = 2  # seconds
@@ -34,8 +34,7 @@ class ServerState:
         tokenizer: None until it is read.
         draining: no new requests; those in flight go on.
         closing: streams without an end are to end.
-        quality_card: the model's quality card as JSON, if it has one.
-        quality: its figures.
+        quality_card: of the model, if it has one.
         jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
         warnings: of this process and the engine's, for whoever watches.
         key_names: of all keys that are let in.
@@ -49,9 +48,8 @@ class ServerState:
     tokenizer: Tokenizer | None = None
     draining: bool = False
     closing: bool = False
-    quality_card: bytes | None = None
+    quality_card: ServedCard | None = None
     started: float = field(default_factory=time.time)  # Unix seconds
-    quality: tuple[QualityFact, ...] = ()
     jobs_folder: Path | None = None
     warnings: RecentWarnings = field(default_factory=RecentWarnings)
     machine: MachineProbe = field(init=False)

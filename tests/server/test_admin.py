@@ -28,6 +28,7 @@ from appliance.events import (
 from appliance.jobs import JobFile
 from appliance.log import MAX_RECENT, RecentWarnings
 from appliance.server.admin import MAX_WATCHERS, LogFeed, Rates
+from appliance.server.quality import ServedCard
 from appliance.server.sequence_feed import TokenRate
 from appliance.stats import EngineStats, LogLine
 
@@ -271,18 +272,18 @@ async def test_a_task_of_another_process_is_told_until_it_is_over(
     async with serve() as running:
         running.state.jobs_folder = tmp_path
         feed = watch(running)
-        told: list[tuple[str, int, int]] = []
+        told: list[tuple[str, int, bool]] = []
         with JobFile(tmp_path, "quantize tiny") as job:
             job.update("layers", 3, 30)
             async with asyncio.timeout(10):
                 async for event in feed:
                     if isinstance(event, Job):
-                        told.append((event.stage, event.done, event.total))
+                        told.append((event.stage, event.done, event.ended))
                         if len(told) == 1:
                             job.__exit__(None, None, None)
                         else:
                             break
-        assert told == [("layers", 3, 30), ("layers", 30, 30)]
+        assert told == [("layers", 3, False), ("layers", 3, True)]
         await feed.aclose()
 
 
@@ -332,5 +333,5 @@ async def test_the_quality_card_is_served_as_it_is(serve: Serve) -> None:
     async with serve() as running:
         answer = await running.http.get("/admin/v1/quality")
         assert (answer.status_code, answer.json()) == (200, None)
-        running.state.quality_card = b'{"schema": 1}\n'
+        running.state.quality_card = ServedCard(b'{"schema": 1}\n', ())
         assert (await running.http.get("/admin/v1/quality")).json() == {"schema": 1}
