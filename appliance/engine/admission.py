@@ -54,6 +54,11 @@ class Admission:
         self._num_started = 0  # blocks that those which started have still to get
         self._blocked: list[Sequence] = []
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether one more sequence can run, if there are blocks for it."""
+        return bool(self._slots)
+
     def begin_step(self) -> None:
         """Forget who found no room in the last one."""
         self._num_promised = None

@@ -231,6 +231,10 @@ class BlockManager:
         """
         table = sequence.block_table
         first = sequence.num_computed // self.block_size
+        if num_new_tokens == 1 and first < len(table):  # most answers, in most steps
+            block = table[first]
+            if self._references[block] == 1 and block not in self._index:
+                return ()
         num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
         kept = [
             index
@@ -267,6 +271,12 @@ class BlockManager:
         first = sequence.num_computed // size
         end = sequence.num_computed + num_tokens
         sequence.num_computed = end
+        if num_tokens == 1 and end % size:  # most answers, in most steps
+            block = sequence.block_table[first]
+            if self._filled[block] < size:
+                self.kv_tokens += end % size - self._filled[block]
+                self._filled[block] = end % size
+                return
         for index in range(first, self.blocks_for(end)):
             block = sequence.block_table[index]
             filled, before = min(end - index * size, size), self._filled[block]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from appliance.engine.block_metadata import MAX_OWNER
 
@@ -90,8 +90,7 @@ class BlockMove:
     open_page: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """Rows [start, start + num_tokens) of a sequence's token ids run in this step.
 
     Attributes:
@@ -196,8 +195,7 @@ class Plan:
         return sum(entry.samples for entry in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """The token that a step added to a sequence, and why it was the last one, if it was.
 
     A token that ends the answer (end of sequence, stop token) is part of the sequence and of the

@@ -23,9 +23,8 @@ from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
 from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.sequence import Sequence, SequenceStatus
-from appliance.engine.step_budget import StepBudget
 from appliance.engine.tiers.tiers import Tiers, TierSizes
-from appliance.engine.turns import lines_of, share_rows
+from appliance.engine.turns import PromptTurns
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
@@ -70,11 +69,11 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}  # live sequences only
         self._counters = Counters()
         self._accounts = Accounts()
-        self._step_budget = StepBudget()
         self.tiers = tiers or Tiers(blocks, TierSizes(block_bytes=1), Rates())
         self._admission = Admission(
             blocks, self._counters, self._accounts, self.tiers, limits.max_num_seqs
         )
+        self._turns = PromptTurns(self._admission, blocks, self._accounts, self._extend)
         self._waiting = self._admission.waiting
         self._running: list[Sequence] = []  # in the order of rank
         self._look_ahead = look_ahead
@@ -194,7 +193,7 @@ class Scheduler:
             self._extend(sequence, 1, draft)
         self._accounts.charge(draft.entries)
         if draft.budget and (prompts or self._waiting):
-            self._plan_prompts(prompts, draft, now)
+            self._turns.plan(prompts, draft, self._running, now)
         self._blocks.settle()
         if not draft.entries:
             return None
@@ -273,37 +272,6 @@ class Scheduler:
                 prompts.append((sequence, num_left))
         return decodes, prompts
 
-    def _plan_prompts(self, prompts: list[tuple[Sequence, int]], draft: Draft, now: float) -> None:
-        """Give rows to running prompts and to those that may start, in turns."""
-        rows = draft.budget
-        if draft.entries:
-            context = sum([entry.start for entry in draft.entries.values()])
-            start = max([sequence.num_computed for sequence, _ in prompts], default=0)
-            rows = min(rows, self._step_budget.prompt_rows(len(draft.entries), context, start))
-        self._admission.begin_step()
-        lines = lines_of(prompts, self._waiting.lanes(), self._accounts)
-        given = share_rows(
-            rows,
-            lines,
-            lambda lane: self._admission.start(lane, draft, self._running, now),
-        )
-        wanted = dict(prompts)
-        for sequence, num_tokens in given.items():
-            if sequence not in wanted:
-                copies = self._blocks.allocate(sequence, num_tokens)
-                assert copies is not None, "started without the blocks for it"
-                draft.add(sequence, num_tokens, copies)
-        for sequence in wanted:
-            if sequence in given:
-                self._extend(sequence, given[sequence], draft)
-        # Where someone lacked blocks, those who have some go on, or nobody would ever free any.
-        rows -= sum(given[sequence] for sequence in given if sequence in draft.entries)
-        for sequence, num_left in prompts:
-            if rows and sequence not in draft.entries:
-                self._extend(sequence, min(rows, num_left), draft)
-                rows -= draft.num_rows(sequence)
-        self._accounts.refund(given, draft.entries)
-
     def _extend(self, sequence: Sequence, num_left: int, draft: Draft) -> None:
         """Give a running sequence its next rows, at the cost of later ones if blocks run out.
 
@@ -365,7 +333,7 @@ class Scheduler:
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn how long a step took, for the number of prompt rows beside answers."""
-        self._step_budget.observe(load, seconds)
+        self._turns.budget.observe(load, seconds)
 
     def stats(self) -> EngineStats:
         """The scheduler's share of the snapshot; times are the engine's to add."""

@@ -167,8 +167,9 @@ class Tiers:
         """Whether host memory has more of the block that a prefix of so many tokens ends in."""
         index = num_tokens // self._blocks.block_size
         limit = (len(sequence.token_ids) - 1) // self._blocks.block_size
-        following = sequence.block_hashes[index:limit][:1]
-        if any(self.host.get(content) is not None for content in following):
+        # Without a prefix cache, blocks of one that was never preempted have no hashes.
+        content = sequence.block_hashes[index:limit][:1]
+        if content and self.host.get(content[0]) is not None:
             return True
         kept = self._kept.get(sequence)
         return kept is not None and kept.last is not None and num_tokens < sequence.num_kept
