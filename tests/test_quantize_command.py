@@ -42,6 +42,7 @@ START = Start(
 PLAN = Plan(
     peak_ram=300 << 20, peak_vram=0, disk_bytes=1 << 20, seconds=200, measured=True,
     classes=(TensorClass(tensors="head", count=1, form="16 bits", nbytes=2 << 20),),
+    notes=("it grows",),
 )  # fmt: skip
 UNIT = Unit(
     name="layer 3", done=4, total=5, seconds=2.5, losses={"a": 0.01, "b": 0.03},
@@ -81,9 +82,10 @@ def test_lines_say_loss_time_and_memory(capsys: pytest.CaptureFixture[str]) -> N
         "  choosing",
         "  llama, gptq, 4 bits: 5 parts",
         "  1 head: 16 bits, 2.0 MiB",
-        "  memory: 300 MiB at most, as measured with the largest layer",
+        "  memory: 300 MiB at most, as measured",
         "  disk: 2.0 MiB, and 1.0 MiB until the end",
         "  time: about 3 min 20 s",
+        "  note: it grows",
         "  layer 3 (4 of 5): loss 2.00e-02, at most 3.00e-02, 2.5 s, 1 h 06 min left,"
         " RAM 200 MiB (most 300), VRAM 1 MiB (most 2)",
         "  note: 3 of 4 inputs were 0",

@@ -31,7 +31,7 @@ class Sort(Enum):
 
     AGE = "age"
     REQUEST = "request"
-    OWNER = "owner"
+    KEY = "key"
     STATE = "state"
     PROMPT = "prompt"
     CACHED = "cached"

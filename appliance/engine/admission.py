@@ -1,4 +1,4 @@
-"""How a waiting sequence comes to run: a slot, the blocks it can share, and its first rows.
+"""How a waiting sequence comes to run: a slot and the blocks it can share.
 
 Imports no torch.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import insort
 from typing import TYPE_CHECKING
 
-from appliance.engine.policy import may_admit, rank
+from appliance.engine.policy import may_admit, may_overtake, rank
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.waiting import WaitingQueue
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from appliance.engine.block_manager import BlockManager
     from appliance.engine.counters import Counters
     from appliance.engine.draft import Draft
-    from appliance.engine.prefix_cache import Prefix
+    from appliance.engine.fairness import Accounts
     from appliance.engine.sequence import Sequence
+    from appliance.engine.waiting import Lane
 
 
 class Admission:
@@ -26,44 +27,66 @@ class Admission:
     Args:
         blocks: the KV cache's books.
         counters: where prefix hits are counted.
+        accounts: of all owners.
         max_num_seqs: sequences that run at once.
 
     Attributes:
         waiting: sequences that hold no blocks.
     """
 
-    def __init__(self, blocks: BlockManager, counters: Counters, max_num_seqs: int) -> None:
-        self.waiting = WaitingQueue()
+    def __init__(
+        self, blocks: BlockManager, counters: Counters, accounts: Accounts, max_num_seqs: int
+    ) -> None:
+        self.waiting = WaitingQueue(accounts)
         self._blocks = blocks
         self._counters = counters
         self._slots = list(range(max_num_seqs, 0, -1))  # 0 is nobody's
+        # Of the step that is being planned.
+        self._num_promised: int | None = None
+        self._num_started = 0  # blocks that those which started have still to get
+        self._blocked: list[Sequence] = []
 
-    def admit(self, draft: Draft, running: list[Sequence], now: float) -> None:
-        """Start waiting sequences in the order of rank until one does not fit.
+    def begin_step(self) -> None:
+        """Forget who found no room in the last one."""
+        self._num_promised = None
+        self._num_started = 0
+        self._blocked.clear()
+
+    def start(
+        self, lane: Lane, draft: Draft, running: list[Sequence], now: float
+    ) -> Sequence | None:
+        """Start one sequence of a lane; None if there is no room for the one whose turn it is.
 
         Args:
-            draft: the step they get rows in.
-            running: in the order of rank; those that start are added.
+            lane: whose turn it is.
+            draft: the step in which it starts; it gets no rows here.
+            running: in the order of rank; the one that starts is added.
             now: monotonic seconds.
         """
-        if not (draft.budget and self._slots and self.waiting):
-            return
-        num_promised = sum(max(1, self._blocks.num_missing(other)) for other in running)
-        while draft.budget and self._slots and (sequence := self.waiting.peek()) is not None:
-            if not self._start_table(sequence, num_promised):
-                return
-            self.waiting.remove(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            insort(running, sequence, key=rank)
-            if sequence.first_scheduled is None:
-                sequence.first_scheduled = now
-                if sequence.index == 0:
-                    draft.started.append(sequence.request.request_id)
-            num_tokens = min(sequence.num_uncomputed, draft.budget)
-            copies = self._blocks.allocate(sequence, num_tokens)
-            assert copies is not None, "admitted without the blocks for it"
-            draft.add(sequence, num_tokens, copies)
-            num_promised += max(1, self._blocks.num_missing(sequence))
+        if draft.preempted or not (self._slots and lane.sequences):
+            return None  # blocks that were taken from someone are not for newcomers
+        sequence = lane.next(self._num_cached)
+        if not may_overtake(sequence, self._blocked):
+            return None
+        if self._num_promised is None:
+            missing = sum(map(self._blocks.num_missing, running))
+            self._num_promised = missing + len(running)
+        if not self._start_table(sequence, self._num_promised):
+            self._blocked.append(sequence)
+            return None
+        for other in self._blocked:
+            other.num_overtaken += 1
+        lane.overtake(sequence)
+        self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        lane.account.num_running += 1
+        insort(running, sequence, key=rank)
+        if sequence.first_scheduled is None:
+            sequence.first_scheduled = now
+            if sequence.index == 0:
+                draft.started.append(sequence.request.request_id)
+        self._num_promised += 1
+        return sequence
 
     def release(self, sequence: Sequence) -> None:
         """Take the blocks and the slot of a sequence that nothing in flight needs any more."""
@@ -71,41 +94,55 @@ class Admission:
         self._slots.append(sequence.slot)
         sequence.slot = 0
 
-    def _start_table(self, sequence: Sequence, num_promised: int) -> bool:
-        """Share the parent's prompt, or what the prefix cache has, if all the rest fits too."""
-        blocks = self._blocks
+    def _num_cached(self, sequence: Sequence) -> int:
+        """Tokens that the sequence would not have to compute."""
+        if self._can_fork(sequence):
+            return sequence.num_prompt_tokens
+        return self._blocks.find_prefix(sequence).num_tokens
+
+    @staticmethod
+    def _can_fork(sequence: Sequence) -> bool:
         parent = sequence.parent
-        num_prompt_tokens = sequence.num_prompt_tokens
-        if (
+        return (
             parent is not None
             and sequence.first_scheduled is None
             and parent.status is SequenceStatus.RUNNING
-            and parent.num_computed >= num_prompt_tokens
-        ):
+            and parent.num_computed >= sequence.num_prompt_tokens
+        )
+
+    def _start_table(self, sequence: Sequence, num_promised: int) -> bool:
+        """Share the parent's prompt, or what the prefix cache has, if all the rest fits too."""
+        blocks = self._blocks
+        num_prompt_tokens = sequence.num_prompt_tokens
+        num_free = blocks.num_free_blocks - self._num_started
+        if self._can_fork(sequence):
+            parent = sequence.parent
+            assert parent is not None
             # Logits need the last prompt token to run again: one block, copied or new, is its own.
-            if not may_admit(1, blocks.num_free_blocks, num_promised):
+            if not may_admit(1, num_free, num_promised):
                 return False
             sequence.slot = self._slots.pop()
             blocks.fork(parent, sequence, num_prompt_tokens - 1)
+            self._num_started += 1
             sequence.num_cached = parent.num_cached
             return True
         prefix = blocks.find_prefix(sequence)
-        if not self._fits(sequence, prefix, num_promised):
+        cost = blocks.cost_of_admission(sequence, prefix)
+        if not may_admit(cost, num_free, num_promised):
             # A copy takes a block more than no hit at all.
             prefix = blocks.without_copy(prefix)
-            if not self._fits(sequence, prefix, num_promised):
+            cost = blocks.cost_of_admission(sequence, prefix)
+            if not may_admit(cost, num_free, num_promised):
                 return False
         sequence.slot = self._slots.pop()
+        num_free = blocks.num_free_blocks
         blocks.attach(sequence, prefix)
+        self._num_started += cost - (num_free - blocks.num_free_blocks)
         if sequence.first_scheduled is None:
             sequence.num_cached = sequence.num_computed
             self._counters.prefix_queries += num_prompt_tokens
             self._counters.prefix_hits += sequence.num_cached
         return True
-
-    def _fits(self, sequence: Sequence, prefix: Prefix, num_promised: int) -> bool:
-        cost = self._blocks.cost_of_admission(sequence, prefix)
-        return may_admit(cost, self._blocks.num_free_blocks, num_promised)
 
     def check_invariants(self, holders: list[Sequence], max_num_seqs: int) -> None:
         """Assert that every slot is free or belongs to one of those that hold blocks."""

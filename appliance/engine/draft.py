@@ -47,6 +47,11 @@ class Draft:
             self.budget += entry.num_tokens
             self.copies.pop(sequence, None)
 
+    def num_rows(self, sequence: Sequence) -> int:
+        """Rows of a sequence."""
+        entry = self.entries.get(sequence)
+        return 0 if entry is None else entry.num_tokens
+
     def finished(self, blocks: BlockManager) -> Plan:
         """The plan."""
         entries = self.entries.values()

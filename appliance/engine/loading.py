@@ -297,7 +297,7 @@ def _cgroup_headroom() -> int:
 def _device_name(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {threads} threads of {os.cpu_count()}"
+    return f"CPU, {threads} thread{'' if threads == 1 else 's'} of {os.cpu_count()}"
 
 
 def _fingerprint(path: Path, arithmetic: str) -> str:

@@ -203,7 +203,7 @@ def test_a_step_without_memory_ends_the_requests_that_made_it_large(
     real = runner.run
 
     def limited(plan: Plan) -> list[Sampled]:
-        if plan.num_tokens > 30:
+        if any(entry.sequence.request.request_id == "large" for entry in plan.scheduled):
             raise MemoryError("no memory for the workspace of this step")
         return real(plan)
 

@@ -45,7 +45,7 @@ async def test_the_table_is_sorted_by_any_column(event_server: EventServer) -> N
         for sort, wanted in {
             Sort.GENERATED: ["2", "3", "1"],
             Sort.SPEED: ["2", "1", "3"],
-            Sort.OWNER: ["1", "3", "2"],
+            Sort.KEY: ["1", "3", "2"],
         }.items():
             while app.look.sort is not sort:
                 await pilot.press("s")
@@ -205,6 +205,21 @@ async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) 
         "silent",
     ):
         assert words in text, words
+
+
+async def test_two_gpus_share_the_room_of_one(event_server: EventServer) -> None:
+    gpus = tuple(
+        Gpu(name=f"card {number}", utilization=number / 10, memory_used_bytes=number * 2**30,
+            power_watts=100.0 * number, throttled=("power cap",) if number == 2 else ())
+        for number in (1, 2)
+    )  # fmt: skip
+    stats = msgspec.structs.replace(STATS, machine=Machine(gpus=gpus))
+    async with dashboard(event_server, LARGE, Answer((INFO, stats))) as (app, pilot):
+        await shown(app, pilot, lambda: app.state.stats)
+        text = screen_text(app)
+    for words in ("card 1", "10%", "1.0 GiB", "100 W", "card 2", "20%", "2.0 GiB", "200 W"):
+        assert words in text, words
+    assert "200 W  power cap" in text
 
 
 async def test_without_a_gpu_processor_and_memory_are_shown(event_server: EventServer) -> None:
