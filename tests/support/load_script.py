@@ -176,4 +176,6 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=salt,
         owner=rng.choice(OWNERS),
+        timeout=rng.choice([None, None, None, None, 0.2, 1.0, 4.0]),
+        max_queue_seconds=rng.choice([None, None, None, 0.3, 3.0]),
     )

@@ -19,8 +19,20 @@ if TYPE_CHECKING:
     from appliance.engine.plan import Plan, ScheduledSequence
     from appliance.engine.sequence import Sequence
 
+STEP_SECONDS, ROW_SECONDS = 0.01, 0.001
 JUNK = -1
 BROKEN = Sampled(error="the virtual model broke", broken=True)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Time as the simulation has it, in seconds."""
+
+    now: float = 0.0
+
+    def read(self) -> float:
+        """See `time.monotonic`."""
+        return self.now
 
 
 class DeviceLostError(Exception):
@@ -57,6 +69,7 @@ class VirtualRunner:
         sealed: whether tokens lie in open pages until their block is full.
         depth: plans in flight when the next one is launched.
         noise: decides what a failing step leaves behind.
+        clock: goes on with each step.
 
     Attributes:
         fault: what goes wrong next: "memory", "launch", "collect" or "nan"; empty is nothing.
@@ -75,6 +88,7 @@ class VirtualRunner:
         sealed: bool,
         depth: int,
         noise: random.Random,
+        clock: Clock,
     ) -> None:
         self.depth = depth
         self.fault = ""
@@ -85,6 +99,7 @@ class VirtualRunner:
         self._max_rows = max_rows
         self._sealed = sealed
         self._noise = noise
+        self._clock = clock
         self._slots = [JUNK] * blocks.num_slots
         self._pages: dict[int, list[int]] = {}
         self._truth: dict[Sequence, list[int]] = {}  # contents that a sequence's tokens leave
@@ -115,6 +130,7 @@ class VirtualRunner:
     def collect(self) -> list[Sampled]:
         """See `Runner`."""
         plan, entries = self._flight.popleft()
+        self._clock.now += STEP_SECONDS + ROW_SECONDS * plan.num_tokens
         if self.fault == "collect":
             self._scribble(plan, entries)
             self.fault = ""
