@@ -63,6 +63,20 @@ def serve(
         bool | None,
         typer.Option(help="Let API keys reuse each other's cached prompt beginnings [off]."),
     ] = None,
+    kv_disk: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder that keeps the KV cache of long prompts over a restart, or off"
+            " [the cache folder]."
+        ),
+    ] = None,
+    kv_disk_size: Annotated[
+        str | None, typer.Option(help="Most that this folder may take, such as 4GiB [4GiB].")
+    ] = None,
+    kv_host_memory: Annotated[
+        str | None,
+        typer.Option(help="Host memory for KV blocks that had to make room, or 0 [planned]."),
+    ] = None,
     show_prompts: Annotated[
         bool | None, typer.Option(help="Let dashboards show what is asked [off].")
     ] = None,
@@ -93,7 +107,7 @@ def serve(
     --api-key-file.
     """
     from appliance import log
-    from appliance.config import cache_dir, load_settings
+    from appliance.config import cache_dir, load_settings, with_kv_folder
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
     from appliance.quant.quality.min_quality import parse_min_quality
@@ -124,6 +138,9 @@ def serve(
             "prefix_caching": prefix_caching,
             "api_key_file": api_key_file,
             "share_prefixes_between_keys": share_prefixes_between_keys,
+            "kv_disk": kv_disk,
+            "kv_disk_size": None if kv_disk_size is None else parse_size(kv_disk_size),
+            "kv_host_memory": None if kv_host_memory is None else parse_size(kv_host_memory),
             "show_prompts": show_prompts,
             "kernels": kernels,
             "cpu_isa": cpu_isa,
@@ -131,6 +148,7 @@ def serve(
         },
         config,
     )
+    settings = with_kv_folder(settings)
     conditions = None
     if settings.server.min_quality is not None:
         conditions = parse_min_quality(settings.server.min_quality)

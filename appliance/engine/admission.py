@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from appliance.engine.draft import Draft
     from appliance.engine.fairness import Accounts
     from appliance.engine.sequence import Sequence
+    from appliance.engine.tiers.tiers import Tiers
     from appliance.engine.waiting import Lane
 
 
@@ -28,6 +29,7 @@ class Admission:
         blocks: the KV cache's books.
         counters: where prefix hits are counted.
         accounts: of all owners.
+        tiers: what continues a prefix that is in the cache.
         max_num_seqs: sequences that run at once.
 
     Attributes:
@@ -35,11 +37,17 @@ class Admission:
     """
 
     def __init__(
-        self, blocks: BlockManager, counters: Counters, accounts: Accounts, max_num_seqs: int
+        self,
+        blocks: BlockManager,
+        counters: Counters,
+        accounts: Accounts,
+        tiers: Tiers,
+        max_num_seqs: int,
     ) -> None:
         self.waiting = WaitingQueue(accounts)
         self._blocks = blocks
         self._counters = counters
+        self._tiers = tiers
         self._slots = list(range(max_num_seqs, 0, -1))  # 0 is nobody's
         # Of the step that is being planned.
         self._num_promised: int | None = None
@@ -71,7 +79,7 @@ class Admission:
         if self._num_promised is None:
             missing = sum(map(self._blocks.num_missing, running))
             self._num_promised = missing + len(running)
-        if not self._start_table(sequence, self._num_promised):
+        if not self._start_table(sequence, self._num_promised, draft):
             self._blocked.append(sequence)
             return None
         for other in self._blocked:
@@ -90,6 +98,7 @@ class Admission:
 
     def release(self, sequence: Sequence) -> None:
         """Take the blocks and the slot of a sequence that nothing in flight needs any more."""
+        self._tiers.offer(sequence)
         self._blocks.free(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = 0
@@ -110,8 +119,11 @@ class Admission:
             and parent.num_computed >= sequence.num_prompt_tokens
         )
 
-    def _start_table(self, sequence: Sequence, num_promised: int) -> bool:
-        """Share the parent's prompt, or what the prefix cache has, if all the rest fits too."""
+    def _start_table(self, sequence: Sequence, num_promised: int, draft: Draft) -> bool:
+        """Share the parent's prompt, or what the prefix cache has, if all the rest fits too.
+
+        What the tiers below have of the rest is loaded with the step.
+        """
         blocks = self._blocks
         num_prompt_tokens = sequence.num_prompt_tokens
         num_free = blocks.num_free_blocks - self._num_started
@@ -127,6 +139,8 @@ class Admission:
             sequence.num_cached = parent.num_cached
             return True
         prefix = blocks.find_prefix(sequence)
+        if self._tiers.continues(sequence, prefix.num_tokens):
+            prefix = blocks.whole(prefix)
         cost = blocks.cost_of_admission(sequence, prefix)
         if not may_admit(cost, num_free, num_promised):
             # A copy takes a block more than no hit at all.
@@ -137,6 +151,7 @@ class Admission:
         sequence.slot = self._slots.pop()
         num_free = blocks.num_free_blocks
         blocks.attach(sequence, prefix)
+        draft.loads[sequence] = self._tiers.bring_back(sequence)
         self._num_started += cost - (num_free - blocks.num_free_blocks)
         if sequence.first_scheduled is None:
             sequence.num_cached = sequence.num_computed

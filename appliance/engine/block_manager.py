@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.block_metadata import BlockMetadata
 from appliance.engine.open_pages import OpenPages
-from appliance.engine.plan import BlockCopy
+from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock
 from appliance.engine.prefix_cache import Prefix, PrefixCache
 from appliance.events import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.plan import ScheduledSequence
@@ -52,6 +52,7 @@ class BlockManager:
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks that stand in more than one block table.
         num_evictions: blocks whose cached content was given up, ever.
+        on_evict: called with hash and block before cached content is given up.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class BlockManager:
         self.kv_tokens = 0
         self.num_shared = 0
         self.num_evictions = 0
+        self.on_evict: Callable[[bytes, int], None] | None = None
         self._prefix_caching = prefix_caching
         self._index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
         self._open = OpenPages(num_open)
@@ -81,6 +83,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._cached_open: OrderedDict[int, None] = OrderedDict()  # of these with an open page
         self._sources: list[int] = []  # of copies, that no block table refers to any more
+        self._loading: set[int] = set()  # active, but their content is still outside
 
     @property
     def num_free_blocks(self) -> int:
@@ -124,12 +127,16 @@ class BlockManager:
 
         The last token is never part of a hit: it must be run to get logits.
         """
-        return self._index.find(sequence) if self._prefix_caching else Prefix()
+        if not (self._prefix_caching or sequence.num_kept):
+            return Prefix()
+        return self._index.find(sequence)
 
     def without_copy(self, prefix: Prefix) -> Prefix:
         """As much of a prefix as can be attached and written behind without a copy."""
-        if not self._needs_copy(prefix):
-            return prefix
+        return self.whole(prefix) if self._needs_copy(prefix) else prefix
+
+    def whole(self, prefix: Prefix) -> Prefix:
+        """The full blocks of a prefix."""
         num_full = prefix.num_tokens // self.block_size
         return Prefix(prefix.blocks[:num_full], num_full * self.block_size)
 
@@ -147,6 +154,58 @@ class BlockManager:
             return False
         last = prefix.blocks[-1]
         return bool(self._references[last]) or self._filled[last] != num_tokens
+
+    def load(self, sequence: Sequence, num_tokens: int) -> list[BlockMove]:
+        """Give a sequence blocks for its next tokens, which come from outside the cache.
+
+        Nobody else finds them before `confirm`, since it is only then that they are there.
+
+        Args:
+            sequence: all of its blocks are full.
+            num_tokens: its `num_computed` grows by so many.
+
+        Returns:
+            For each block where its content goes.
+        """
+        size, moves = self.block_size, []
+        for begin in range(0, num_tokens, size):
+            block, filled = self._take(sequence), min(size, num_tokens - begin)
+            self._filled[block] = filled
+            self.kv_tokens += filled
+            if filled == size:
+                self._open.release(block)
+            self._loading.add(block)
+            self._record_active(block, sequence.slot)
+            sequence.block_table.append(block)
+            moves.append(BlockMove(block, HeldBlock(), self.open_page(block)))
+        sequence.num_computed += num_tokens
+        return moves
+
+    def confirm(self, sequence: Sequence, first: int) -> None:
+        """Record that what `load` promised for the blocks from index `first` on is there now."""
+        for index in range(first, len(sequence.block_table)):
+            block = sequence.block_table[index]
+            if block in self._loading:
+                self._loading.remove(block)
+                self._record_active(block, self.metadata.owner(block))
+                if self._filled[block] == self.block_size and self._prefix_caching:
+                    self._index.add(sequence, index, block, self.block_size)
+
+    def num_found(self, hashes: list[bytes]) -> int:
+        """Blocks at the start of a chain that are in the cache."""
+        return len(self._index.find_full(hashes))
+
+    def block_of(self, content: bytes) -> int | None:
+        """The block indexed under a hash."""
+        return self._index.get(content)
+
+    def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        """Make the sequence's `block_hashes` cover its first `num_blocks` full blocks."""
+        self._index.extend_hashes(sequence, num_blocks)
+
+    def open_page(self, block: int) -> int:
+        """The open page of a block, or -1."""
+        return self._open.get(block)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let `child` share the blocks of the first `num_tokens` tokens, equal in both.
@@ -247,14 +306,15 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Take all blocks from a sequence; those with findable content stay as cache."""
         table = sequence.block_table
+        keeps = self._prefix_caching or sequence.num_kept
         num_full, num_last = divmod(sequence.num_computed, self.block_size)
         # Tail before head, so that eviction shortens a chain and never cuts it in the middle.
         for index in reversed(range(len(table))):
-            if not self._prefix_caching:
+            if not keeps:
                 pass
             elif index < num_full:
                 self._touch(sequence, index)
-            elif index == num_full and num_last >= self._index.min_partial:
+            elif self._prefix_caching and index == num_full and num_last >= self._index.min_partial:
                 self._keep_last(sequence, index, num_last)
             self._let_go(table[index], sequence.slot)
         table.clear()
@@ -311,7 +371,9 @@ class BlockManager:
         """Give up the content of a cached block."""
         del self._cached[block]
         self._cached_open.pop(block, None)
-        self._index.remove(block)
+        content = self._index.remove(block)
+        if self.on_evict is not None and self._filled[block] == self.block_size:
+            self.on_evict(content, block)
         self._open.release(block)
         self._free.append(block)
         self.num_evictions += 1
@@ -323,6 +385,8 @@ class BlockManager:
         )
 
     def _active_state(self, block: int) -> BlockState:
+        if block in self._loading:
+            return BlockState.SWAPPED
         is_open = self._references[block] == 1 and self._filled[block] < self.block_size
         return BlockState.WRITING if is_open else BlockState.ACTIVE
 
@@ -338,6 +402,7 @@ class BlockManager:
             self._record_active(block, owner)
         else:
             self.kv_tokens -= self._filled[block]
+            self._loading.discard(block)
             if block in self._index:
                 self._cached[block] = None
                 if block in self._open:

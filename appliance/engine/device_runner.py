@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Generic
 
 import torch
 
+from appliance.engine.block_moves import BlockMoves, HostMoves
 from appliance.engine.cuda_graphs import BUSY_STEPS, GraphCache, buckets
 from appliance.engine.device_batch import Geometry, Spare, fill, is_decode, shape_of
 from appliance.engine.open_pages import num_open_pages
 from appliance.engine.plan import Plan
+from appliance.engine.rates import Rates
 from appliance.engine.staging import Staging, StepShape
 from appliance.model.executor import AnyCache
 
@@ -69,6 +71,7 @@ class DeviceRunner(Generic[AnyCache]):
         num_blocks: blocks of the cache, that spare one not included.
         num_open: open pages, a spare one behind them not included; 0 if nothing is sealed.
         graph_bytes: bound on the memory of graphs; 0 turns them off.
+        moves: takes blocks out of the cache and puts them back; None copies them at once.
 
     Attributes:
         depth: steps that may be in flight when the next one is launched.
@@ -88,12 +91,14 @@ class DeviceRunner(Generic[AnyCache]):
         num_blocks: int,
         graph_bytes: int,
         num_open: int = 0,
+        moves: BlockMoves | None = None,
     ) -> None:
         self._executor = executor
         self._cache = cache
         self._sampler = sampler
         self._device = device
         self._spare = Spare(num_blocks, num_open or None)
+        self._moves = moves or HostMoves(cache, Rates())
         self.graphs = GraphCache(device, buckets(limits.max_num_seqs), graph_bytes)
         largest = largest_step(limits, cache.block_size, is_sealed=num_open > 0)
         # The last token of a sequence never needs a slot.
@@ -164,6 +169,7 @@ class DeviceRunner(Generic[AnyCache]):
             self._capture(wanted)
 
     def _enqueue(self, plan: Plan) -> SampledRows | None:
+        self._moves.save(plan.saves)
         if plan.copies:
             self._cache.copy_blocks(
                 [copy.source for copy in plan.copies], [copy.destination for copy in plan.copies]
@@ -172,6 +178,7 @@ class DeviceRunner(Generic[AnyCache]):
             self._cache.copy_open(
                 [copy.open_source for copy in opened], [copy.open_destination for copy in opened]
             )
+        self._moves.load(plan.loads)
         sampling = tuple(entry for entry in plan.scheduled if entry.samples)
         decode = is_decode(plan)
         num_seqs = self.graphs.bucket(len(sampling)) if decode else len(plan.scheduled)

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 MAX_STEPS_KEPT = 1024
+_READ_SECONDS = 0.01  # of waiting for the disk, between looks at what else came
+_FLUSH_SECONDS = 2.0  # for the disk, when the engine ends
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ class LLMEngine:
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         serving = self._scheduler.has_work or bool(self._in_flight or self._expired)
-        return serving or self._runner.has_idle_work
+        return serving or self._runner.has_idle_work or self._has_writes
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -134,7 +136,7 @@ class LLMEngine:
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
             if not self._expired:
-                self._runner.idle()
+                self._idle()
             return self._report()
         try:
             if launched is not None:
@@ -158,6 +160,11 @@ class LLMEngine:
         self._last_end = end
         self._num_steps += 1
         self._steps.append(_view(self._num_steps, plan, self._step_seconds))
+        tiers = self._scheduler.tiers
+        if plan.num_single_rows < len(plan.scheduled):
+            tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
+        if tiers.writes is not None:
+            tiers.writes.after_step(self._step_seconds)
         return self._report(deltas, started)
 
     def _report(
@@ -179,6 +186,28 @@ class LLMEngine:
         updates = self._scheduler.commit(plan, [result.token_id for result in sampled])
         deltas = [self._delta(update, results[update.sequence]) for update in updates]
         return (*deltas, *failed)
+
+    @property
+    def _has_writes(self) -> bool:
+        writes = self._scheduler.tiers.writes
+        return writes is not None and writes.has_work
+
+    def _idle(self) -> None:
+        """Use a moment in which nothing runs."""
+        tiers = self._scheduler.tiers
+        if tiers.reading and tiers.disk is not None:
+            tiers.disk.wait_for_read(_READ_SECONDS)
+        elif tiers.writes is not None and tiers.writes.has_work:
+            tiers.writes.idle()
+        else:
+            self._runner.idle()
+
+    def close(self) -> None:
+        """Write what is left for the disk, as far as there is time for it."""
+        tiers = self._scheduler.tiers
+        if tiers.writes is not None and tiers.disk is not None:
+            tiers.writes.flush(_FLUSH_SECONDS)
+            tiers.disk.close(_FLUSH_SECONDS)
 
     def _discard_plans(self) -> None:
         self._in_flight.clear()

@@ -10,21 +10,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 import torch
 
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.block_metadata import BlockMetadata
+from appliance.engine.block_moves import DeviceMoves, HostMoves
 from appliance.engine.device import CudaDevice
 from appliance.engine.device_runner import DeviceRunner, fixed_bytes, largest_step
 from appliance.engine.device_sampler import DeviceSampler
 from appliance.engine.execution import Precision, TorchExecution, choose_execution
 from appliance.engine.kv_precision import choose_kv, in_words
+from appliance.engine.load_tiers import load_tiers
 from appliance.engine.measure import graph_allowance, measure_workspace
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
 from appliance.engine.model_runner import ModelRunner
 from appliance.engine.open_pages import num_open_pages
+from appliance.engine.rates import Rates
 from appliance.engine.sampler import Sampler
 from appliance.engine.scheduler import Scheduler, SchedulerLimits
 from appliance.errors import ConfigError
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.block_moves import BlockMoves
     from appliance.engine.device import Device
     from appliance.engine.execution import Execution
     from appliance.engine.runner import Runner
@@ -87,6 +92,7 @@ def load_parts(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )
     runner: Runner
+    rates = Rates()
     if device is None:
         cache = executor.allocate_cache(
             precision.kv_of(len(source.spec.layers)),
@@ -94,19 +100,21 @@ def load_parts(
             block_size=plan.block_size,
             num_open=num_open,
         )
-        runner = ModelRunner(executor, cache, Sampler(eos_token_ids, choose_tokens))
+        moves: BlockMoves = HostMoves(cache, rates)
+        runner = ModelRunner(executor, cache, Sampler(eos_token_ids, choose_tokens), moves)
     else:
         assert isinstance(execution, TorchExecution)
         # The plain torch functions read the host's numbers, which a captured graph would keep.
         replayable = execution.backend.name == "triton" or precision.device.type == "cpu"
         graphs = config.cuda_graphs != "off" and replayable
-        runner, plan = load_device_runner(
+        runner, plan, moves = load_device_runner(
             execution,
             executor,
             device,
             limits,
             request,
             eos_token_ids,
+            rates,
             graphs=graphs,
             num_open=num_open,
         )
@@ -145,9 +153,11 @@ def load_parts(
         precisions=(in_words(precision), *(["int8 while open"] if num_open else [])),
         notes=(*kv_notes, *notes, *source.weights.notes()),
     )
+    tiers, tier_notes = load_tiers(config, blocks, moves, rates, info, precision)
+    info = msgspec.structs.replace(info, notes=(*info.notes, *tier_notes))
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
-    look_ahead = runner.depth > 0
-    return Scheduler(blocks, limits, eos_token_ids, look_ahead=look_ahead), runner, info
+    scheduler = Scheduler(blocks, limits, eos_token_ids, look_ahead=runner.depth > 0, tiers=tiers)
+    return scheduler, runner, info
 
 
 def load_device_runner(
@@ -157,10 +167,11 @@ def load_device_runner(
     limits: SchedulerLimits,
     request: MemoryRequest,
     eos_token_ids: tuple[int, ...],
+    rates: Rates,
     *,
     graphs: bool,
     num_open: int = 0,
-) -> tuple[DeviceRunner[Any], MemoryPlan]:
+) -> tuple[DeviceRunner[Any], MemoryPlan, BlockMoves]:
     """Measure the largest step, divide what the weights leave, and set the runner up.
 
     Args:
@@ -170,6 +181,7 @@ def load_device_runner(
         limits: how large a step can be.
         request: what was planned with before anything was loaded.
         eos_token_ids: tokens that end an answer.
+        rates: where the time of moved blocks is noted.
         graphs: whether decode steps may be captured.
         num_open: open pages; 0 if nothing is sealed.
 
@@ -210,6 +222,7 @@ def load_device_runner(
         block_size=plan.block_size,
         num_open=num_open + 1 if num_open else 0,
     )
+    moves = _device_moves(cache, device, rates)
     runner = DeviceRunner(
         executor,
         cache,
@@ -219,8 +232,17 @@ def load_device_runner(
         num_blocks=plan.num_blocks,
         graph_bytes=graph_bytes,
         num_open=num_open,
+        moves=moves,
     )
-    return runner, plan
+    return runner, plan, moves
+
+
+def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
+    if device.torch_device.type == "cpu":
+        return HostMoves(cache, rates)
+    from appliance.kernels.block_copy.launch import BlockMover
+
+    return DeviceMoves(BlockMover(cache.layers), device, rates)
 
 
 def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tuple[str, ...]]:

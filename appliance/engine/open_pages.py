@@ -56,6 +56,10 @@ class OpenPages:
         """Whether there is a pool and no page of it is left."""
         return not self._free and self._num_pages > 0
 
+    def get(self, block: int) -> int:
+        """A block's page, or -1."""
+        return self._pages.get(block, -1)
+
     def claim(self, block: int) -> None:
         """Give a block a page, if there is a pool."""
         if self._num_pages:

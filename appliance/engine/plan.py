@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from appliance.engine.block_metadata import MAX_OWNER
 
@@ -42,6 +42,52 @@ class BlockCopy:
     destination: int
     open_source: int = -1
     open_destination: int = -1
+
+
+class Awaitable(Protocol):
+    """Something on a device that is over at some time."""
+
+    def wait(self) -> None:
+        """Block until then."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class HeldBlock:
+    """What a block of the cache held, in host memory.
+
+    Attributes:
+        content: the bytes; None until the plan that saves the block is launched.
+        over: when they are all there, if the device brings them by itself.
+        from_disk: whether they were read from a disk.
+    """
+
+    content: bytes | bytearray | memoryview | None = None
+    over: Awaitable | None = None
+    from_disk: bool = False
+
+    def read(self) -> bytes | bytearray | memoryview:
+        """The bytes, once they are all there; only after the launch."""
+        if self.over is not None:
+            self.over.wait()
+            self.over = None
+        assert self.content is not None, "a block is read before the plan that saves it is launched"
+        return self.content
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """One block of every layer on its way out of the cache, or into it.
+
+    Attributes:
+        block: in the cache.
+        held: outside.
+        open_page: that goes with it, where it is not full and layers are sealed.
+    """
+
+    block: int
+    held: HeldBlock
+    open_page: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +143,8 @@ class Plan:
         started: request ids that left the queue for the first time.
         preempted: sequences that lost their blocks and wait again.
         open_pages: with sealed layers, of each entry those of the blocks that its rows lie in.
+        saves: content to be taken out before anything else is done, since it may be overwritten.
+        loads: content to be put in after the copies and before any row.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -104,6 +152,8 @@ class Plan:
     started: tuple[str, ...] = ()
     preempted: tuple[Sequence, ...] = ()
     open_pages: tuple[tuple[int, ...], ...] | None = None
+    saves: tuple[BlockMove, ...] = ()
+    loads: tuple[BlockMove, ...] = ()
 
     @property
     def num_tokens(self) -> int:

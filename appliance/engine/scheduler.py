@@ -20,9 +20,11 @@ from appliance.engine.limits import check_prompt, is_full, reason_to_finish
 from appliance.engine.plan import Plan, ScheduledSequence, StepLoad, Update
 from appliance.engine.plan import SchedulerLimits as SchedulerLimits
 from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
+from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.sequence import Sequence, SequenceStatus
 from appliance.engine.step_budget import StepBudget
+from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.engine.turns import lines_of, share_rows
 from appliance.errors import RequestError
 
@@ -48,6 +50,7 @@ class Scheduler:
         limits: how much runs at once.
         eos_token_ids: tokens that end an answer, unless the request ignores them.
         look_ahead: whether whoever runs plans can feed a sampled token to the next plan by itself.
+        tiers: where content goes that leaves the cache; None is nowhere.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         *,
         look_ahead: bool = False,
+        tiers: Tiers | None = None,
     ) -> None:
         self._blocks = blocks
         self._limits = limits
@@ -67,7 +71,10 @@ class Scheduler:
         self._counters = Counters()
         self._accounts = Accounts()
         self._step_budget = StepBudget()
-        self._admission = Admission(blocks, self._counters, self._accounts, limits.max_num_seqs)
+        self.tiers = tiers or Tiers(blocks, TierSizes(block_bytes=1), Rates())
+        self._admission = Admission(
+            blocks, self._counters, self._accounts, self.tiers, limits.max_num_seqs
+        )
         self._waiting = self._admission.waiting
         self._running: list[Sequence] = []  # in the order of rank
         self._look_ahead = look_ahead
@@ -116,7 +123,7 @@ class Scheduler:
         ]
         self._requests[request.request_id] = [parent, *children]
         self._accounts.open(request.owner, request.sampling.n)
-        self._waiting.push(parent)
+        self._queue(parent)
         self._waiting.park(parent, children)
         for sequence in (parent, *children):
             self._deadlines.add(sequence)
@@ -153,9 +160,10 @@ class Scheduler:
         """End one sequence, in whatever phase; nothing happens if it has ended already."""
         if sequence.status is SequenceStatus.FINISHED:
             return
+        was_reading = self.tiers.forget(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self._stop(sequence)
-        else:
+        elif not was_reading:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
@@ -173,9 +181,12 @@ class Scheduler:
             now: monotonic seconds.
 
         Returns:
-            None if there is nothing to run; without a plan in flight, that means no work at all.
+            None if there is nothing to run; without a plan in flight, that means no work at all,
+            or only sequences that wait for the disk.
         """
         self._blocks.metadata.begin_step(now)
+        for sequence in self.tiers.take_read():
+            self._waiting.push(sequence)
         draft = Draft(self._limits.max_num_batched_tokens)
         decodes, prompts = self._ready()
         self._starved = None
@@ -190,7 +201,7 @@ class Scheduler:
         self._counters.steps += 1
         for sequence, entry in draft.entries.items():
             self._in_flight.setdefault(sequence, []).append(entry)
-        self._counters.last_plan = plan = draft.finished(self._blocks)
+        self._counters.last_plan = plan = draft.finished(self._blocks, self.tiers.take_saves())
         return plan
 
     def commit(self, plan: Plan, token_ids: list[int]) -> list[Update]:
@@ -210,6 +221,7 @@ class Scheduler:
         for entry in plan.scheduled:
             sequence = entry.sequence
             token_id = next(tokens) if entry.samples else None
+            self.tiers.confirm(sequence)
             in_flight = self._in_flight[sequence]
             assert in_flight.pop(0) is entry, "plans are committed in the order they were made in"
             if not in_flight:
@@ -238,10 +250,12 @@ class Scheduler:
         """
         in_flight, self._in_flight = self._in_flight, {}
         for sequence in sorted(in_flight, key=rank):
+            self.tiers.discard(sequence)
             if sequence.status is SequenceStatus.FINISHED:
                 self._admission.release(sequence)
             else:
                 self._requeue(sequence)
+        self.tiers.discard_saves()
 
     def _ready(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
         """Running sequences that want one row, and those that want more, in the order of rank."""
@@ -308,6 +322,8 @@ class Scheduler:
                 return
             draft.take_back(victim)
             draft.preempted.append(victim)
+            self.tiers.discard(victim)
+            self.tiers.keep(victim)
             self._requeue(victim)
             victim.num_preemptions += 1
             self._counters.preemptions += 1
@@ -332,7 +348,12 @@ class Scheduler:
         """Take the blocks of a running sequence; its tokens stay and are computed again later."""
         self._stop(sequence)
         sequence.status = SequenceStatus.WAITING
-        self._waiting.push(sequence)
+        self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Have a sequence wait, first for what the disk has of it."""
+        if not self.tiers.begin_reading(sequence):
+            self._waiting.push(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         index = bisect_left(self._running, rank(sequence), key=rank)
@@ -348,13 +369,15 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """The scheduler's share of the snapshot; times are the engine's to add."""
-        return self._counters.snapshot(
-            self._blocks, running=len(self._running), waiting=len(self._waiting)
+        waiting = len(self._waiting) + len(self.tiers.reading)
+        snapshot = self._counters.snapshot(
+            self._blocks, running=len(self._running), waiting=waiting
         )
+        return self.tiers.add_stats(snapshot)
 
     def check_invariants(self) -> None:
         """Assert that every live sequence is in exactly one place and the books agree."""
-        waiting, running = list(self._waiting), self._running
+        waiting, running = [*self._waiting, *self.tiers.reading], self._running
         ended = [seq for seq in self._in_flight if seq.status is SequenceStatus.FINISHED]
         assert all(seq.status is SequenceStatus.RUNNING for seq in running)
         assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
@@ -367,7 +390,8 @@ class Scheduler:
             if seq.status is SequenceStatus.RUNNING:
                 assert entries[0].start == seq.num_computed
                 assert len(seq.token_ids) >= entries[0].end
-        assert len(waiting) == len(self._waiting)
+        assert len(waiting) == len(self._waiting) + len(self.tiers.reading)
+        self.tiers.check_invariants()
         assert len({*running, *waiting}) == len(running) + len(waiting)
         assert {*running, *waiting} == set(self.sequences())
         self._accounts.check_invariants(list(self._waiting.queued()), running)

@@ -26,6 +26,7 @@ _OUTLIER = 3.0  # a step that took more than this many times what was expected c
 _TRUSTED = 8  # steps of a kind before outliers are told by them
 _SWEEPS = 8  # of coordinate descent
 _FIT_EVERY = 8  # steps
+_YOUNG = 64  # steps in which it is fitted whenever it is asked: to fit takes longer than to plan
 
 
 def _features(load: StepLoad) -> tuple[float, ...]:
@@ -76,7 +77,8 @@ class StepBudget:
         self._min_rows = min_rows
         self._coefficients = [0.0] * _SIZE
         self._kinds: dict[tuple[bool, bool], _Moments] = {}
-        self._num_new = 0  # steps since the last fit
+        self._num_seen = 0  # steps
+        self._num_new = 0  # of these since the last fit
         self._most_rows = min_rows  # that were seen beside answers
 
     def observe(self, load: StepLoad, seconds: float) -> None:
@@ -95,6 +97,7 @@ class StepBudget:
         moments.add(_features(load), seconds)
         if all(kind):
             self._most_rows = max(self._most_rows, load.prompt_rows)
+        self._num_seen += 1
         self._num_new += 1
         if self._num_new >= _FIT_EVERY:
             self._fit()
@@ -113,7 +116,7 @@ class StepBudget:
         """
         if not self._kinds:
             return sys.maxsize
-        if self._num_new:
+        if self._num_new and self._num_seen < _YOUNG:
             self._fit()
         base = self.seconds(StepLoad(num_answers, context))
         *_, fixed, linear, work = self._coefficients

@@ -240,6 +240,9 @@ class EchoEngine:
                 )
         return Table(request_id=request_id, index=index)
 
+    def close(self) -> None:
+        pass
+
     def stats(self) -> EngineStats:
         return EngineStats(
             steps_total=self.steps,
