@@ -18,8 +18,10 @@ from appliance.engine.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import EngineInfo
 from appliance.engine.open_pages import num_open_pages
+from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
@@ -78,7 +80,16 @@ class Simulation:
             num_open=num_open if setting.sealed else 0,
         )
         look_ahead = setting.depth > 0
-        self.scheduler = Scheduler(self.blocks, limits, (EOS,), look_ahead=look_ahead)
+        sizes = TierSizes(
+            block_bytes=8,
+            open_bytes=8 if setting.sealed else 0,
+            host_bytes=8 * setting.host_blocks,
+            keeps_evicted=setting.host_keeps_evicted,
+        )
+        # To move a block takes as long as to compute so many tokens.
+        rates = Rates(prefill=1.0, moves=8.0 / setting.tokens_per_move)
+        tiers = Tiers(self.blocks, sizes, rates)
+        self.scheduler = Scheduler(self.blocks, limits, (EOS,), look_ahead=look_ahead, tiers=tiers)
         self.runner = VirtualRunner(
             self.blocks,
             vocab_size=VOCAB,
@@ -194,6 +205,10 @@ class Simulation:
         self.seen["preempted"] += stats.preemptions_total
         self.seen["tokens from the cache"] += stats.prefix_hits_total
         self.seen["evictions"] += self.blocks.num_evictions
+        self.seen["swapped"] += stats.swaps_total
+        self.seen["blocks out to the host"] += stats.swapped_out_total
+        self.seen["blocks back from the host"] += stats.swapped_in_total
+        self.seen["tokens from the host"] += stats.prefix_hits_host_total
 
 
 def engine_info(setting: Setting) -> EngineInfo:

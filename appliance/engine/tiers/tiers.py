@@ -105,7 +105,7 @@ class Tiers:
 
         If by recomputing, nothing is done.
         """
-        blocks, num_tokens = self._blocks, sequence.num_computed
+        blocks, num_tokens = self._blocks, self._blocks.num_held(sequence)
         num_full, num_last = divmod(num_tokens, blocks.block_size)
         last_room = self._last_room if num_last else 0
         num_bytes = (num_full + last_room) * self._sizes.block_bytes
@@ -167,7 +167,8 @@ class Tiers:
         """Whether host memory has more of the block that a prefix of so many tokens ends in."""
         index = num_tokens // self._blocks.block_size
         limit = (len(sequence.token_ids) - 1) // self._blocks.block_size
-        if index < limit and self.host.get(sequence.block_hashes[index]) is not None:
+        hashes = sequence.block_hashes[:limit]
+        if index < len(hashes) and self.host.get(hashes[index]) is not None:
             return True
         kept = self._kept.get(sequence)
         return kept is not None and kept.last is not None and num_tokens < sequence.num_kept
@@ -222,6 +223,10 @@ class Tiers:
         first = self._loading.pop(sequence, None)
         if first is not None:
             self._blocks.confirm(sequence, first)
+
+    def is_loading(self, sequence: Sequence) -> bool:
+        """Whether a plan that is not committed yet brings some of a sequence's blocks."""
+        return sequence in self._loading
 
     def discard(self, sequence: Sequence) -> None:
         """The plan that was to load a sequence's blocks, if any was, has failed."""
