@@ -114,14 +114,14 @@ class Admission:
             return sequence.num_prompt_tokens
         return self._blocks.find_prefix(sequence).num_tokens
 
-    @staticmethod
-    def _can_fork(sequence: Sequence) -> bool:
+    def _can_fork(self, sequence: Sequence) -> bool:
         parent = sequence.parent
         return (
             parent is not None
             and sequence.first_scheduled is None
             and parent.status is SequenceStatus.RUNNING
             and parent.num_computed >= sequence.num_prompt_tokens
+            and not self._tiers.is_loading(parent)  # what it has of them is not there yet
         )
 
     def _start_table(self, sequence: Sequence, num_promised: int, draft: Draft) -> bool:

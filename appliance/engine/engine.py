@@ -63,6 +63,7 @@ class LLMEngine:
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
+        self._expired: list[SequenceDelta] = []  # to be told with the next report
         self._last_end = 0.0
         self._step_seconds = 0.0
         self._num_steps = 0
@@ -96,7 +97,7 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        serving = self._scheduler.has_work or bool(self._in_flight)
+        serving = self._scheduler.has_work or bool(self._in_flight or self._expired)
         return serving or self._runner.has_idle_work or self._has_writes
 
     def submit(self, request: Request) -> None:
@@ -129,31 +130,31 @@ class LLMEngine:
         If it is interrupted, as by Ctrl-C, nothing of what is in flight is remembered and the next
         steps repeat it.
         """
-        begin, now = time.perf_counter(), self._clock()
-        expired = tuple(_overdue(sequence, now) for sequence in self._scheduler.expire(now))
+        begin = now = self._clock()
+        self._expired += [_overdue(sequence, now) for sequence in self._scheduler.expire(now)]
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
-            if not expired:
+            if not self._expired:
                 self._idle()
-            return StepReport(deltas=expired)
+            return self._report()
         try:
             if launched is not None:
                 self._runner.launch(launched)
                 self._in_flight.append((launched, begin))
                 if len(self._in_flight) <= self._runner.depth:
-                    return StepReport(deltas=expired, started=started)
+                    return self._report(started=started)
             sampled = self._runner.collect()
         except MemoryError as error:
             self._discard_plans()
-            return self._without_memory(launched, error, expired)
+            return self._without_memory(launched, error)
         except BaseException:
             self._discard_plans()
             raise
         plan, begun = self._in_flight.popleft()
         load = plan.load
         deltas = self._commit(plan, sampled)
-        end = time.perf_counter()
+        end = self._clock()
         self._step_seconds = end - begin
         self._scheduler.observe(load, end - max(begun, self._last_end))
         self._last_end = end
@@ -164,6 +165,12 @@ class LLMEngine:
             tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
         if tiers.writes is not None:
             tiers.writes.after_step(self._step_seconds)
+        return self._report(deltas, started)
+
+    def _report(
+        self, deltas: tuple[SequenceDelta, ...] = (), started: tuple[str, ...] = ()
+    ) -> StepReport:
+        expired, self._expired = self._expired, []
         return StepReport(deltas=(*expired, *deltas), started=started)
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
@@ -257,18 +264,14 @@ class LLMEngine:
                 )
         return Table(request_id=request_id, index=index)
 
-    def _without_memory(
-        self, plan: Plan | None, error: MemoryError, expired: tuple[SequenceDelta, ...]
-    ) -> StepReport:
+    def _without_memory(self, plan: Plan | None, error: MemoryError) -> StepReport:
         """End the sequences that made a step too large: those in prefill, if there are any."""
         assert plan is not None, "steps run out of memory when they are launched"
         large = [entry.sequence for entry in plan.scheduled if entry.num_tokens > 1]
         failed = large or [entry.sequence for entry in plan.scheduled]
         logger.error("a step of %d rows failed: %s", plan.num_tokens, error)
-        return StepReport(
-            deltas=(*expired, *(self._fail(sequence, str(error)) for sequence in failed)),
-            started=plan.started,
-        )
+        deltas = tuple(self._fail(sequence, str(error)) for sequence in failed)
+        return self._report(deltas, plan.started)
 
     def _fail(self, sequence: Sequence, message: str | None) -> SequenceDelta:
         self._scheduler.finish(sequence, FinishReason.ERROR)
