@@ -13,6 +13,7 @@ from appliance.engine.sequence import SequenceStatus
 from appliance.engine.waiting import WaitingQueue
 
 if TYPE_CHECKING:
+    from appliance.engine.beam_groups import BeamGroups
     from appliance.engine.block_manager import BlockManager
     from appliance.engine.counters import Counters
     from appliance.engine.draft import Draft
@@ -26,15 +27,19 @@ class Admission:
         blocks: the KV cache's books.
         counters: where prefix hits are counted.
         max_num_seqs: sequences that run at once.
+        beams: beam searches, whose sequences start together.
 
     Attributes:
         waiting: sequences that hold no blocks.
     """
 
-    def __init__(self, blocks: BlockManager, counters: Counters, max_num_seqs: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, counters: Counters, max_num_seqs: int, beams: BeamGroups
+    ) -> None:
         self.waiting = WaitingQueue()
         self._blocks = blocks
         self._counters = counters
+        self._beams = beams
         self._slots = list(range(max_num_seqs, 0, -1))  # 0 is nobody's
 
     def admit(self, draft: Draft, running: list[Sequence], now: float) -> None:
@@ -47,22 +52,35 @@ class Admission:
         """
         if not (draft.budget and self._slots and self.waiting):
             return
-        num_promised = sum(max(1, self._blocks.num_missing(other)) for other in running)
+        num_promised = sum(map(self._promise, running))
         while draft.budget and self._slots and (sequence := self.waiting.peek()) is not None:
-            if not self._start_table(sequence, num_promised):
+            members = self._beams.members(sequence)
+            if len(members) > len(self._slots):
                 return
-            self.waiting.remove(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            insort(running, sequence, key=rank)
-            if sequence.first_scheduled is None:
-                sequence.first_scheduled = now
-                if sequence.index == 0:
-                    draft.started.append(sequence.request.request_id)
+            if not self._start_table(sequence, num_promised + self._beams.num_beside(sequence)):
+                return
+            for member in members:
+                self.waiting.remove(member)
+                member.status = SequenceStatus.RUNNING
+                insort(running, member, key=rank)
+                if member is not sequence:
+                    member.slot = self._slots.pop()
+                if member.first_scheduled is None:
+                    member.first_scheduled = now
+                    if member.index == 0:
+                        draft.started.append(member.request.request_id)
+            self._beams.start(sequence)
             num_tokens = min(sequence.num_uncomputed, draft.budget)
             copies = self._blocks.allocate(sequence, num_tokens)
             assert copies is not None, "admitted without the blocks for it"
             draft.add(sequence, num_tokens, copies)
-            num_promised += max(1, self._blocks.num_missing(sequence))
+            num_promised += sum(map(self._promise, members))
+
+    def _promise(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence still needs, or one to grow into."""
+        if sequence in self._beams.held:
+            return 1
+        return max(1, self._blocks.num_missing(sequence))
 
     def release(self, sequence: Sequence) -> None:
         """Take the blocks and the slot of a sequence that nothing in flight needs any more."""

@@ -13,10 +13,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from appliance.engine.admission import Admission
+from appliance.engine.beam_groups import BeamGroups
 from appliance.engine.block_metadata import MAX_OWNER
 from appliance.engine.counters import Counters
 from appliance.engine.draft import Draft
-from appliance.engine.limits import check_prompt, is_full, reason_to_finish
+from appliance.engine.limits import check_beams, check_prompt, is_full, reason_to_finish
 from appliance.engine.plan import Plan, ScheduledSequence, Update
 from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
 from appliance.engine.request import FinishReason
@@ -24,9 +25,10 @@ from appliance.engine.sequence import Sequence, SequenceStatus
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from appliance.engine.block_manager import BlockManager
+    from appliance.engine.plan import BeamAnswer, Continuations
     from appliance.engine.request import Request
     from appliance.stats import EngineStats
 
@@ -79,7 +81,8 @@ class Scheduler:
         self._max_tokens = min(limits.context_length, blocks.num_slots + 1)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences only
         self._counters = Counters()
-        self._admission = Admission(blocks, self._counters, limits.max_num_seqs)
+        self._beams = BeamGroups(blocks, self._eos_token_ids, limits.context_length)
+        self._admission = Admission(blocks, self._counters, limits.max_num_seqs, self._beams)
         self._waiting = self._admission.waiting
         self._running: list[Sequence] = []  # in the order of rank
         self._look_ahead = look_ahead
@@ -108,7 +111,8 @@ class Scheduler:
 
         Raises:
             ContextLengthError: the prompt leaves no room for an answer in the context.
-            RequestError: the prompt is empty or as large as the KV cache, or the id is taken.
+            RequestError: the prompt is empty or as large as the KV cache, the id is taken, or
+                there is no room for so many beams.
         """
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id} is in use; choose another")
@@ -118,20 +122,33 @@ class Scheduler:
             context_length=self._limits.context_length,
             cache_tokens=self._blocks.num_slots,
         )
+        num_sequences = request.sampling.num_sequences
+        if request.sampling.use_beam_search:
+            check_beams(
+                num_tokens,
+                num_sequences,
+                max_num_seqs=self._limits.max_num_seqs,
+                blocks=(self._blocks.num_blocks, self._blocks.block_size),
+            )
         # Two requests of one clock tick still have an order.
         self._last_arrival = max(now, math.nextafter(self._last_arrival, math.inf))
         parent = Sequence(request, arrival=self._last_arrival)
         children = [
             Sequence(request, index=index, arrival=self._last_arrival, parent=parent)
-            for index in range(1, request.sampling.n)
+            for index in range(1, num_sequences)
         ]
         self._requests[request.request_id] = [parent, *children]
+        if request.sampling.use_beam_search:
+            self._beams.add(request, [parent, *children])
         self._waiting.push(parent)
         self._waiting.park(parent, children)
         self._counters.prompt_tokens += num_tokens
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, or one choice of it, in whatever phase; False if it was not live."""
+        """End a request, or one choice of it, in whatever phase; False if it was not live.
+
+        Beams end together.
+        """
         ending = [
             sequence
             for sequence in self._requests.get(request_id, ())
@@ -143,9 +160,15 @@ class Scheduler:
         return bool(ending)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence, in whatever phase; nothing happens if it has ended already."""
-        if sequence.status is SequenceStatus.FINISHED:
-            return
+        """End one sequence, in whatever phase; nothing happens if it has ended already.
+
+        A beam takes its siblings with it.
+        """
+        if sequence.status is not SequenceStatus.FINISHED:
+            for member in self._beams.dissolve(sequence):
+                self._end(member, reason)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.status is SequenceStatus.RUNNING:
             self._stop(sequence)
         else:
@@ -183,16 +206,22 @@ class Scheduler:
         self._counters.last_plan = plan = draft.finished(self._blocks)
         return plan
 
-    def commit(self, plan: Plan, token_ids: list[int]) -> list[Update]:
+    def commit(
+        self,
+        plan: Plan,
+        token_ids: list[int],
+        continuations: Mapping[Sequence, Continuations] | None = None,
+    ) -> list[Update]:
         """Record that a plan was run.
 
         Args:
             plan: the oldest one in flight.
             token_ids: one for each scheduled sequence that samples, in the plan's order; those of
-                sequences that ended meanwhile are ignored.
+                sequences that ended meanwhile are ignored, and those of beams.
+            continuations: what may follow each beam among them.
 
         Returns:
-            One update for each sequence that got a token.
+            One update for each sequence that got a token; none for beams, see `take_answers`.
         """
         assert len(token_ids) == plan.num_samples
         tokens = iter(token_ids)
@@ -211,14 +240,23 @@ class Scheduler:
             self._blocks.commit(sequence, entry.num_tokens)
             if token_id is None:
                 continue
-            sequence.token_ids.append(token_id)
             self._counters.generation_tokens += 1
+            if sequence.request.sampling.use_beam_search:
+                assert continuations is not None
+                if self._beams.take(sequence, continuations[sequence]):
+                    self.finish(sequence, FinishReason.STOP)
+                continue
+            sequence.token_ids.append(token_id)
             self._waiting.unpark(sequence)
             reason = reason_to_finish(sequence, self._eos_token_ids, self._max_tokens)
             if reason is not None:
                 self.finish(sequence, reason)
             updates.append(Update(sequence, token_id, reason))
         return updates
+
+    def take_answers(self) -> list[BeamAnswer]:
+        """The answers of the beam searches that have ended since the last call."""
+        return self._beams.take_answers()
 
     def discard_plans(self) -> None:
         """Forget all plans in flight: their steps failed and nothing of them runs any more.
@@ -230,7 +268,7 @@ class Scheduler:
         for sequence in sorted(in_flight, key=rank):
             if sequence.status is SequenceStatus.FINISHED:
                 self._admission.release(sequence)
-            else:
+            elif sequence.status is SequenceStatus.RUNNING:  # else it went with a sibling
                 self._requeue(sequence)
 
     def _extend(self, sequence: Sequence, num_left: int, draft: Draft) -> None:
@@ -245,22 +283,24 @@ class Scheduler:
         if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
             return
         while (copies := self._blocks.allocate(sequence, num_before + num_tokens)) is None:
-            victim = choose_victim(self._running, sequence, self._in_flight)
+            spared = self._beams.spared(sequence, self._in_flight)
+            victim = choose_victim(self._running, sequence, spared)
             if victim is None:
                 self._starved = min(self._starved or rank(sequence), rank(sequence))
                 return
-            draft.take_back(victim)
-            draft.preempted.append(victim)
             self._requeue(victim)
-            victim.num_preemptions += 1
-            self._counters.preemptions += 1
+            for member in self._beams.members(victim):
+                draft.take_back(member)
+                draft.preempted.append(member)
+                member.num_preemptions += 1
+                self._counters.preemptions += 1
         draft.add(sequence, num_tokens, copies, before)
 
     def _may_run(self, sequence: Sequence) -> bool:
         """Whether a running sequence may be in the next plan."""
         in_flight = self._in_flight.get(sequence)
         if in_flight is None:
-            return True
+            return sequence not in self._beams.held
         if not self._look_ahead or len(in_flight) > 1:
             return False
         if self._starved is not None and rank(sequence) > self._starved:
@@ -276,10 +316,18 @@ class Scheduler:
         return len(sequence.token_ids) + in_flight[0].samples - in_flight[0].end
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Take the blocks of a running sequence; its tokens stay and are computed again later."""
-        self._stop(sequence)
-        sequence.status = SequenceStatus.WAITING
-        self._waiting.push(sequence)
+        """Take the blocks of a running sequence; its tokens stay and are computed again later.
+
+        A beam's siblings go with it.
+        """
+        self._beams.lose(sequence)
+        leader, *others = self._beams.members(sequence)
+        for member in (leader, *others):
+            self._stop(member)
+            member.status = SequenceStatus.WAITING
+        self._waiting.push(leader)
+        if others:
+            self._waiting.park(leader, others)
 
     def _stop(self, sequence: Sequence) -> None:
         index = bisect_left(self._running, rank(sequence), key=rank)
@@ -312,6 +360,7 @@ class Scheduler:
         assert len(waiting) == len(self._waiting)
         assert len({*running, *waiting}) == len(running) + len(waiting)
         assert {*running, *waiting} == set(self.sequences())
+        self._beams.check_invariants(running)
         holders = [*running, *ended]
         self._admission.check_invariants(holders, self._limits.max_num_seqs)
         self._blocks.check_invariants(holders)
