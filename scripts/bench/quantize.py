@@ -14,11 +14,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from closeness import compare, dense_decoder
@@ -28,6 +29,9 @@ from cpu_quality import cut_windows, read_text
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
 from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ASYMMETRIC = ["--no-symmetric"]
 ROWS: dict[str, list[str]] = {
@@ -118,12 +122,18 @@ def _quantize(model: Path, out: Path, arguments: list[str], layers: int) -> dict
         "arguments": arguments,
         "cpu_seconds": round(seconds, 1),
         "cpu_seconds_per_layer": round(seconds / layers, 2),
-        "peak_mebibytes": round(usage.ru_maxrss / 1024),
+        # As it says: what the system says begins with the memory of the process that began it.
+        "peak_mebibytes": _peak_mebibytes(lines),
         "sizes": next((line for line in lines if "bits per quantized weight" in line), "").replace(
             f"{out}: ", ""
         ),
         "notes": [line for line in lines if line.startswith("note: ")],
     }
+
+
+def _peak_mebibytes(lines: Sequence[str]) -> int:
+    (found,) = filter(None, (re.search(r"at most ([\d,]+) MiB of memory", line) for line in lines))
+    return int(found[1].replace(",", ""))
 
 
 if __name__ == "__main__":
