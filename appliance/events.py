@@ -59,7 +59,7 @@ def unpack_cell(cell: int) -> tuple[BlockState, int, int, int]:
 class QualityFact(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the quality card: what quantizing cost."""
 
-    name: str  # such as kld_mean, see `appliance.server.quality`
+    name: str  # such as kld_mean, see `appliance.commands.quality`
     value: float
     note: str = ""  # against what it was measured
 

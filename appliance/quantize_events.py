@@ -63,6 +63,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="pl
     seconds: float  # of all that is still to do
     measured: bool  # whether the largest layer was tried, or all of this is reckoned
     classes: tuple[TensorClass, ...]
+    notes: tuple[str, ...] = ()  # what a person should know before it begins
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="unit"):

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.errors import CheckpointError, QualityError
+from appliance.events import QualityFact
 from appliance.files import read_json
+from appliance.server.quality import ServedCard
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from appliance.quant.quality.card import Card
     from appliance.quant.quality.min_quality import Condition
 
 
@@ -19,11 +22,11 @@ class Quality:
     """A card that was looked at.
 
     Attributes:
-        as_json: the card, if there is one.
+        card: for the server, if there is one.
         lines: for the banner; its figures, then warnings.
     """
 
-    as_json: bytes | None
+    card: ServedCard | None
     lines: tuple[str, ...]
 
 
@@ -37,7 +40,7 @@ def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality
     Raises:
         QualityError: a condition that is to refuse is not met, or cannot be judged.
     """
-    from appliance.quant.quality.card import card_of, to_json
+    from appliance.quant.quality.card import card_of
     from appliance.quant.quality.min_quality import Action, judge
 
     lines: list[str] = []
@@ -54,7 +57,36 @@ def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality
         if refusals:
             raise QualityError("; ".join(refusals) + "; or change --min-quality")
         lines += [f"warning: {verdict.reason}" for verdict in verdicts]
-    return Quality(None if card is None else to_json(card), tuple(lines))
+    return Quality(None if card is None else served_card(card), tuple(lines))
+
+
+def served_card(card: Card) -> ServedCard:
+    """What a server shows of a card."""
+    from appliance.quant.quality.card import to_json
+
+    facts = {
+        "bits_per_weight": card.model.bits_per_weight,
+        "perplexity": card.perplexity.value,
+    }
+    compared = {}
+    if (found := card.comparison) is not None:
+        compared = {
+            "kld_mean": found.kld_mean.value,
+            "kld_p99": found.kld_p99,
+            "same_top_share": found.same_top_percent.value / 100,
+            "perplexity_ratio": found.perplexity_ratio.value,
+        }
+    against = "" if card.base is None else f"against {card.base.name}"
+    return ServedCard(
+        to_json(card),
+        (
+            *(QualityFact(name=name, value=value) for name, value in facts.items()),
+            *(
+                QualityFact(name=name, value=value, note=against)
+                for name, value in compared.items()
+            ),
+        ),
+    )
 
 
 def _is_quantized(model: Path) -> bool:

@@ -134,6 +134,8 @@ def _lines(event: QuantizeEvent) -> list[str]:
             return [f"going on after {event.units_done} of {_parts(event.units)}"]
         case Plan(measured=True):
             return describe_plan(event)
+        case Plan():
+            return [f"note: {note}" for note in event.notes]
         case Unit():
             losses = _losses(event)
             return [
@@ -143,7 +145,7 @@ def _lines(event: QuantizeEvent) -> list[str]:
                 f" {_memory(event)}",
                 *(f"note: {note}" for note in event.notes),
             ]
-        case Plan() | Written() | Done() | Measuring() | CardWritten() | Failed():
+        case Written() | Done() | Measuring() | CardWritten() | Failed():
             return []
 
 
@@ -160,9 +162,10 @@ def describe_plan(plan: Plan) -> list[str]:
             f"{kind.count} {kind.tensors}: {kind.form}, {kind.nbytes / MIB:,.1f} MiB"
             for kind in plan.classes
         ),
-        f"memory: {plan.peak_ram / MIB:,.0f} MiB at most{gpu}, as measured with the largest layer",
+        f"memory: {plan.peak_ram / MIB:,.0f} MiB at most{gpu}, as measured",
         f"disk: {size / MIB:,.1f} MiB, and {plan.disk_bytes / MIB:,.1f} MiB until the end",
         f"time: about {_duration(plan.seconds)}",
+        *(f"note: {note}" for note in plan.notes),
     ]
 
 

@@ -7,44 +7,34 @@ service is in `policy.py`. Imports no torch.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
-from dataclasses import dataclass
+from bisect import bisect_left
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from appliance.engine.block_metadata import MAX_OWNER
+from appliance.engine.admission import Admission
+from appliance.engine.beam_groups import BeamGroups
+from appliance.engine.counters import Counters
+from appliance.engine.deadlines import Deadlines
 from appliance.engine.draft import Draft
-from appliance.engine.limits import check_prompt, is_full, reason_to_finish
-from appliance.engine.plan import Plan, ScheduledSequence, Update
-from appliance.engine.policy import Rank, choose_victim, may_admit, may_look_ahead, rank
+from appliance.engine.fairness import Accounts
+from appliance.engine.limits import check_beams, check_prompt, is_full, reason_to_finish
+from appliance.engine.plan import Plan, ScheduledSequence, StepLoad, Update
+from appliance.engine.plan import SchedulerLimits as SchedulerLimits
+from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
+from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.sequence import Sequence, SequenceStatus
-from appliance.engine.waiting import WaitingQueue
+from appliance.engine.tiers.tiers import Tiers, TierSizes
+from appliance.engine.turns import PromptTurns
 from appliance.errors import RequestError
-from appliance.stats import EngineStats
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from appliance.engine.block_manager import BlockManager
+    from appliance.engine.plan import BeamAnswer, Continuations
     from appliance.engine.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """How much runs at once.
-
-    With at least as many rows as sequences, every running sequence moves in every step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int  # rows of one step
-    context_length: int  # tokens of one sequence, prompt and answer together
-
-    def __post_init__(self) -> None:
-        assert 0 < self.max_num_seqs <= MAX_OWNER
-        assert self.max_num_batched_tokens > 0
-        assert self.context_length > 1
+    from appliance.stats import EngineStats
 
 
 class Scheduler:
@@ -61,6 +51,7 @@ class Scheduler:
         limits: how much runs at once.
         eos_token_ids: tokens that end an answer, unless the request ignores them.
         look_ahead: whether whoever runs plans can feed a sampled token to the next plan by itself.
+        tiers: where content goes that leaves the cache; None is nowhere.
     """
 
     def __init__(
@@ -70,6 +61,7 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         *,
         look_ahead: bool = False,
+        tiers: Tiers | None = None,
     ) -> None:
         self._blocks = blocks
         self._limits = limits
@@ -77,23 +69,23 @@ class Scheduler:
         # To sample a token, all before it must be in the cache, and the token itself not yet.
         self._max_tokens = min(limits.context_length, blocks.num_slots + 1)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences only
-        self._waiting = WaitingQueue()
+        self._counters = Counters()
+        self._accounts = Accounts()
+        self.tiers = tiers or Tiers(blocks, TierSizes(block_bytes=1), Rates())
+        self._beams = BeamGroups(blocks, self._eos_token_ids, limits.context_length)
+        self._admission = Admission(
+            blocks, self._counters, self._accounts, self.tiers, limits.max_num_seqs, self._beams
+        )
+        self._turns = PromptTurns(self._admission, blocks, self._accounts, self._extend)
+        self._waiting = self._admission.waiting
         self._running: list[Sequence] = []  # in the order of rank
         self._look_ahead = look_ahead
         # Entries of plans in flight, oldest first; some of the sequences may have ended since.
         self._in_flight: dict[Sequence, list[ScheduledSequence]] = {}
         # First in rank of those that found no block and nobody to take one from.
         self._starved: Rank | None = None
-        self._slots = list(range(limits.max_num_seqs, 0, -1))  # 0 is nobody's
         self._last_arrival = -math.inf
-        self._last_plan = Plan(())
-        self._steps = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
-        self._preemptions = 0
-        self._aborted = 0
+        self._deadlines = Deadlines()
 
     @property
     def has_work(self) -> bool:
@@ -114,7 +106,8 @@ class Scheduler:
 
         Raises:
             ContextLengthError: the prompt leaves no room for an answer in the context.
-            RequestError: the prompt is empty or as large as the KV cache, or the id is taken.
+            RequestError: the prompt is empty or as large as the KV cache, the id is taken, or
+                there is no room for so many beams.
         """
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id} is in use; choose another")
@@ -124,20 +117,51 @@ class Scheduler:
             context_length=self._limits.context_length,
             cache_tokens=self._blocks.num_slots,
         )
+        num_sequences = request.sampling.num_sequences
+        if request.sampling.use_beam_search:
+            check_beams(
+                num_tokens,
+                num_sequences,
+                max_num_seqs=self._limits.max_num_seqs,
+                blocks=(self._blocks.num_blocks, self._blocks.block_size),
+            )
         # Two requests of one clock tick still have an order.
         self._last_arrival = max(now, math.nextafter(self._last_arrival, math.inf))
         parent = Sequence(request, arrival=self._last_arrival)
         children = [
             Sequence(request, index=index, arrival=self._last_arrival, parent=parent)
-            for index in range(1, request.sampling.n)
+            for index in range(1, num_sequences)
         ]
         self._requests[request.request_id] = [parent, *children]
-        self._waiting.push(parent)
+        self._accounts.open(request.owner, num_sequences)
+        if request.sampling.use_beam_search:
+            self._beams.add(request, [parent, *children])
+        self._queue(parent)
         self._waiting.park(parent, children)
-        self._prompt_tokens += num_tokens
+        for sequence in (parent, *children):
+            self._deadlines.add(sequence)
+        self._counters.prompt_tokens += num_tokens
+
+    def expire(self, now: float) -> list[Sequence]:
+        """End the sequences whose time is over.
+
+        Args:
+            now: monotonic seconds.
+
+        Returns:
+            Those that were live until now.
+        """
+        over = self._deadlines.take(now)
+        for sequence in over:
+            self.finish(sequence, FinishReason.TIMEOUT)
+        self._counters.expired += len({sequence.request.request_id for sequence in over})
+        return over
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, or one choice of it, in whatever phase; False if it was not live."""
+        """End a request, or one choice of it, in whatever phase; False if it was not live.
+
+        Beams end together.
+        """
         ending = [
             sequence
             for sequence in self._requests.get(request_id, ())
@@ -145,60 +169,79 @@ class Scheduler:
         ]
         for sequence in ending:
             self.finish(sequence, FinishReason.ABORT)
-        self._aborted += bool(ending)
+        self._counters.aborted += bool(ending)
         return bool(ending)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence, in whatever phase; nothing happens if it has ended already."""
-        if sequence.status is SequenceStatus.FINISHED:
-            return
+        """End one sequence, in whatever phase; nothing happens if it has ended already.
+
+        A beam takes its siblings with it.
+        """
+        if sequence.status is not SequenceStatus.FINISHED:
+            for member in self._beams.dissolve(sequence):
+                self._end(member, reason)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        was_reading = self.tiers.forget(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self._stop(sequence)
-        else:
+        elif not was_reading:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         self._waiting.unpark(sequence)
+        self._accounts.close(sequence)
         siblings = self._requests[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
             del self._requests[sequence.request.request_id]
 
     def plan(self, now: float) -> Plan | None:
-        """Decide the next step: decodes, then running prompts, then admission, within the budget.
+        """Decide the next step: decodes, then prompts that run or may start, within the budget.
 
         Args:
             now: monotonic seconds.
 
         Returns:
-            None if there is nothing to run; without a plan in flight, that means no work at all.
+            None if there is nothing to run; without a plan in flight, that means no work at all,
+            or only sequences that wait for the disk.
         """
         self._blocks.metadata.begin_step(now)
+        for sequence in self.tiers.take_read():
+            self._waiting.push(sequence)
         draft = Draft(self._limits.max_num_batched_tokens)
-        ready = [(s, self._num_left(s)) for s in self._running if self._may_run(s)]
+        decodes, prompts = self._ready()
         self._starved = None
-        for sequence, num_left in sorted(ready, key=lambda ready: ready[1] > 1):
-            self._extend(sequence, num_left, draft)
-        if not draft.preempted:  # blocks that were taken from someone are not for newcomers
-            self._admit(draft, now)
+        for sequence in decodes:
+            self._extend(sequence, 1, draft)
+        self._accounts.charge(draft.entries)
+        if draft.budget and (prompts or self._waiting):
+            self._turns.plan(prompts, draft, self._running, now)
+        self._blocks.settle()
         if not draft.entries:
             return None
-        self._steps += 1
+        self._counters.steps += 1
         for sequence, entry in draft.entries.items():
             self._in_flight.setdefault(sequence, []).append(entry)
-        self._last_plan = draft.finished(self._blocks)
-        return self._last_plan
+        self._counters.last_plan = plan = draft.finished(self._blocks, self.tiers.take_saves())
+        return plan
 
-    def commit(self, plan: Plan, token_ids: list[int]) -> list[Update]:
+    def commit(
+        self,
+        plan: Plan,
+        token_ids: list[int],
+        continuations: Mapping[Sequence, Continuations] | None = None,
+    ) -> list[Update]:
         """Record that a plan was run.
 
         Args:
             plan: the oldest one in flight.
             token_ids: one for each scheduled sequence that samples, in the plan's order; those of
-                sequences that ended meanwhile are ignored.
+                sequences that ended meanwhile are ignored, and those of beams.
+            continuations: what may follow each beam among them.
 
         Returns:
-            One update for each sequence that got a token.
+            One update for each sequence that got a token; none for beams, see `take_answers`.
         """
         assert len(token_ids) == plan.num_samples
         tokens = iter(token_ids)
@@ -206,25 +249,35 @@ class Scheduler:
         for entry in plan.scheduled:
             sequence = entry.sequence
             token_id = next(tokens) if entry.samples else None
+            self.tiers.confirm(sequence)
             in_flight = self._in_flight[sequence]
             assert in_flight.pop(0) is entry, "plans are committed in the order they were made in"
             if not in_flight:
                 del self._in_flight[sequence]
             if sequence.status is SequenceStatus.FINISHED:
                 if not in_flight:
-                    self._release(sequence)
+                    self._admission.release(sequence)
                 continue
             self._blocks.commit(sequence, entry.num_tokens)
             if token_id is None:
                 continue
+            self._counters.generation_tokens += 1
+            if sequence.request.sampling.use_beam_search:
+                assert continuations is not None
+                if self._beams.take(sequence, continuations[sequence]):
+                    self.finish(sequence, FinishReason.STOP)
+                continue
             sequence.token_ids.append(token_id)
-            self._generation_tokens += 1
             self._waiting.unpark(sequence)
             reason = reason_to_finish(sequence, self._eos_token_ids, self._max_tokens)
             if reason is not None:
                 self.finish(sequence, reason)
             updates.append(Update(sequence, token_id, reason))
         return updates
+
+    def take_answers(self) -> list[BeamAnswer]:
+        """The answers of the beam searches that have ended since the last call."""
+        return self._beams.take_answers()
 
     def discard_plans(self) -> None:
         """Forget all plans in flight: their steps failed and nothing of them runs any more.
@@ -234,10 +287,30 @@ class Scheduler:
         """
         in_flight, self._in_flight = self._in_flight, {}
         for sequence in sorted(in_flight, key=rank):
+            self.tiers.discard(sequence)
             if sequence.status is SequenceStatus.FINISHED:
-                self._release(sequence)
-            else:
+                self._admission.release(sequence)
+            elif sequence.status is SequenceStatus.RUNNING:  # else it went with a sibling
                 self._requeue(sequence)
+        self.tiers.discard_saves()
+
+    def _ready(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """Running sequences that want one row, and those that want more, in the order of rank."""
+        decodes, prompts = [], []
+        for sequence in self._running:
+            if sequence in self._in_flight:
+                if not self._may_run(sequence):
+                    continue
+                num_left = self._num_left(sequence)
+            elif sequence in self._beams.held:
+                continue
+            else:
+                num_left = len(sequence.token_ids) - sequence.num_computed
+            if num_left == 1:
+                decodes.append(sequence)
+            elif num_left:  # a beam that waits for its siblings has nothing to do
+                prompts.append((sequence, num_left))
+        return decodes, prompts
 
     def _extend(self, sequence: Sequence, num_left: int, draft: Draft) -> None:
         """Give a running sequence its next rows, at the cost of later ones if blocks run out.
@@ -251,22 +324,27 @@ class Scheduler:
         if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
             return
         while (copies := self._blocks.allocate(sequence, num_before + num_tokens)) is None:
-            victim = choose_victim(self._running, sequence, self._in_flight)
+            spared = self._beams.spared(sequence, self._in_flight)
+            victim = choose_victim(self._running, sequence, spared)
             if victim is None:
                 self._starved = min(self._starved or rank(sequence), rank(sequence))
                 return
-            draft.take_back(victim)
-            draft.preempted.append(victim)
+            members = self._beams.members(victim)
+            for member in members:
+                self.tiers.discard(member)
+            if len(members) == 1:
+                self.tiers.keep(victim)
             self._requeue(victim)
-            victim.num_preemptions += 1
-            self._preemptions += 1
+            for member in members:
+                draft.take_back(member)
+                draft.preempted.append(member)
+                member.num_preemptions += 1
+                self._counters.preemptions += 1
         draft.add(sequence, num_tokens, copies, before)
 
     def _may_run(self, sequence: Sequence) -> bool:
-        """Whether a running sequence may be in the next plan."""
-        in_flight = self._in_flight.get(sequence)
-        if in_flight is None:
-            return True
+        """Whether a sequence in flight may be in the next plan."""
+        in_flight = self._in_flight[sequence]
         if not self._look_ahead or len(in_flight) > 1:
             return False
         if self._starved is not None and rank(sequence) > self._starved:
@@ -276,108 +354,51 @@ class Scheduler:
 
     def _num_left(self, sequence: Sequence) -> int:
         """Rows that are neither computed nor in flight, one for a token to come included."""
-        in_flight = self._in_flight.get(sequence)
-        if in_flight is None:
-            return sequence.num_uncomputed
+        in_flight = self._in_flight[sequence]
         return len(sequence.token_ids) + in_flight[0].samples - in_flight[0].end
 
-    def _admit(self, draft: Draft, now: float) -> None:
-        """Start waiting sequences in the order of rank until one does not fit."""
-        if not (draft.budget and self._slots and self._waiting):
-            return
-        num_promised = sum(max(1, self._blocks.num_missing(other)) for other in self._running)
-        while draft.budget and self._slots and (sequence := self._waiting.peek()) is not None:
-            if not self._start_table(sequence, num_promised):
-                return
-            self._waiting.remove(sequence)
-            sequence.status = SequenceStatus.RUNNING
-            insort(self._running, sequence, key=rank)
-            if sequence.first_scheduled is None:
-                sequence.first_scheduled = now
-                if sequence.index == 0:
-                    draft.started.append(sequence.request.request_id)
-            num_tokens = min(sequence.num_uncomputed, draft.budget)
-            copies = self._blocks.allocate(sequence, num_tokens)
-            assert copies is not None, "admitted without the blocks for it"
-            draft.add(sequence, num_tokens, copies)
-            num_promised += max(1, self._blocks.num_missing(sequence))
-
-    def _start_table(self, sequence: Sequence, num_promised: int) -> bool:
-        """Share the parent's prompt, or what the prefix cache has, if all the rest fits too."""
-        blocks = self._blocks
-        parent = sequence.parent
-        num_prompt_tokens = sequence.num_prompt_tokens
-        if (
-            parent is not None
-            and sequence.first_scheduled is None
-            and parent.status is SequenceStatus.RUNNING
-            and parent.num_computed >= num_prompt_tokens
-        ):
-            # Logits need the last prompt token to run again: one block, copied or new, is its own.
-            if not may_admit(1, blocks.num_free_blocks, num_promised):
-                return False
-            sequence.slot = self._slots.pop()
-            blocks.fork(parent, sequence, num_prompt_tokens - 1)
-            sequence.num_cached = parent.num_cached
-            return True
-        prefix = blocks.find_prefix(sequence)
-        cost = blocks.cost_of_admission(sequence, prefix)
-        if not may_admit(cost, blocks.num_free_blocks, num_promised):
-            return False
-        sequence.slot = self._slots.pop()
-        blocks.attach(sequence, prefix)
-        if sequence.first_scheduled is None:
-            sequence.num_cached = sequence.num_computed
-            self._prefix_queries += num_prompt_tokens
-            self._prefix_hits += sequence.num_cached
-        return True
-
     def _requeue(self, sequence: Sequence) -> None:
-        """Take the blocks of a running sequence; its tokens stay and are computed again later."""
-        self._stop(sequence)
-        sequence.status = SequenceStatus.WAITING
-        self._waiting.push(sequence)
+        """Take the blocks of a running sequence; its tokens stay and are computed again later.
+
+        A beam's siblings go with it.
+        """
+        self._beams.lose(sequence)
+        leader, *others = self._beams.members(sequence)
+        for member in (leader, *others):
+            self._stop(member)
+            member.status = SequenceStatus.WAITING
+        self._queue(leader)
+        if others:
+            self._waiting.park(leader, others)
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Have a sequence wait, first for what the disk has of it."""
+        if not self.tiers.begin_reading(sequence):
+            self._waiting.push(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         index = bisect_left(self._running, rank(sequence), key=rank)
         assert self._running[index] is sequence
         del self._running[index]
+        self._accounts.of(sequence).num_running -= 1
         if sequence not in self._in_flight:
-            self._release(sequence)
+            self._admission.release(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence)
-        self._slots.append(sequence.slot)
-        sequence.slot = 0
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """Learn how long a step took, for the number of prompt rows beside answers."""
+        self._turns.budget.observe(load, seconds)
 
     def stats(self) -> EngineStats:
         """The scheduler's share of the snapshot; times are the engine's to add."""
-        blocks = self._blocks
-        last = self._last_plan
-        return EngineStats(
-            steps_total=self._steps,
-            running=len(self._running),
-            waiting=len(self._waiting),
-            prompt_tokens_total=self._prompt_tokens,
-            generation_tokens_total=self._generation_tokens,
-            prefix_queries_total=self._prefix_queries,
-            prefix_hits_total=self._prefix_hits,
-            preemptions_total=self._preemptions,
-            aborted_total=self._aborted,
-            blocks_total=blocks.num_blocks,
-            blocks_active=blocks.num_active,
-            blocks_cached=blocks.num_cached,
-            blocks_free=blocks.num_free_blocks - blocks.num_cached,
-            blocks_shared=blocks.num_shared,
-            block_size=blocks.block_size,
-            kv_tokens=blocks.kv_tokens,
-            step_prefill_tokens=last.num_tokens - last.num_decode_tokens,
-            step_decode_tokens=last.num_decode_tokens,
+        waiting = len(self._waiting) + len(self.tiers.reading)
+        snapshot = self._counters.snapshot(
+            self._blocks, running=len(self._running), waiting=waiting
         )
+        return self.tiers.add_stats(snapshot)
 
     def check_invariants(self) -> None:
         """Assert that every live sequence is in exactly one place and the books agree."""
-        waiting, running = list(self._waiting), self._running
+        waiting, running = [*self._waiting, *self.tiers.reading], self._running
         ended = [seq for seq in self._in_flight if seq.status is SequenceStatus.FINISHED]
         assert all(seq.status is SequenceStatus.RUNNING for seq in running)
         assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
@@ -390,9 +411,12 @@ class Scheduler:
             if seq.status is SequenceStatus.RUNNING:
                 assert entries[0].start == seq.num_computed
                 assert len(seq.token_ids) >= entries[0].end
-        assert len(waiting) == len(self._waiting)
+        assert len(waiting) == len(self._waiting) + len(self.tiers.reading)
+        self.tiers.check_invariants()
         assert len({*running, *waiting}) == len(running) + len(waiting)
         assert {*running, *waiting} == set(self.sequences())
-        used = [seq.slot for seq in (*running, *ended)]
-        assert sorted(used + self._slots) == list(range(1, self._limits.max_num_seqs + 1))
-        self._blocks.check_invariants([*running, *ended])
+        self._accounts.check_invariants(list(self._waiting.queued()), running)
+        self._beams.check_invariants(running)
+        holders = [*running, *ended]
+        self._admission.check_invariants(holders, self._limits.max_num_seqs)
+        self._blocks.check_invariants(holders)

@@ -105,7 +105,9 @@ def admin_router(state: ServerState) -> APIRouter:
     @router.get("/admin/v1/quality", **describes(None, None))
     async def quality() -> Response:
         """The quality card of the model, as `quality.json` has it; null if there is none."""
-        return Response(state.quality_card or b"null", media_type="application/json")
+        card = state.quality_card
+        content = b"null" if card is None else card.as_json
+        return Response(content, media_type="application/json")
 
     return router
 
@@ -251,7 +253,7 @@ def server_info(state: ServerState) -> Info:
         "state": engine.state.value,
         "reason": engine.reason,
         "restarts": engine.restarts,
-        "quality": state.quality,
+        "quality": () if state.quality_card is None else state.quality_card.facts,
         "prompts_shown": state.config.show_prompts,
     }
     return Info(**facts)

@@ -21,7 +21,6 @@ from appliance.log import RecentWarnings
 from appliance.server.listener import HttpProtocol, bind, url_of
 from appliance.server.memory import settle
 from appliance.server.metrics import Metrics
-from appliance.server.quality import quality_facts
 from appliance.server.state import ServerState
 from appliance.tokenizer import Tokenizer
 from appliance.tokenizer.template_probe import probe
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from appliance.config import Settings
     from appliance.engine.messages import EngineInfo
     from appliance.engine.process.supervisor import ProgressCallback
+    from appliance.server.quality import ServedCard
 
 DRAIN_SECONDS = 30.0  # for streams in flight when the server is told to end
 KEEP_ALIVE_SECONDS = 30  # for connections without a request
@@ -64,7 +64,7 @@ def run_server(
     *,
     on_progress: ProgressCallback,
     on_ready: ReadyCallback,
-    quality_card: bytes | None = None,
+    quality_card: ServedCard | None = None,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     warnings: RecentWarnings | None = None,
 ) -> None:
@@ -77,7 +77,7 @@ def run_server(
         model: what to serve.
         on_progress: called with stage, done, total while the model loads.
         on_ready: called with the URL, the model's id and what was loaded.
-        quality_card: the model's quality card as JSON, if it has one.
+        quality_card: of the model, if it has one.
         engine_command: starts the engine process.
         warnings: what the log keeps for dashboards.
 
@@ -103,7 +103,7 @@ class _Server:
         engine: EngineClient,
         sock: socket.socket,
         warnings: RecentWarnings,
-        quality_card: bytes | None,
+        quality_card: ServedCard | None,
     ) -> None:
         self._model = model
         self._engine = engine
@@ -173,7 +173,6 @@ class _Server:
 
     async def _load(self, on_progress: ProgressCallback) -> EngineInfo:
         tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._model.path)
-        self._state.quality = await asyncio.to_thread(quality_facts, self._model.path)
         info, _ = await asyncio.gather(
             self._engine.start(tokenizer.eos_token_ids, on_progress),
             asyncio.to_thread(_try_template, tokenizer),

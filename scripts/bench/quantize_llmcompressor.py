@@ -34,6 +34,7 @@ def main() -> None:
         symmetric=symmetry == "sym",
         strategy="group",
         group_size=GROUP_SIZE,
+        actorder="static" if method == "gptq" else None,
     )
     groups = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
     if method == "gptq":

@@ -28,6 +28,7 @@ from appliance.events import (
 from appliance.jobs import JobFile
 from appliance.log import MAX_RECENT, RecentWarnings
 from appliance.server.admin import MAX_WATCHERS, LogFeed, Rates
+from appliance.server.quality import ServedCard
 from appliance.server.sequence_feed import TokenRate
 from appliance.stats import EngineStats, LogLine
 
@@ -332,5 +333,5 @@ async def test_the_quality_card_is_served_as_it_is(serve: Serve) -> None:
     async with serve() as running:
         answer = await running.http.get("/admin/v1/quality")
         assert (answer.status_code, answer.json()) == (200, None)
-        running.state.quality_card = b'{"schema": 1}\n'
+        running.state.quality_card = ServedCard(b'{"schema": 1}\n', ())
         assert (await running.http.get("/admin/v1/quality")).json() == {"schema": 1}

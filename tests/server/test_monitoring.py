@@ -16,6 +16,7 @@ from appliance.cli import app
 from appliance.events import Gpu, Machine, QualityFact
 from appliance.monitoring import FILES, path_of
 from appliance.server.gpu import REASONS
+from appliance.server.quality import ServedCard
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
@@ -47,7 +48,7 @@ async def test_every_metric_that_is_asked_for_exists(serve: Serve) -> None:
     async with serve(server={"api_key": "k"}, headers={"authorization": "Bearer k"}) as running:
         state = running.state
         await running.complete("hi", max_tokens=3)
-        state.quality = (QualityFact(name="kld_mean", value=0.01),)
+        state.quality_card = ServedCard(b"{}", (QualityFact(name="kld_mean", value=0.01),))
         await state.machine.read()
         assert state.machine.latest is not None
         state.machine.latest = Machine(cpu_cores=2, gpus=(GPU,))
@@ -81,7 +82,7 @@ async def test_our_own_names_follow_the_rules_for_names(serve: Serve) -> None:
 def test_prometheus_understands_the_alerts_and_the_settings() -> None:
     result = promtool("check", "rules", str(path_of("alerts")))
     assert result.returncode == 0, result.stderr
-    assert "SUCCESS: 11 rules" in result.stdout
+    assert "SUCCESS: 12 rules" in result.stdout
     result = promtool("check", "config", "--syntax-only", str(path_of("prometheus")))
     assert result.returncode == 0, result.stderr
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _BAR = "━"
 
-# What a quality card's figures are called, see `appliance.server.quality`.
+# What a quality card's figures are called, see `appliance.commands.quality`.
 _CARD = {
     "bits_per_weight": "bits per weight",
     "kld_mean": "KL divergence, mean",

@@ -250,7 +250,12 @@ def test_serving_asks_the_card(quantized: Path, base: Path, text: Path) -> None:
     kld = card.comparison.kld_mean.value
     found = quality_of(quantized, parse_min_quality(f"{2 * kld:.6f}"))
     assert found.lines == (card.line(),)
-    assert found.as_json == (quantized / "quality.json").read_bytes()
+    assert found.card is not None
+    assert found.card.as_json == (quantized / "quality.json").read_bytes()
+    facts = {fact.name: fact.value for fact in found.card.facts}
+    assert facts["bits_per_weight"] == card.model.bits_per_weight
+    assert facts["kld_mean"] == kld
+    assert {fact.note for fact in found.card.facts} == {"", f"against {base.name}"}
     with pytest.raises(QualityError, match=r"W4 has kld .* or change --min-quality"):
         quality_of(quantized, parse_min_quality(f"{kld / 2:.6f}"))
     warned = quality_of(quantized, parse_min_quality(f"warn:{kld / 2:.6f}"))
