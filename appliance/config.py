@@ -104,6 +104,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key_file: str | None = None  # with more of them, a line NAME=KEY for each
     served_model_name: str | None = None
     max_queue: int = 64  # requests that may wait
+    max_queue_seconds: float = 600.0  # that one may wait before it is started
+    share_prefixes_between_keys: bool = False  # though timing then tells keys of each other
     max_body_bytes: int = 2 * 1024 * 1024
     show_prompts: bool = False  # to dashboards that watch with the key
     min_quality: str | None = None  # such as kld<=0.1 or warn:same-top>=90, see quant.min_quality
@@ -111,6 +113,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         _check_range("port", self.port, 0, 65535)
         _check_range("max_queue", self.max_queue, 0, 10**6)
+        _check_range("max_queue_seconds", self.max_queue_seconds, 0.001, 10**6)
         _check_range("max_body_bytes", self.max_body_bytes, 1024, 2**30)
         check_keys(self.api_key, self.api_keys)
 

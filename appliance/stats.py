@@ -24,6 +24,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits_total: int = 0  # of these, tokens found
     preemptions_total: int = 0
     aborted_total: int = 0
+    expired_total: int = 0  # requests whose time was over, in the queue or later
     nan_logits_total: int = 0  # sequences that ended because their logits were not finite
     blocks_total: int = 0
     blocks_active: int = 0  # referenced by at least one sequence

@@ -15,12 +15,15 @@ from large_model import LETTERS, write_large_model
 from rich.console import Console
 
 from appliance.commands.quantize_display import Lines, TerminalDisplay
+from appliance.commands.quantize_job import tell_job
 from appliance.errors import ConfigError
+from appliance.jobs import JobFile, read_jobs
 from appliance.quant.run.options import choose_device
 from appliance.quantize_events import (
     CardWritten,
     Done,
     Failed,
+    Measuring,
     Plan,
     QuantizeEvent,
     Start,
@@ -39,6 +42,7 @@ START = Start(
 PLAN = Plan(
     peak_ram=300 << 20, peak_vram=0, disk_bytes=1 << 20, seconds=200, measured=True,
     classes=(TensorClass(tensors="head", count=1, form="16 bits", nbytes=2 << 20),),
+    notes=("it grows",),
 )  # fmt: skip
 UNIT = Unit(
     name="layer 3", done=4, total=5, seconds=2.5, losses={"a": 0.01, "b": 0.03},
@@ -56,6 +60,7 @@ ALL: list[QuantizeEvent] = [
     Written(weight_bytes=5),
     DONE,
     CardWritten(path="quality.json", kld_mean=0.02, same_top_percent=91.5),
+    Measuring(stage="evaluating layers", done=2, total=30),
     Failed(message="x", units_done=2),
 ]
 
@@ -77,9 +82,10 @@ def test_lines_say_loss_time_and_memory(capsys: pytest.CaptureFixture[str]) -> N
         "  choosing",
         "  llama, gptq, 4 bits: 5 parts",
         "  1 head: 16 bits, 2.0 MiB",
-        "  memory: 300 MiB at most, as measured with the largest layer",
+        "  memory: 300 MiB at most, as measured",
         "  disk: 2.0 MiB, and 1.0 MiB until the end",
         "  time: about 3 min 20 s",
+        "  note: it grows",
         "  layer 3 (4 of 5): loss 2.00e-02, at most 3.00e-02, 2.5 s, 1 h 06 min left,"
         " RAM 200 MiB (most 300), VRAM 1 MiB (most 2)",
         "  note: 3 of 4 inputs were 0",
@@ -111,6 +117,26 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         choose_device("cuda")
     with pytest.raises(ConfigError, match="not auto, cpu or cuda"):
         choose_device("tpu")
+
+
+def test_a_dashboard_is_told_stage_part_loss_and_time(tmp_path: Path) -> None:
+    told = []
+    with JobFile(tmp_path, "quantize tiny") as job:
+        for event in ALL:
+            tell_job(job, event)
+            told += [one for one in read_jobs(tmp_path).values() if one not in told]
+    assert [(one.stage, one.done, one.total) for one in told] == [
+        ("choosing", 0, 0),
+        ("trying the largest layer", 0, 0),
+        ("quantizing", 5, 10),
+        ("finishing the files", 0, 0),
+        ("quality card, evaluating layers", 2, 30),
+    ]
+    layer, card = told[2], told[4]
+    assert (layer.part, layer.parts_done, layer.parts_total) == ("layer 3", 4, 5)
+    assert layer.loss == pytest.approx(0.02)
+    assert layer.seconds_left == 4000
+    assert (card.parts_done, card.parts_total, card.loss) == (2, 30, None)
 
 
 @pytest.fixture

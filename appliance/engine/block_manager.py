@@ -6,17 +6,19 @@ requests' order or of tensors. Every operation is O(1) amortised per block. Impo
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from appliance.engine.block_metadata import BlockMetadata, unpack
+from appliance.engine.block_invariants import check_blocks
+from appliance.engine.block_metadata import BlockMetadata
 from appliance.engine.open_pages import OpenPages
-from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock
-from appliance.engine.prefix_cache import PrefixCache
+from appliance.engine.plan import BlockCopy
+from appliance.engine.prefix_cache import Prefix, PrefixCache
 from appliance.events import BlockState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as Sequences
 
     from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
@@ -28,14 +30,16 @@ class BlockManager:
     A block is free (no content), cached (content that no sequence refers to, least recently used
     first to go) or active (in at least one block table), which is said to be written while one
     sequence alone holds it and it has room. A full block enters the prefix cache
-    once it is computed. Where equal content is indexed already, both blocks stay, since block
+    once it is computed, a last block that is not full when its sequence lets go of it. Where equal
+    content is indexed already, both blocks stay, since block
     tables only grow; the second one stays out of the index and is plainly freed.
 
     A block is written by a sequence only while no other sequence refers to it and the prefix
     cache does not index it; otherwise `allocate` gives the sequence a copy.
 
-    Where blocks are sealed, one that is not full has an open page. Once it is full nobody writes
-    to it any more, not even to a copy: without the open page its tokens cannot be had.
+    Where blocks are sealed, one that is not full has an open page, also while it is only cached.
+    Once it is full nobody writes to it any more, not even to a copy: without the open page its
+    first tokens cannot be had without the others.
 
     Args:
         num_blocks: physical blocks.
@@ -49,7 +53,8 @@ class BlockManager:
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks that stand in more than one block table.
         num_evictions: blocks whose cached content was given up, ever.
-        on_evict: called with hash and block before cached content is given up.
+        on_evict: called with hash and block before the content of a full block is given up.
+        loading: active blocks whose content is still outside, see `block_loads`.
     """
 
     def __init__(
@@ -72,13 +77,15 @@ class BlockManager:
         self.num_evictions = 0
         self.on_evict: Callable[[bytes, int], None] | None = None
         self._prefix_caching = prefix_caching
-        self._index = PrefixCache(block_size, namespace)
+        self._index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
         self._open = OpenPages(num_open)
         self._references = [0] * num_blocks
         self._filled = [0] * num_blocks  # slots that hold a token
         self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._loading: set[int] = set()  # active, but their content is still outside
+        self._cached_open: OrderedDict[int, None] = OrderedDict()  # of these with an open page
+        self._sources: list[int] = []  # of copies, that no block table refers to any more
+        self.loading: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
@@ -108,67 +115,49 @@ class BlockManager:
         """Blocks that the sequence's tokens still need."""
         return self.blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
 
-    def cost_of_admission(self, sequence: Sequence, prefix: list[int]) -> int:
-        """How far `num_free_blocks` falls if all tokens get blocks and `prefix` is attached."""
-        unreferenced = sum(not self._references[block] for block in prefix)
-        return self.blocks_for(len(sequence.token_ids)) - len(prefix) + unreferenced
+    def cost_of_admission(self, sequence: Sequence, prefix: Prefix) -> int:
+        """Free blocks that it takes to attach `prefix` and give blocks to all other tokens.
 
-    def find_prefix(self, sequence: Sequence) -> list[int]:
+        What a copy is made of is among them, and free again once the plan is `settled`.
+        """
+        unreferenced = sum(not self._references[block] for block in prefix.blocks)
+        num_new = self.blocks_for(len(sequence.token_ids)) - len(prefix.blocks)
+        return num_new + unreferenced + self._needs_copy(prefix)
+
+    def find_prefix(self, sequence: Sequence) -> Prefix:
         """Blocks that hold the sequence's first tokens already.
 
-        The last token is never part of a hit: it must be run to get logits, and leaving its block
-        out means that a hit is never written to and costs no copy.
+        The last token is never part of a hit: it must be run to get logits.
         """
-        if not (self._prefix_caching or sequence.num_kept):
-            return []
-        num_blocks = (len(sequence.token_ids) - 1) // self.block_size
-        self._index.extend_hashes(sequence, num_blocks)
-        return self._index.find(sequence.block_hashes[:num_blocks])
+        finds = self._prefix_caching or sequence.num_kept
+        return self._index.find(sequence) if finds else Prefix()
 
-    def attach(self, sequence: Sequence, prefix: list[int]) -> None:
+    def without_copy(self, prefix: Prefix) -> Prefix:
+        """As much of a prefix as can be attached and written behind without a copy."""
+        if not self._needs_copy(prefix):
+            return prefix
+        num_full = prefix.num_tokens // self.block_size
+        return Prefix(prefix.blocks[:num_full], num_full * self.block_size)
+
+    def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start a sequence's block table with blocks that `find_prefix` returned just now."""
-        self._share(sequence, prefix)
-        sequence.num_computed = len(prefix) * self.block_size
+        if prefix.num_tokens % self.block_size and not self._needs_copy(prefix):
+            self._index.remove(prefix.blocks[-1])  # it goes on where another ended
+        self._share(sequence, prefix.blocks)
+        sequence.num_computed = prefix.num_tokens
 
-    def load(self, sequence: Sequence, num_tokens: int) -> list[BlockMove]:
-        """Give a sequence blocks for its next tokens, which come from outside the cache.
-
-        Nobody else finds them before `confirm`, since it is only then that they are there.
-
-        Args:
-            sequence: all of its blocks are full.
-            num_tokens: its `num_computed` grows by so many.
-
-        Returns:
-            For each block where its content goes.
-        """
-        size, moves = self.block_size, []
-        for begin in range(0, num_tokens, size):
-            block, filled = self._take(sequence), min(size, num_tokens - begin)
-            self._filled[block] = filled
-            self.kv_tokens += filled
-            if filled == size:
-                self._open.release(block)
-            self._loading.add(block)
-            self._record_active(block, sequence.slot)
-            sequence.block_table.append(block)
-            moves.append(BlockMove(block, HeldBlock(), self.open_page(block)))
-        sequence.num_computed += num_tokens
-        return moves
-
-    def confirm(self, sequence: Sequence, first: int) -> None:
-        """Record that what `load` promised for the blocks from index `first` on is there now."""
-        for index in range(first, len(sequence.block_table)):
-            block = sequence.block_table[index]
-            if block in self._loading:
-                self._loading.remove(block)
-                self._record_active(block, self.metadata.owner(block))
-                if self._filled[block] == self.block_size and self._prefix_caching:
-                    self._index.add(sequence.block_hashes[index], block)
+    def _needs_copy(self, prefix: Prefix) -> bool:
+        """Whether a prefix ends in a block that holds more, or belongs to others."""
+        num_tokens = prefix.num_tokens % self.block_size
+        if num_tokens == 0:
+            return False
+        last = prefix.blocks[-1]
+        return bool(self._references[last]) or self._filled[last] != num_tokens
 
     def num_found(self, hashes: list[bytes]) -> int:
         """Blocks at the start of a chain that are in the cache."""
-        return len(self._index.find(hashes))
+        missing = (index for index, one in enumerate(hashes) if self._index.get(one) is None)
+        return next(missing, len(hashes))
 
     def block_of(self, content: bytes) -> int | None:
         """The block indexed under a hash."""
@@ -222,8 +211,19 @@ class BlockManager:
         table.extend(self._take(sequence) for _ in range(num_appended))
         for index, copy in zip(kept, copies, strict=True):
             table[index] = copy.destination
-            self._let_go(copy.source, sequence)
+            if self._references[copy.source] > 1:
+                self._let_go(copy.source, sequence.slot)
+            else:
+                self._sources.append(copy.source)
         return copies
+
+    def settle(self) -> None:
+        """A plan is complete: what it copies from may be given to others from now on.
+
+        Before that it could become the destination of another of the plan's copies.
+        """
+        while self._sources:
+            self._let_go(self._sources.pop(), 0)
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """Record that the next `num_tokens` tokens are in the cache and index full blocks."""
@@ -243,7 +243,7 @@ class BlockManager:
         if self._prefix_caching and end // size > first:
             self._index.extend_hashes(sequence, end // size)
             for index in range(first, end // size):
-                self._index.add(sequence.block_hashes[index], sequence.block_table[index])
+                self._index.add(sequence, index, sequence.block_table[index], size)
 
     def open_pages(
         self, scheduled: Iterable[ScheduledSequence]
@@ -271,30 +271,47 @@ class BlockManager:
         """Take all blocks from a sequence; those with findable content stay as cache."""
         table = sequence.block_table
         keeps = self._prefix_caching or sequence.num_kept
-        num_full = sequence.num_computed // self.block_size if keeps else 0
+        num_full, num_last = divmod(sequence.num_computed, self.block_size)
         # Tail before head, so that eviction shortens a chain and never cuts it in the middle.
         for index in reversed(range(len(table))):
-            if index < num_full:
-                self._touch(sequence.block_hashes[index], table[index])
-            self._let_go(table[index], sequence)
+            if not keeps:
+                pass
+            elif index < num_full:
+                self._touch(sequence, index)
+            elif index == num_full and num_last >= self._index.min_partial:
+                self._keep_last(sequence, index, num_last)
+            self._let_go(table[index], sequence.slot)
         table.clear()
         sequence.num_computed = 0
 
-    def _touch(self, content: bytes, block: int) -> None:
+    def _touch(self, sequence: Sequence, index: int) -> None:
         """Keep a chain whole where the index holds, or has lost, an equal block of another's."""
-        indexed = self._index.get(content)
+        indexed = self._index.get(sequence.block_hashes[index])
         if indexed is None:
-            self._index.add(content, block)
+            self._index.add(sequence, index, sequence.block_table[index], self.block_size)
         elif indexed in self._cached:
             self._cached.move_to_end(indexed)
 
-    def _share(self, sequence: Sequence, blocks: list[int]) -> None:
+    def _keep_last(self, sequence: Sequence, index: int, num_tokens: int) -> None:
+        """Index a block that is not full, if it is the sequence's own and was ever written.
+
+        One that was to be copied by a step that failed holds nothing.
+        """
+        block = sequence.block_table[index]
+        own = self._references[block] == 1 and block not in self._index
+        if own and self._filled[block] >= num_tokens:
+            self.kv_tokens -= self._filled[block] - num_tokens
+            self._filled[block] = num_tokens
+            self._index.add(sequence, index, block, num_tokens)
+
+    def _share(self, sequence: Sequence, blocks: Sequences[int]) -> None:
         assert not sequence.block_table
         for block in blocks:
             references = self._references[block] + 1
             self._references[block] = references
             if references == 1:
                 del self._cached[block]
+                self._cached_open.pop(block, None)
                 self.kv_tokens += self._filled[block]
             elif references == 2:
                 self.num_shared += 1
@@ -303,19 +320,27 @@ class BlockManager:
 
     def _take(self, sequence: Sequence) -> int:
         """Make a block active, at the price of the least recently used content if need be."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            content = self._index.remove(block)
-            self.num_evictions += 1
-            if self.on_evict is not None:
-                self.on_evict(content, block)
+        if self._open.is_exhausted and self._cached_open:
+            self._evict(next(iter(self._cached_open)))
+        if not self._free:
+            self._evict(next(iter(self._cached)))
+        block = self._free.pop()
         self._references[block] = 1
         self._filled[block] = 0
         self._open.claim(block)
         self._record_active(block, sequence.slot)
         return block
+
+    def _evict(self, block: int) -> None:
+        """Give up the content of a cached block."""
+        del self._cached[block]
+        self._cached_open.pop(block, None)
+        content = self._index.remove(block)
+        if self.on_evict is not None and self._filled[block] == self.block_size:
+            self.on_evict(content, block)
+        self._open.release(block)
+        self._free.append(block)
+        self.num_evictions += 1
 
     def _record_active(self, block: int, owner: int) -> None:
         """Write down who holds a block, once per change of hands and once when it is full."""
@@ -324,29 +349,31 @@ class BlockManager:
         )
 
     def _active_state(self, block: int) -> BlockState:
-        if block in self._loading:
+        if block in self.loading:
             return BlockState.SWAPPED
         is_open = self._references[block] == 1 and self._filled[block] < self.block_size
         return BlockState.WRITING if is_open else BlockState.ACTIVE
 
-    def _let_go(self, block: int, sequence: Sequence) -> None:
-        """Drop one reference to a block."""
+    def _let_go(self, block: int, slot: int) -> None:
+        """Drop the reference that the sequence of a slot has to a block."""
         references = self._references[block] - 1
         self._references[block] = references
         owner = self.metadata.owner(block)
         if references:
             self.num_shared -= references == 1
             # Which of the others is the owner now is not worth remembering.
-            owner = 0 if owner == sequence.slot else owner
+            owner = 0 if owner == slot else owner
             self._record_active(block, owner)
         else:
             self.kv_tokens -= self._filled[block]
-            self._loading.discard(block)
-            self._open.release(block)
+            self.loading.discard(block)
             if block in self._index:
                 self._cached[block] = None
-                self.metadata.write(block, BlockState.CACHED)
+                if block in self._open:
+                    self._cached_open[block] = None
+                self.metadata.write(block, BlockState.CACHED, precision=block in self._open)
             else:
+                self._open.release(block)
                 self._free.append(block)
                 self.metadata.write(block, BlockState.FREE)
 
@@ -356,43 +383,4 @@ class BlockManager:
         Args:
             sequences: all that hold blocks.
         """
-        holders = list(sequences)
-        references = Counter(block for holder in holders for block in holder.block_table)
-        active = set(references)
-        free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "a block is twice in the free list"
-        states = len(free) + len(cached) + len(active)
-        assert states == self.num_blocks, "a block is lost or has two states"
-        assert free | cached | active == set(range(self.num_blocks)), "a block has two states"
-        assert self._references == [references[block] for block in range(self.num_blocks)]
-        assert self.num_shared == sum(count > 1 for count in references.values())
-        assert self.kv_tokens == sum(self._filled[block] for block in active)
-
-        self._open.check_invariants({b for b in active if self._filled[b] < self.block_size})
-        self._index.check_invariants()
-        assert all(block in self._index for block in cached), "a cached block cannot be found"
-        assert not any(block in self._index for block in free), "a free block can be found"
-        for holder in holders:
-            table, num_full = holder.block_table, holder.num_computed // self.block_size
-            assert len(set(table)) == len(table), "a block is twice in a block table"
-            assert self.blocks_for(holder.num_computed) <= len(table)
-            if self._prefix_caching:
-                assert len(holder.block_hashes) >= num_full
-
-        fields = unpack(self.metadata.words)
-        slots: dict[int, set[int]] = {block: {0} for block in active}
-        for holder in holders:
-            for block in holder.block_table:
-                slots[block].add(holder.slot)
-        for block in range(self.num_blocks):
-            state = (
-                self._active_state(block)
-                if block in active
-                else BlockState.CACHED
-                if block in cached
-                else BlockState.FREE
-            )
-            assert fields.state[block] == state
-            assert fields.references[block] == min(references[block], 255)
-            assert fields.precision[block] == (block in self._open)
-            assert int(fields.owner[block]) in slots.get(block, {0})
+        check_blocks(self, sequences)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from numpy.typing import NDArray
 
     from appliance.events import BlockState
@@ -110,3 +112,18 @@ class BlockMetadata:
     def owner(self, block: int) -> int:
         """The slot in a block's word."""
         return self._cells[block] >> _OWNER_SHIFT
+
+    def check_invariants(
+        self,
+        states: Mapping[int, BlockState],
+        references: Mapping[int, int],
+        precisions: Mapping[int, int],
+        owners: Mapping[int, Collection[int]],
+    ) -> None:
+        """Assert that the words say what each block is; `owners` has all that would be right."""
+        fields = unpack(self.words)
+        for block in range(len(self.words)):
+            assert fields.state[block] == states[block], block
+            assert fields.references[block] == min(references.get(block, 0), _MAX_REFERENCES)
+            assert fields.precision[block] == precisions[block], block
+            assert int(fields.owner[block]) in owners[block], block

@@ -49,6 +49,11 @@ class Draft:
             self.copies.pop(sequence, None)
             self.loads.pop(sequence, None)
 
+    def num_rows(self, sequence: Sequence) -> int:
+        """Rows of a sequence."""
+        entry = self.entries.get(sequence)
+        return 0 if entry is None else entry.num_tokens
+
     def finished(self, blocks: BlockManager, saves: tuple[BlockMove, ...] = ()) -> Plan:
         """The plan, which saves the content of some blocks first."""
         entries = self.entries.values()

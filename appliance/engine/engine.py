@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.deadlines import was_started, why_refused
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Table
 from appliance.engine.request import FinishReason
@@ -46,13 +47,23 @@ class LLMEngine:
         scheduler: decides.
         runner: runs.
         info: what was loaded.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.info = info
+        self._clock = clock
         self._scheduler = scheduler
         self._runner = runner
-        self._in_flight: deque[Plan] = deque()
+        self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
+        self._last_end = 0.0
         self._step_seconds = 0.0
         self._num_steps = 0
         self._steps: deque[StepView] = deque(maxlen=MAX_STEPS_KEPT)
@@ -106,7 +117,7 @@ class LLMEngine:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             request = msgspec.structs.replace(request, sampling=sampling)
-        self._scheduler.add(request, time.monotonic())
+        self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in whatever phase; False if it was not live."""
@@ -118,28 +129,34 @@ class LLMEngine:
         If it is interrupted, as by Ctrl-C, nothing of what is in flight is remembered and the next
         steps repeat it.
         """
-        begin = time.perf_counter()
-        launched = self._scheduler.plan(time.monotonic())
+        begin, now = time.perf_counter(), self._clock()
+        expired = tuple(_overdue(sequence, now) for sequence in self._scheduler.expire(now))
+        launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
-            self._idle()
-            return StepReport()
+            if not expired:
+                self._idle()
+            return StepReport(deltas=expired)
         try:
             if launched is not None:
                 self._runner.launch(launched)
-                self._in_flight.append(launched)
+                self._in_flight.append((launched, begin))
                 if len(self._in_flight) <= self._runner.depth:
-                    return StepReport(started=started)
+                    return StepReport(deltas=expired, started=started)
             sampled = self._runner.collect()
         except MemoryError as error:
             self._discard_plans()
-            return self._without_memory(launched, error)
+            return self._without_memory(launched, error, expired)
         except BaseException:
             self._discard_plans()
             raise
-        plan = self._in_flight.popleft()
+        plan, begun = self._in_flight.popleft()
+        load = plan.load
         deltas = self._commit(plan, sampled)
-        self._step_seconds = time.perf_counter() - begin
+        end = time.perf_counter()
+        self._step_seconds = end - begin
+        self._scheduler.observe(load, end - max(begun, self._last_end))
+        self._last_end = end
         self._num_steps += 1
         self._steps.append(_view(self._num_steps, plan, self._step_seconds))
         tiers = self._scheduler.tiers
@@ -147,7 +164,7 @@ class LLMEngine:
             tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
         if tiers.writes is not None:
             tiers.writes.after_step(self._step_seconds)
-        return StepReport(deltas=deltas, started=started)
+        return StepReport(deltas=(*expired, *deltas), started=started)
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
         sampling = [entry.sequence for entry in plan.scheduled if entry.samples]
@@ -201,7 +218,7 @@ class LLMEngine:
 
     def sequences(self) -> tuple[SequenceView, ...]:
         """All live sequences, as the dashboard shows them."""
-        now = time.monotonic()
+        now = self._clock()
         return tuple(
             SequenceView(
                 request_id=sequence.request.request_id,
@@ -240,14 +257,16 @@ class LLMEngine:
                 )
         return Table(request_id=request_id, index=index)
 
-    def _without_memory(self, plan: Plan | None, error: MemoryError) -> StepReport:
+    def _without_memory(
+        self, plan: Plan | None, error: MemoryError, expired: tuple[SequenceDelta, ...]
+    ) -> StepReport:
         """End the sequences that made a step too large: those in prefill, if there are any."""
         assert plan is not None, "steps run out of memory when they are launched"
         large = [entry.sequence for entry in plan.scheduled if entry.num_tokens > 1]
         failed = large or [entry.sequence for entry in plan.scheduled]
         logger.error("a step of %d rows failed: %s", plan.num_tokens, error)
         return StepReport(
-            deltas=tuple(self._fail(sequence, str(error)) for sequence in failed),
+            deltas=(*expired, *(self._fail(sequence, str(error)) for sequence in failed)),
             started=plan.started,
         )
 
@@ -274,6 +293,19 @@ class LLMEngine:
             num_cached_tokens=sequence.num_cached,
             queue_seconds=waited if first else None,
         )
+
+
+def _overdue(sequence: Sequence, now: float) -> SequenceDelta:
+    """The end of a sequence whose time is over: an error if its request was never started."""
+    started = was_started(sequence)
+    return SequenceDelta(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        finish_reason=FinishReason.TIMEOUT if started else FinishReason.ERROR,
+        error=None if started else why_refused(sequence.request, now - sequence.arrival),
+        expired=not started,
+        num_cached_tokens=sequence.num_cached,
+    )
 
 
 def _view(number: int, plan: Plan, seconds: float) -> StepView:

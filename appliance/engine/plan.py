@@ -10,9 +10,28 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
+from appliance.engine.block_metadata import MAX_OWNER
+
 if TYPE_CHECKING:
     from appliance.engine.request import FinishReason
     from appliance.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How much runs at once.
+
+    With at least as many rows as sequences, every running sequence moves in every step.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int  # rows of one step
+    context_length: int  # tokens of one sequence, prompt and answer together
+
+    def __post_init__(self) -> None:
+        assert 0 < self.max_num_seqs <= MAX_OWNER
+        assert self.max_num_batched_tokens > 0
+        assert self.context_length > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +116,23 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What decides how long a step takes.
+
+    Attributes:
+        num_answers: sequences with a single row.
+        context: tokens before these rows, all together.
+        prompt_rows: rows of the others.
+        prompt_work: for each of these rows the tokens before it, summed up.
+    """
+
+    num_answers: int = 0
+    context: int = 0
+    prompt_rows: int = 0
+    prompt_work: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step.
 
@@ -141,6 +177,18 @@ class Plan:
         Takes the same time for any number of them, so it can be asked in every step.
         """
         return bisect_left(self.scheduled, 2, key=attrgetter("num_tokens"))
+
+    @property
+    def load(self) -> StepLoad:
+        """How much work it is."""
+        single = self.num_single_rows
+        prompts = self.scheduled[single:]
+        return StepLoad(
+            single,
+            sum([entry.start for entry in self.scheduled[:single]]),
+            sum(entry.num_tokens for entry in prompts),
+            sum(entry.num_tokens * (entry.start + entry.num_tokens / 2) for entry in prompts),
+        )
 
     @property
     def num_samples(self) -> int:

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from appliance.engine.admission import Admission
-from appliance.engine.block_metadata import MAX_OWNER
 from appliance.engine.counters import Counters
+from appliance.engine.deadlines import Deadlines
 from appliance.engine.draft import Draft
+from appliance.engine.fairness import Accounts
 from appliance.engine.limits import check_prompt, is_full, reason_to_finish
-from appliance.engine.plan import Plan, ScheduledSequence, Update
+from appliance.engine.plan import Plan, ScheduledSequence, StepLoad, Update
+from appliance.engine.plan import SchedulerLimits as SchedulerLimits
 from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
 from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.sequence import Sequence, SequenceStatus
+from appliance.engine.step_budget import StepBudget
 from appliance.engine.tiers.tiers import Tiers, TierSizes
+from appliance.engine.turns import lines_of, share_rows
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,23 +34,6 @@ if TYPE_CHECKING:
     from appliance.engine.block_manager import BlockManager
     from appliance.engine.request import Request
     from appliance.stats import EngineStats
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """How much runs at once.
-
-    With at least as many rows as sequences, every running sequence moves in every step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int  # rows of one step
-    context_length: int  # tokens of one sequence, prompt and answer together
-
-    def __post_init__(self) -> None:
-        assert 0 < self.max_num_seqs <= MAX_OWNER
-        assert self.max_num_batched_tokens > 0
-        assert self.context_length > 1
 
 
 class Scheduler:
@@ -84,7 +70,11 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}  # live sequences only
         self._counters = Counters()
         self.tiers = tiers or Tiers(blocks, TierSizes(block_bytes=1), Rates())
-        self._admission = Admission(blocks, self._counters, self.tiers, limits.max_num_seqs)
+        self._accounts = Accounts()
+        self._step_budget = StepBudget()
+        self._admission = Admission(
+            blocks, self._counters, self.tiers, self._accounts, limits.max_num_seqs
+        )
         self._waiting = self._admission.waiting
         self._running: list[Sequence] = []  # in the order of rank
         self._look_ahead = look_ahead
@@ -93,6 +83,7 @@ class Scheduler:
         # First in rank of those that found no block and nobody to take one from.
         self._starved: Rank | None = None
         self._last_arrival = -math.inf
+        self._deadlines = Deadlines()
 
     @property
     def has_work(self) -> bool:
@@ -131,9 +122,27 @@ class Scheduler:
             for index in range(1, request.sampling.n)
         ]
         self._requests[request.request_id] = [parent, *children]
+        self._accounts.open(request.owner, request.sampling.n)
         self._queue(parent)
         self._waiting.park(parent, children)
+        for sequence in (parent, *children):
+            self._deadlines.add(sequence)
         self._counters.prompt_tokens += num_tokens
+
+    def expire(self, now: float) -> list[Sequence]:
+        """End the sequences whose time is over.
+
+        Args:
+            now: monotonic seconds.
+
+        Returns:
+            Those that were live until now.
+        """
+        over = self._deadlines.take(now)
+        for sequence in over:
+            self.finish(sequence, FinishReason.TIMEOUT)
+        self._counters.expired += len({sequence.request.request_id for sequence in over})
+        return over
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in whatever phase; False if it was not live."""
@@ -159,13 +168,14 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         self._waiting.unpark(sequence)
+        self._accounts.close(sequence)
         siblings = self._requests[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
             del self._requests[sequence.request.request_id]
 
     def plan(self, now: float) -> Plan | None:
-        """Decide the next step: decodes, then running prompts, then admission, within the budget.
+        """Decide the next step: decodes, then prompts that run or may start, within the budget.
 
         Args:
             now: monotonic seconds.
@@ -178,12 +188,14 @@ class Scheduler:
         for sequence in self.tiers.take_read():
             self._waiting.push(sequence)
         draft = Draft(self._limits.max_num_batched_tokens)
-        ready = [(s, self._num_left(s)) for s in self._running if self._may_run(s)]
+        decodes, prompts = self._ready()
         self._starved = None
-        for sequence, num_left in sorted(ready, key=lambda ready: ready[1] > 1):
-            self._extend(sequence, num_left, draft)
-        if not draft.preempted:  # blocks that were taken from someone are not for newcomers
-            self._admission.admit(draft, self._running, now)
+        for sequence in decodes:
+            self._extend(sequence, 1, draft)
+        self._accounts.charge(draft.entries)
+        if draft.budget and (prompts or self._waiting):
+            self._plan_prompts(prompts, draft, now)
+        self._blocks.settle()
         if not draft.entries:
             return None
         self._counters.steps += 1
@@ -245,6 +257,53 @@ class Scheduler:
                 self._requeue(sequence)
         self.tiers.discard_saves()
 
+    def _ready(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """Running sequences that want one row, and those that want more, in the order of rank."""
+        decodes, prompts = [], []
+        for sequence in self._running:
+            if sequence in self._in_flight:
+                if not self._may_run(sequence):
+                    continue
+                num_left = self._num_left(sequence)
+            else:
+                num_left = len(sequence.token_ids) - sequence.num_computed
+            if num_left == 1:
+                decodes.append(sequence)
+            else:
+                prompts.append((sequence, num_left))
+        return decodes, prompts
+
+    def _plan_prompts(self, prompts: list[tuple[Sequence, int]], draft: Draft, now: float) -> None:
+        """Give rows to running prompts and to those that may start, in turns."""
+        rows = draft.budget
+        if draft.entries:
+            context = sum([entry.start for entry in draft.entries.values()])
+            start = max([sequence.num_computed for sequence, _ in prompts], default=0)
+            rows = min(rows, self._step_budget.prompt_rows(len(draft.entries), context, start))
+        self._admission.begin_step()
+        lines = lines_of(prompts, self._waiting.lanes(), self._accounts)
+        given = share_rows(
+            rows,
+            lines,
+            lambda lane: self._admission.start(lane, draft, self._running, now),
+        )
+        wanted = dict(prompts)
+        for sequence, num_tokens in given.items():
+            if sequence not in wanted:
+                copies = self._blocks.allocate(sequence, num_tokens)
+                assert copies is not None, "started without the blocks for it"
+                draft.add(sequence, num_tokens, copies)
+        for sequence in wanted:
+            if sequence in given:
+                self._extend(sequence, given[sequence], draft)
+        # Where someone lacked blocks, those who have some go on, or nobody would ever free any.
+        rows -= sum(given[sequence] for sequence in given if sequence in draft.entries)
+        for sequence, num_left in prompts:
+            if rows and sequence not in draft.entries:
+                self._extend(sequence, min(rows, num_left), draft)
+                rows -= draft.num_rows(sequence)
+        self._accounts.refund(given, draft.entries)
+
     def _extend(self, sequence: Sequence, num_left: int, draft: Draft) -> None:
         """Give a running sequence its next rows, at the cost of later ones if blocks run out.
 
@@ -263,6 +322,7 @@ class Scheduler:
                 return
             draft.take_back(victim)
             draft.preempted.append(victim)
+            self.tiers.discard(victim)
             self.tiers.keep(victim)
             self._requeue(victim)
             victim.num_preemptions += 1
@@ -270,10 +330,8 @@ class Scheduler:
         draft.add(sequence, num_tokens, copies, before)
 
     def _may_run(self, sequence: Sequence) -> bool:
-        """Whether a running sequence may be in the next plan."""
-        in_flight = self._in_flight.get(sequence)
-        if in_flight is None:
-            return True
+        """Whether a sequence in flight may be in the next plan."""
+        in_flight = self._in_flight[sequence]
         if not self._look_ahead or len(in_flight) > 1:
             return False
         if self._starved is not None and rank(sequence) > self._starved:
@@ -283,9 +341,7 @@ class Scheduler:
 
     def _num_left(self, sequence: Sequence) -> int:
         """Rows that are neither computed nor in flight, one for a token to come included."""
-        in_flight = self._in_flight.get(sequence)
-        if in_flight is None:
-            return sequence.num_uncomputed
+        in_flight = self._in_flight[sequence]
         return len(sequence.token_ids) + in_flight[0].samples - in_flight[0].end
 
     def _requeue(self, sequence: Sequence) -> None:
@@ -303,8 +359,13 @@ class Scheduler:
         index = bisect_left(self._running, rank(sequence), key=rank)
         assert self._running[index] is sequence
         del self._running[index]
+        self._accounts.of(sequence).num_running -= 1
         if sequence not in self._in_flight:
             self._admission.release(sequence)
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """Learn how long a step took, for the number of prompt rows beside answers."""
+        self._step_budget.observe(load, seconds)
 
     def stats(self) -> EngineStats:
         """The scheduler's share of the snapshot; times are the engine's to add."""
@@ -333,6 +394,7 @@ class Scheduler:
         self.tiers.check_invariants()
         assert len({*running, *waiting}) == len(running) + len(waiting)
         assert {*running, *waiting} == set(self.sequences())
+        self._accounts.check_invariants(list(self._waiting.queued()), running)
         holders = [*running, *ended]
         self._admission.check_invariants(holders, self._limits.max_num_seqs)
         self._blocks.check_invariants(holders)

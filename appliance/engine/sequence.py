@@ -52,6 +52,7 @@ class Sequence:
     arrival: float = 0.0  # monotonic seconds
     first_scheduled: float | None = None
     num_preemptions: int = 0
+    num_overtaken: int = 0  # by sequences that came later and started before
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:

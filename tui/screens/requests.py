@@ -64,7 +64,7 @@ class RequestsPage(Page):
         with Horizontal():
             with Vertical():
                 yield RequestTable()
-                yield Filter(placeholder="filter: id, owner, state, model", id="filter")
+                yield Filter(placeholder="filter: id, key, state, model", id="filter")
             yield RequestDetail()
 
     def action_filter(self) -> None:

@@ -34,7 +34,7 @@ class Column:
 
 _COLUMNS = (
     Column(Sort.REQUEST, 26, right=False),
-    Column(Sort.OWNER, 12, right=False),
+    Column(Sort.KEY, 12, right=False),
     Column(Sort.STATE, 8, right=False),
     Column(Sort.PROMPT, 8),
     Column(Sort.CACHED, 8),
@@ -46,7 +46,7 @@ _COLUMNS = (
 _MARK = 4  # focus mark and swatch
 _SHORT_REQUEST = 18
 # What narrow terminals do without, the first to go first.
-_DISPENSABLE = (Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.OWNER, Sort.SPEED, Sort.AGE)
+_DISPENSABLE = (Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.KEY, Sort.SPEED, Sort.AGE)
 
 
 def columns_for(width: int) -> list[Column]:
@@ -74,7 +74,7 @@ class RequestTable(Panel):
         look = view.look
         return (
             view.state.sequences, look.focus, look.sort, look.ascending, look.query,
-            view.state.stats is None, view.latest.reduced,
+            view.state.stats is None, view.latest.reduced, view.lettered,
         )  # fmt: skip
 
     def on_click(self, event: Click) -> None:
@@ -154,14 +154,14 @@ def _heading(view: View, width: int) -> Text:
 
 def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
     running = is_running(sequence)
-    hue = palette.owner_hue(sequence.slot) if running else palette.FAINT
+    swatch, hue = view.swatch(sequence)
     focused = SequenceKey.of(sequence) == view.focus
     sibling = f" #{sequence.index}" if sequence.index else ""
     color = palette.TEXT if running else palette.MUTED
-    line = Text.assemble((" ▸" if focused else "  ", palette.BRIGHT), ("■ ", hue))
+    line = Text.assemble((" ▸" if focused else "  ", palette.BRIGHT), (f"{swatch} ", hue))
     values = {
         Sort.REQUEST: sequence.request_id + sibling,
-        Sort.OWNER: sequence.owner or "-",
+        Sort.KEY: sequence.owner or "-",
         Sort.STATE: sequence.status,
         Sort.PROMPT: numbers.count(sequence.prompt_tokens),
         Sort.CACHED: numbers.count(sequence.cached_tokens),

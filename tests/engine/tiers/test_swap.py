@@ -109,6 +109,7 @@ def test_host_memory_for_one_victim_is_never_exceeded(tiny_llama: Path) -> None:
     most = 0
     while small.has_work:
         small.step()
+        small._scheduler.check_invariants()
         most = max(most, small.stats().kv_host_blocks)
     stats = small.stats()
     assert stats.kv_host_capacity == 12
@@ -135,6 +136,7 @@ def test_ending_a_swapped_sequence_frees_its_host_memory(tiny_llama: Path) -> No
     for item in crowd():
         small.submit(item)
     while not small.stats().kv_host_blocks:
+        assert small.has_work
         small.step()
     for item in crowd():
         small.abort(item.request_id)
