@@ -82,7 +82,8 @@ class BlockManager:
         self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._cached_open: OrderedDict[int, None] = OrderedDict()  # of these with an open page
-        self._sources: list[int] = []  # of copies, that no block table refers to any more
+        self._copied: set[int] = set()  # sources of the copies of the plan that is being made
+        self._sources: list[int] = []  # those of them that no block table refers to any more
         self._loading: set[int] = set()  # active, but their content is still outside
 
     @property
@@ -207,6 +208,13 @@ class BlockManager:
         """The open page of a block, or -1."""
         return self._open.get(block)
 
+    def num_held(self, sequence: Sequence) -> int:
+        """Tokens whose content is there: a last block that was to be copied may hold nothing."""
+        num_full, num_last = divmod(sequence.num_computed, self.block_size)
+        if num_last and self._filled[sequence.block_table[num_full]] < num_last:
+            return sequence.num_computed - num_last
+        return sequence.num_computed
+
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let `child` share the blocks of the first `num_tokens` tokens, equal in both.
 
@@ -251,10 +259,8 @@ class BlockManager:
         table.extend(self._take(sequence) for _ in range(num_appended))
         for index, copy in zip(kept, copies, strict=True):
             table[index] = copy.destination
-            if self._references[copy.source] > 1:
-                self._let_go(copy.source, sequence.slot)
-            else:
-                self._sources.append(copy.source)
+            self._copied.add(copy.source)
+            self._let_go(copy.source, sequence.slot)
         return copies
 
     def settle(self) -> None:
@@ -262,6 +268,7 @@ class BlockManager:
 
         Before that it could become the destination of another of the plan's copies.
         """
+        self._copied.clear()
         while self._sources:
             self._let_go(self._sources.pop(), 0)
 
@@ -317,7 +324,7 @@ class BlockManager:
         """Take all blocks from a sequence; those with findable content stay as cache."""
         table = sequence.block_table
         keeps = self._prefix_caching or sequence.num_kept
-        num_full, num_last = divmod(sequence.num_computed, self.block_size)
+        num_full, num_last = divmod(self.num_held(sequence), self.block_size)
         # Tail before head, so that eviction shortens a chain and never cuts it in the middle.
         for index in reversed(range(len(table))):
             if not keeps:
@@ -339,13 +346,9 @@ class BlockManager:
             self._cached.move_to_end(indexed)
 
     def _keep_last(self, sequence: Sequence, index: int, num_tokens: int) -> None:
-        """Index a block that is not full, if it is the sequence's own and was ever written.
-
-        One that was to be copied by a step that failed holds nothing.
-        """
+        """Index a block that is not full, if it is the sequence's own."""
         block = sequence.block_table[index]
-        own = self._references[block] == 1 and block not in self._index
-        if own and self._filled[block] >= num_tokens:
+        if self._references[block] == 1 and block not in self._index:
             self.kv_tokens -= self._filled[block] - num_tokens
             self._filled[block] = num_tokens
             self._index.add(sequence, index, block, num_tokens)
@@ -402,6 +405,10 @@ class BlockManager:
 
     def _let_go(self, block: int, slot: int) -> None:
         """Drop the reference that the sequence of a slot has to a block."""
+        if self._references[block] == 1 and block in self._copied:
+            self._copied.remove(block)
+            self._sources.append(block)
+            return
         references = self._references[block] - 1
         self._references[block] = references
         owner = self.metadata.owner(block)

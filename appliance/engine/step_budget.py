@@ -32,6 +32,7 @@ _FIT_EVERY = 8  # steps
 # same in many steps, the number of rows is the likelier reason than that there are some.
 _DOUBT = (0.0, 0.0, 0.01, 0.02, 0.0, 0.02)
 _PROMPTS, _BOTH = (False, True), (True, True)  # kinds: answers in a step? prompts?
+_YOUNG = 64  # steps in which it is fitted whenever it is asked: to fit takes longer than to plan
 
 
 def _features(load: StepLoad) -> tuple[float, ...]:
@@ -84,7 +85,7 @@ class StepBudget:
         self._coefficients = [0.0] * _SIZE
         self._kinds: dict[tuple[bool, bool], _Moments] = {}
         self._num_steps = 0
-        self._num_new = 0  # steps since the last fit
+        self._num_new = 0  # of these since the last fit
         self._most_rows = min_rows  # that were seen beside answers
 
     def observe(self, load: StepLoad, seconds: float) -> None:
@@ -123,7 +124,7 @@ class StepBudget:
         """
         if not self._kinds:
             return sys.maxsize
-        if self._num_new:
+        if self._num_new and self._num_steps < _YOUNG:
             self._fit()
         base = self.seconds(StepLoad(num_answers, context))
         *_, fixed, linear, work = self._coefficients

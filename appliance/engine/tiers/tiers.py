@@ -105,7 +105,7 @@ class Tiers:
 
         If by recomputing, nothing is done.
         """
-        blocks, num_tokens = self._blocks, sequence.num_computed
+        blocks, num_tokens = self._blocks, self._blocks.num_held(sequence)
         num_full, num_last = divmod(num_tokens, blocks.block_size)
         last_room = self._last_room if num_last else 0
         num_bytes = (num_full + last_room) * self._sizes.block_bytes
@@ -224,6 +224,10 @@ class Tiers:
         first = self._loading.pop(sequence, None)
         if first is not None:
             self._blocks.confirm(sequence, first)
+
+    def is_loading(self, sequence: Sequence) -> bool:
+        """Whether a plan that is not committed yet brings some of a sequence's blocks."""
+        return sequence in self._loading
 
     def discard(self, sequence: Sequence) -> None:
         """The plan that was to load a sequence's blocks, if any was, has failed."""
