@@ -50,6 +50,7 @@ class BlockManager:
         num_open: open pages, see `open_pages.num_open_pages`; 0 where blocks are not sealed.
 
     Attributes:
+        index: which block holds which content.
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks that stand in more than one block table.
         num_evictions: blocks whose cached content was given up, ever.
@@ -77,7 +78,7 @@ class BlockManager:
         self.num_evictions = 0
         self.on_evict: Callable[[bytes, int], None] | None = None
         self._prefix_caching = prefix_caching
-        self._index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
+        self.index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
         self._open = OpenPages(num_open)
         self._references = [0] * num_blocks
         self._filled = [0] * num_blocks  # slots that hold a token
@@ -131,7 +132,7 @@ class BlockManager:
         The last token is never part of a hit: it must be run to get logits.
         """
         finds = self._prefix_caching or sequence.num_kept
-        return self._index.find(sequence) if finds else Prefix()
+        return self.index.find(sequence) if finds else Prefix()
 
     def without_copy(self, prefix: Prefix) -> Prefix:
         """As much of a prefix as can be attached and written behind without a copy."""
@@ -145,7 +146,7 @@ class BlockManager:
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start a sequence's block table with blocks that `find_prefix` returned just now."""
         if prefix.num_tokens % self.block_size and not self._needs_copy(prefix):
-            self._index.remove(prefix.blocks[-1])  # it goes on where another ended
+            self.index.remove(prefix.blocks[-1])  # it goes on where another ended
         self._share(sequence, prefix.blocks)
         sequence.num_computed = prefix.num_tokens
 
@@ -156,19 +157,6 @@ class BlockManager:
             return False
         last = prefix.blocks[-1]
         return bool(self._references[last]) or self._filled[last] != num_tokens
-
-    def num_found(self, hashes: list[bytes]) -> int:
-        """Blocks at the start of a chain that are in the cache."""
-        missing = (index for index, one in enumerate(hashes) if self._index.get(one) is None)
-        return next(missing, len(hashes))
-
-    def block_of(self, content: bytes) -> int | None:
-        """The block indexed under a hash."""
-        return self._index.get(content)
-
-    def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        """Make the sequence's `block_hashes` cover its first `num_blocks` full blocks."""
-        self._index.extend_hashes(sequence, num_blocks)
 
     def open_page(self, block: int) -> int:
         """The open page of a block, or -1."""
@@ -207,13 +195,13 @@ class BlockManager:
         first = sequence.num_computed // self.block_size
         if num_new_tokens == 1 and first < len(table):  # most answers, in most steps
             block = table[first]
-            if self._references[block] == 1 and block not in self._index:
+            if self._references[block] == 1 and block not in self.index:
                 return ()
         num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
         kept = [
             index
             for index in range(first, min(num_blocks, len(table)))
-            if self._references[table[index]] > 1 or table[index] in self._index
+            if self._references[table[index]] > 1 or table[index] in self.index
         ]
         num_appended = max(0, num_blocks - len(table))
         if not (kept or num_appended):
@@ -260,9 +248,9 @@ class BlockManager:
             if (filled == size) != (before == size):
                 self._record_active(block, self.metadata.owner(block))
         if self._prefix_caching and end // size > first:
-            self._index.extend_hashes(sequence, end // size)
+            self.index.extend_hashes(sequence, end // size)
             for index in range(first, end // size):
-                self._index.add(sequence, index, sequence.block_table[index], size)
+                self.index.add(sequence, index, sequence.block_table[index], size)
 
     def open_pages(
         self, scheduled: Iterable[ScheduledSequence]
@@ -297,7 +285,7 @@ class BlockManager:
                 pass
             elif index < num_full:
                 self._touch(sequence, index)
-            elif self._prefix_caching and index == num_full and num_last >= self._index.min_partial:
+            elif self._prefix_caching and index == num_full and num_last >= self.index.min_partial:
                 self._keep_last(sequence, index, num_last)
             self._let_go(table[index], sequence.slot)
         table.clear()
@@ -305,19 +293,19 @@ class BlockManager:
 
     def _touch(self, sequence: Sequence, index: int) -> None:
         """Keep a chain whole where the index holds, or has lost, an equal block of another's."""
-        indexed = self._index.get(sequence.block_hashes[index])
+        indexed = self.index.get(sequence.block_hashes[index])
         if indexed is None:
-            self._index.add(sequence, index, sequence.block_table[index], self.block_size)
+            self.index.add(sequence, index, sequence.block_table[index], self.block_size)
         elif indexed in self._cached:
             self._cached.move_to_end(indexed)
 
     def _keep_last(self, sequence: Sequence, index: int, num_tokens: int) -> None:
         """Index a block that is not full, if it is the sequence's own."""
         block = sequence.block_table[index]
-        if self._references[block] == 1 and block not in self._index:
+        if self._references[block] == 1 and block not in self.index:
             self.kv_tokens -= self._filled[block] - num_tokens
             self._filled[block] = num_tokens
-            self._index.add(sequence, index, block, num_tokens)
+            self.index.add(sequence, index, block, num_tokens)
 
     def _share(self, sequence: Sequence, blocks: Sequences[int]) -> None:
         assert not sequence.block_table
@@ -350,7 +338,7 @@ class BlockManager:
         """Give up the content of a cached block."""
         del self._cached[block]
         self._cached_open.pop(block, None)
-        content = self._index.remove(block)
+        content = self.index.remove(block)
         if self.on_evict is not None and self._filled[block] == self.block_size:
             self.on_evict(content, block)
         self._open.release(block)
@@ -386,7 +374,7 @@ class BlockManager:
         else:
             self.kv_tokens -= self._filled[block]
             self.loading.discard(block)
-            if block in self._index:
+            if block in self.index:
                 self._cached[block] = None
                 if block in self._open:
                     self._cached_open[block] = None
