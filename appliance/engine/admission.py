@@ -123,7 +123,8 @@ class Admission:
         """Tokens that the sequence would not have to compute."""
         if self._can_fork(sequence):
             return sequence.num_prompt_tokens
-        return self._blocks.find_prefix(sequence).num_tokens
+        num_tokens = self._blocks.find_prefix(sequence).num_tokens
+        return max(num_tokens, self._tiers.num_held(sequence))
 
     def _can_fork(self, sequence: Sequence) -> bool:
         parent = sequence.parent
@@ -154,9 +155,7 @@ class Admission:
             self._num_started += 1
             sequence.num_cached = parent.num_cached
             return True
-        prefix = blocks.find_prefix(sequence)
-        if self._tiers.continues(sequence, prefix.num_tokens):
-            prefix = blocks.whole(prefix)
+        prefix = self._tiers.choose(sequence, blocks.find_prefix(sequence))
         cost = blocks.cost_of_admission(sequence, prefix)
         if not may_admit(cost, num_free, num_promised):
             # A copy takes a block more than no hit at all.
