@@ -37,7 +37,7 @@ class BlockManager:
     cache does not index it; otherwise `allocate` gives the sequence a copy.
 
     Where blocks are sealed, one that is not full has an open page, also while it is only cached.
-    Nobody writes to a full one, not even to a copy: its first tokens cannot be had without the rest.
+    Nobody writes to a full one, not even to a copy: its first tokens cannot be had alone.
 
     Args:
         num_blocks: physical blocks.
