@@ -238,7 +238,11 @@ class BlockManager:
             changed, if there are not enough free blocks.
         """
         table = sequence.block_table
-        first = sequence.num_computed // self.block_size
+        first, used = divmod(sequence.num_computed, self.block_size)
+        if used and used + num_new_tokens <= self.block_size:  # as mostly: a row of an answer
+            block = table[first]
+            if self._references[block] == 1 and block not in self._index:
+                return ()
         num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
         kept = [
             index

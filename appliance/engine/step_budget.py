@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field
+from operator import mul
 
 from appliance.engine.plan import StepLoad
 from appliance.engine.policy import DECODE_SLOWDOWN, MIN_PROMPT_ROWS
@@ -22,10 +23,11 @@ from appliance.engine.policy import DECODE_SLOWDOWN, MIN_PROMPT_ROWS
 _SIZE = 6  # coefficients
 _FORGET = 1 - 1 / 64  # what is left of the weight of a step when the next one of its kind comes
 _CONTEXT = 1024.0  # tokens in one unit of context, so that all features are of like size
+_LARGE = 1e100
 _OUTLIER = 3.0  # a step that took more than this many times what was expected counts as if so many
 _TRUSTED = 8  # steps of a kind before outliers are told by them
 _SWEEPS = 8  # of coordinate descent
-_FIT_EVERY = 8  # steps
+_FIT_EVERY = 16  # steps
 _YOUNG = 64  # steps in which it is fitted whenever it is asked: to fit takes longer than to plan
 
 
@@ -43,23 +45,33 @@ def _features(load: StepLoad) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class _Moments:
-    """Decaying sums of one kind of step: what least squares need of it."""
+    """Decaying sums of one kind of step: what least squares need of it.
+
+    Rather than that old steps lose weight, new ones gain it, so that only what is not zero is
+    touched; `weight` is that of the latest step.
+    """
 
     products: list[list[float]] = field(
         default_factory=lambda: [[0.0] * _SIZE for _ in range(_SIZE)]
     )
     targets: list[float] = field(default_factory=lambda: [0.0] * _SIZE)
+    weight: float = 1.0
     count: int = 0
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
-        # Errors are taken relative to the time of a step, so that short ones count as long ones.
-        scaled = [feature / seconds for feature in features]
-        for one, row in zip(scaled, self.products, strict=True):
-            row[:] = [_FORGET * old + one * other for old, other in zip(row, scaled, strict=True)]
-        self.targets[:] = [
-            _FORGET * old + one for old, one in zip(self.targets, scaled, strict=True)
-        ]
         self.count += 1
+        self.weight /= _FORGET
+        # Errors are taken relative to the time of a step, so that short ones count as long ones.
+        scaled = [(i, feature / seconds) for i, feature in enumerate(features) if feature]
+        for i, one in scaled:
+            row, weighed = self.products[i], one * self.weight
+            self.targets[i] += weighed
+            for j, other in scaled:
+                row[j] += weighed * other
+        if self.weight > _LARGE:
+            self.products = [[value / self.weight for value in row] for row in self.products]
+            self.targets = [value / self.weight for value in self.targets]
+            self.weight = 1.0
 
 
 class StepBudget:
@@ -90,11 +102,13 @@ class StepBudget:
         """
         if seconds <= 0 or not (load.num_answers or load.prompt_rows):
             return
+        features = _features(load)
         kind = (load.num_answers > 0, load.prompt_rows > 0)
         moments = self._kinds.setdefault(kind, _Moments())
         if moments.count >= _TRUSTED:
-            seconds = min(seconds, _OUTLIER * max(self.seconds(load), 1e-6))
-        moments.add(_features(load), seconds)
+            expected = sum(map(mul, self._coefficients, features))
+            seconds = min(seconds, _OUTLIER * max(expected, 1e-6))
+        moments.add(features, seconds)
         if all(kind):
             self._most_rows = max(self._most_rows, load.prompt_rows)
         self._num_seen += 1
@@ -104,7 +118,7 @@ class StepBudget:
 
     def seconds(self, load: StepLoad) -> float:
         """What a step is expected to take; 0 before anything was learned."""
-        return sum(map(float.__mul__, self._coefficients, _features(load)))
+        return sum(map(mul, self._coefficients, _features(load)))
 
     def prompt_rows(self, num_answers: int, context: int, start: int) -> int:
         """Rows that prompts may have in a step, `min_rows` at least; all before anything is known.
@@ -142,16 +156,17 @@ class StepBudget:
         """Least squares over the kinds, by coordinate descent from the last solution on."""
         self._num_new = 0
         kinds = self._kinds.values()
+        parts = range(_SIZE)
         products = [
-            [sum(values) for values in zip(*rows, strict=True)]
-            for rows in zip(*(kind.products for kind in kinds), strict=True)
+            [sum([kind.products[i][j] / kind.weight for kind in kinds]) for j in parts]
+            for i in parts
         ]
-        targets = [sum(values) for values in zip(*(k.targets for k in kinds), strict=True)]
+        targets = [sum([kind.targets[i] / kind.weight for kind in kinds]) for i in parts]
         found = self._coefficients
         for _ in range(_SWEEPS):
             # What grows with rows explains before what does not.
             for index in (4, 1, 5, 2, 0, 3):
                 row, own = products[index], products[index][index]
                 if own > 0:
-                    rest = targets[index] - sum(map(float.__mul__, row, found))
+                    rest = targets[index] - sum(map(mul, row, found))
                     found[index] = max(0.0, found[index] + rest / own)
