@@ -11,7 +11,7 @@ from appliance.kernels.kv_cache import KVBlocks, KVFormat, KVPages, LayerCache
 from appliance.kernels.sealed_pages import SealedPages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -96,6 +96,14 @@ class KVCache:
     def _open_parts(self) -> list[Tensor]:
         layers = (layer for layer in self.layers if isinstance(layer, SealedPages))
         return [part for layer in layers for part in layer.open.parts]
+
+
+def split_sealed(layers: Sequence[AnyLayerCache]) -> tuple[list[KVPages], list[KVPages]]:
+    """Blocks of all layers, and open pages of those that are sealed; for a GPU."""
+    closed = [layer.closed if isinstance(layer, SealedPages) else layer for layer in layers]
+    opened = [layer.open for layer in layers if isinstance(layer, SealedPages)]
+    assert all(isinstance(layer, KVPages) for layer in closed), "a GPU keeps all blocks as pages"
+    return [layer for layer in closed if isinstance(layer, KVPages)], opened
 
 
 def _row_bytes(part: Tensor) -> int:

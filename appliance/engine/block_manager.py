@@ -6,12 +6,13 @@ requests' order or of tensors. Every operation is O(1) amortised per block. Impo
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
+from appliance.engine.block_invariants import check_blocks
 from appliance.engine.block_metadata import BlockMetadata
 from appliance.engine.open_pages import OpenPages
-from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock
+from appliance.engine.plan import BlockCopy
 from appliance.engine.prefix_cache import Prefix, PrefixCache
 from appliance.events import BlockState
 
@@ -30,8 +31,8 @@ class BlockManager:
     first to go) or active (in at least one block table), which is said to be written while one
     sequence alone holds it and it has room. A full block enters the prefix cache
     once it is computed, a last block that is not full when its sequence lets go of it. Where equal
-    content is indexed already, both blocks stay, since block
-    tables only grow; the second one stays out of the index and is plainly freed.
+    content is indexed already, both blocks stay, since block tables only grow; the second one stays
+    out of the index and is plainly freed.
 
     A block is written by a sequence only while no other sequence refers to it and the prefix
     cache does not index it; otherwise `allocate` gives the sequence a copy.
@@ -52,7 +53,8 @@ class BlockManager:
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks that stand in more than one block table.
         num_evictions: blocks whose cached content was given up, ever.
-        on_evict: called with hash and block before cached content is given up.
+        on_evict: called with hash and block before the content of a full block is given up.
+        loading: active blocks whose content is still outside, see `block_loads`.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class BlockManager:
         self._cached_open: OrderedDict[int, None] = OrderedDict()  # of these with an open page
         self._copied: set[int] = set()  # sources of the copies of the plan that is being made
         self._sources: list[int] = []  # those of them that no block table refers to any more
-        self._loading: set[int] = set()  # active, but their content is still outside
+        self.loading: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
@@ -128,9 +130,8 @@ class BlockManager:
 
         The last token is never part of a hit: it must be run to get logits.
         """
-        if not (self._prefix_caching or sequence.num_kept):
-            return Prefix()
-        return self._index.find(sequence)
+        finds = self._prefix_caching or sequence.num_kept
+        return self._index.find(sequence) if finds else Prefix()
 
     def without_copy(self, prefix: Prefix) -> Prefix:
         """As much of a prefix as can be attached and written behind without a copy."""
@@ -156,45 +157,10 @@ class BlockManager:
         last = prefix.blocks[-1]
         return bool(self._references[last]) or self._filled[last] != num_tokens
 
-    def load(self, sequence: Sequence, num_tokens: int) -> list[BlockMove]:
-        """Give a sequence blocks for its next tokens, which come from outside the cache.
-
-        Nobody else finds them before `confirm`, since it is only then that they are there.
-
-        Args:
-            sequence: all of its blocks are full.
-            num_tokens: its `num_computed` grows by so many.
-
-        Returns:
-            For each block where its content goes.
-        """
-        size, moves = self.block_size, []
-        for begin in range(0, num_tokens, size):
-            block, filled = self._take(sequence), min(size, num_tokens - begin)
-            self._filled[block] = filled
-            self.kv_tokens += filled
-            if filled == size:
-                self._open.release(block)
-            self._loading.add(block)
-            self._record_active(block, sequence.slot)
-            sequence.block_table.append(block)
-            moves.append(BlockMove(block, HeldBlock(), self.open_page(block)))
-        sequence.num_computed += num_tokens
-        return moves
-
-    def confirm(self, sequence: Sequence, first: int) -> None:
-        """Record that what `load` promised for the blocks from index `first` on is there now."""
-        for index in range(first, len(sequence.block_table)):
-            block = sequence.block_table[index]
-            if block in self._loading:
-                self._loading.remove(block)
-                self._record_active(block, self.metadata.owner(block))
-                if self._filled[block] == self.block_size and self._prefix_caching:
-                    self._index.add(sequence, index, block, self.block_size)
-
     def num_found(self, hashes: list[bytes]) -> int:
         """Blocks at the start of a chain that are in the cache."""
-        return len(self._index.find_full(hashes))
+        missing = (index for index, one in enumerate(hashes) if self._index.get(one) is None)
+        return next(missing, len(hashes))
 
     def block_of(self, content: bytes) -> int | None:
         """The block indexed under a hash."""
@@ -211,9 +177,8 @@ class BlockManager:
     def num_held(self, sequence: Sequence) -> int:
         """Tokens whose content is there: a last block that was to be copied may hold nothing."""
         num_full, num_last = divmod(sequence.num_computed, self.block_size)
-        if num_last and self._filled[sequence.block_table[num_full]] < num_last:
-            return sequence.num_computed - num_last
-        return sequence.num_computed
+        is_empty = num_last and self._filled[sequence.block_table[num_full]] < num_last
+        return sequence.num_computed - (num_last if is_empty else 0)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let `child` share the blocks of the first `num_tokens` tokens, equal in both.
@@ -278,6 +243,12 @@ class BlockManager:
         first = sequence.num_computed // size
         end = sequence.num_computed + num_tokens
         sequence.num_computed = end
+        if num_tokens == 1 and end % size:  # most answers, in most steps
+            block = sequence.block_table[first]
+            if self._filled[block] < size:
+                self.kv_tokens += end % size - self._filled[block]
+                self._filled[block] = end % size
+                return
         for index in range(first, self.blocks_for(end)):
             block = sequence.block_table[index]
             filled, before = min(end - index * size, size), self._filled[block]
@@ -299,15 +270,11 @@ class BlockManager:
         if not self._open:
             return None
         size = self.block_size
-        return tuple(
-            tuple(
-                self._open[block]
-                for block in entry.sequence.block_table[
-                    entry.start // size : self.blocks_for(entry.end)
-                ]
-            )
-            for entry in scheduled
-        )
+        pages = []
+        for entry in scheduled:
+            table = entry.sequence.block_table[entry.start // size : self.blocks_for(entry.end)]
+            pages.append(tuple([self._open[block] for block in table]))
+        return tuple(pages)
 
     def _copy(self, source: int, destination: int) -> BlockCopy:
         if not self._open:
@@ -392,7 +359,7 @@ class BlockManager:
         )
 
     def _active_state(self, block: int) -> BlockState:
-        if block in self._loading:
+        if block in self.loading:
             return BlockState.SWAPPED
         is_open = self._references[block] == 1 and self._filled[block] < self.block_size
         return BlockState.WRITING if is_open else BlockState.ACTIVE
@@ -413,7 +380,7 @@ class BlockManager:
             self._record_active(block, owner)
         else:
             self.kv_tokens -= self._filled[block]
-            self._loading.discard(block)
+            self.loading.discard(block)
             if block in self._index:
                 self._cached[block] = None
                 if block in self._open:
@@ -430,40 +397,4 @@ class BlockManager:
         Args:
             sequences: all that hold blocks.
         """
-        holders = list(sequences)
-        references = Counter(block for holder in holders for block in holder.block_table)
-        active = set(references)
-        free, cached = set(self._free), set(self._cached)
-        assert not self._sources, "the plan was not settled"
-        assert len(free) == len(self._free), "a block is twice in the free list"
-        states = len(free) + len(cached) + len(active)
-        assert states == self.num_blocks, "a block is lost or has two states"
-        assert free | cached | active == set(range(self.num_blocks)), "a block has two states"
-        assert self._references == [references[block] for block in range(self.num_blocks)]
-        assert self.num_shared == sum(count > 1 for count in references.values())
-        assert self.kv_tokens == sum(self._filled[block] for block in active)
-
-        self._open.check_invariants(
-            {b for b in active | cached if self._filled[b] < self.block_size}
-        )
-        assert set(self._cached_open) == {block for block in cached if block in self._open}
-        self._index.check_invariants()
-        assert all(block in self._index for block in cached), "a cached block cannot be found"
-        assert not any(block in self._index for block in free), "a free block can be found"
-        for holder in holders:
-            table, num_full = holder.block_table, holder.num_computed // self.block_size
-            assert len(set(table)) == len(table), "a block is twice in a block table"
-            assert self.blocks_for(holder.num_computed) <= len(table)
-            if self._prefix_caching:
-                assert len(holder.block_hashes) >= num_full
-        states_of = {
-            **dict.fromkeys(free, BlockState.FREE),
-            **dict.fromkeys(cached, BlockState.CACHED),
-            **{block: self._active_state(block) for block in active},
-        }
-        owners: dict[int, set[int]] = {block: {0} for block in range(self.num_blocks)}
-        for holder in holders:
-            for block in holder.block_table:
-                owners[block].add(holder.slot)
-        precisions = {block: int(block in self._open) for block in range(self.num_blocks)}
-        self.metadata.check_invariants(states_of, references, precisions, owners)
+        check_blocks(self, sequences)

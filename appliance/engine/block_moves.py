@@ -80,56 +80,80 @@ class HostMoves:
 
 
 class DeviceMoves:
-    """For a cache on a device that works by itself; its blocks have no open pages.
+    """For a cache on a device that works by itself.
 
     The kernel that gathers or scatters blocks takes its place among the steps; the copy between
     device and pinned host memory goes on beside them.
 
     Args:
-        mover: of the cache.
-        device: where it is.
+        mover: of the blocks.
+        device: where they are.
         rates: where the time that it takes is noted.
+        open_mover: of the open pages, where layers are sealed.
     """
 
-    def __init__(self, mover: BlockMover, device: Device, rates: Rates) -> None:
+    def __init__(
+        self,
+        mover: BlockMover,
+        device: Device,
+        rates: Rates,
+        open_mover: BlockMover | None = None,
+    ) -> None:
         self.block_bytes = mover.block_bytes
-        self.open_bytes = 0
+        self.open_bytes = 0 if open_mover is None else open_mover.block_bytes
         self._mover = mover
+        self._open_mover = open_mover
         self._device = device
         self._rates = rates
         self._in_use: deque[tuple[Copy, list[HeldBlock]]] = deque()
 
     def save(self, moves: Sequence[BlockMove]) -> None:
         """See `BlockMoves`; the content is there once `HeldBlock.over` is."""
-        if not moves:
-            return
-        shape = (len(moves), self._mover.block_bytes)
-        staging = torch.empty(shape, dtype=torch.uint8, device=self._device.torch_device)
-        self._mover.swap_out([move.block for move in moves], staging)
-        host = self._device.pinned(staging.numel()).view(shape)
-        over = _Noted(self._device.fetch_aside(staging, host), host.numel(), self._rates)
-        for move, row in zip(moves, host, strict=True):
-            assert move.open_page < 0
-            move.held.content, move.held.over = memoryview(row.numpy()), over
+        for group in _batches(moves):
+            staging = self._staging(group)
+            blocks, opened = self._parts(staging, group)
+            self._mover.swap_out([move.block for move in group], blocks)
+            if self._open_mover is not None and opened is not None:
+                self._open_mover.swap_out([group[0].open_page], opened)
+            host = self._device.pinned(staging.numel()).view(staging.shape)
+            copy = self._device.fetch_aside(staging, host)
+            over = _Noted(copy, host.numel(), self._rates)
+            for move, row in zip(group, host, strict=True):
+                move.held.content, move.held.over = memoryview(row.numpy()), over
 
     def load(self, moves: Sequence[BlockMove]) -> None:
         """See `BlockMoves`; steps that are enqueued later find the blocks filled."""
-        if not moves:
-            return
-        assert all(move.open_page < 0 for move in moves)
-        held = [move.held for move in moves]
-        rows = [_as_tensor(one.content) for one in held]
-        staging = torch.empty(
-            (len(moves), self._mover.block_bytes),
-            dtype=torch.uint8,
-            device=self._device.torch_device,
-        )
-        over = self._device.send_aside(rows, staging)
-        self._mover.swap_in(staging, [move.block for move in moves])
-        # The device reads host memory by itself, so it must last until that is over.
-        self._in_use.append((over, held))
-        while len(self._in_use) > MAX_LOADS_IN_USE:
-            self._in_use.popleft()[0].wait()
+        for group in _batches(moves):
+            staging = self._staging(group)
+            held = [move.held for move in group]
+            copy = self._device.send_aside([_as_tensor(one.content) for one in held], staging)
+            blocks, opened = self._parts(staging, group)
+            self._mover.swap_in(blocks, [move.block for move in group])
+            if self._open_mover is not None and opened is not None:
+                self._open_mover.swap_in(opened, [group[0].open_page])
+            # The device reads host memory by itself, so it must last until that is over.
+            self._in_use.append((copy, held))
+            while len(self._in_use) > MAX_LOADS_IN_USE:
+                self._in_use.popleft()[0].wait()
+
+    def _staging(self, group: Sequence[BlockMove]) -> Tensor:
+        """A row for each move, (len(group), num_bytes) uint8 on the device."""
+        size = self.block_bytes + (self.open_bytes if group[0].open_page >= 0 else 0)
+        shape = (len(group), size)
+        return torch.empty(shape, dtype=torch.uint8, device=self._device.torch_device)
+
+    def _parts(self, staging: Tensor, group: Sequence[BlockMove]) -> tuple[Tensor, Tensor | None]:
+        """The part of blocks, and that of the open page of the only one, if it has one."""
+        if group[0].open_page < 0:
+            return staging, None
+        size = self.block_bytes
+        return staging[0, :size].view(1, size), staging[0, size:].view(1, self.open_bytes)
+
+
+def _batches(moves: Sequence[BlockMove]) -> list[list[BlockMove]]:
+    """Moves of whole blocks together, each with an open page by itself."""
+    whole = [move for move in moves if move.open_page < 0]
+    return [*([whole] if whole else []), *([move] for move in moves if move.open_page >= 0)]
 
 
 class _Noted:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.beam_search import num_candidates
 from appliance.engine.deadlines import was_started, why_refused
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Table
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
-    from appliance.engine.plan import Plan, Update
+    from appliance.engine.plan import BeamAnswer, Plan, Update
     from appliance.engine.request import Request
     from appliance.engine.runner import Runner
     from appliance.engine.sampler import Sampled
@@ -114,6 +115,13 @@ class LLMEngine:
                     f"token id {token_id} is outside the vocabulary of {self.info.vocab_size}",
                     param="logit_bias" if token_id in request.sampling.logit_bias else "prompt",
                 )
+        needed = num_candidates(request.sampling, self.info.eos_token_ids)
+        if request.sampling.use_beam_search and needed > self.info.vocab_size:
+            raise RequestError(
+                f"so many beams and stop tokens need a vocabulary of {needed} tokens, and this "
+                f"model has {self.info.vocab_size}; ask for fewer beams",
+                param="best_of",
+            )
         if request.sampling.seed is None:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
@@ -183,9 +191,16 @@ class LLMEngine:
         }
         self._nan_logits += sum(result.broken for result in failing.values())
         failed = [self._fail(sequence, result.error) for sequence, result in failing.items()]
-        updates = self._scheduler.commit(plan, [result.token_id for result in sampled])
+        continuations = {
+            sequence: result.continuations
+            for sequence, result in results.items()
+            if result.continuations is not None
+        }
+        tokens = [result.token_id for result in sampled]
+        updates = self._scheduler.commit(plan, tokens, continuations)
         deltas = [self._delta(update, results[update.sequence]) for update in updates]
-        return (*deltas, *failed)
+        found = [self._found(answer) for answer in self._scheduler.take_answers()]
+        return (*deltas, *found, *failed)
 
     @property
     def _has_writes(self) -> bool:
@@ -286,7 +301,6 @@ class LLMEngine:
     def _delta(update: Update, sampled: Sampled) -> SequenceDelta:
         sequence = update.sequence
         first = sequence.num_output_tokens == 1
-        waited = sequence.first_scheduled - sequence.arrival if sequence.first_scheduled else 0.0
         return SequenceDelta(
             request_id=sequence.request.request_id,
             index=sequence.index,
@@ -294,8 +308,30 @@ class LLMEngine:
             logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
             finish_reason=update.finish_reason,
             num_cached_tokens=sequence.num_cached,
-            queue_seconds=waited if first else None,
+            queue_seconds=_waited(sequence) if first else None,
         )
+
+    @staticmethod
+    def _found(answer: BeamAnswer) -> SequenceDelta:
+        """A whole answer of a beam search, which shows nothing before its end."""
+        sequence = answer.sequence
+        reported = sequence.request.sampling.logprobs is not None
+        return SequenceDelta(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs if reported else None,
+            finish_reason=answer.finish_reason,
+            num_cached_tokens=sequence.num_cached,
+            queue_seconds=_waited(sequence) if sequence.index == 0 else None,
+            cumulative_logprob=answer.cumulative_logprob,
+        )
+
+
+def _waited(sequence: Sequence) -> float:
+    """Seconds in the queue, until its first step."""
+    first = sequence.first_scheduled
+    return 0.0 if first is None else first - sequence.arrival
 
 
 def _overdue(sequence: Sequence, now: float) -> SequenceDelta:

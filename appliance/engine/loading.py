@@ -241,8 +241,11 @@ def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
     if device.torch_device.type == "cpu":
         return HostMoves(cache, rates)
     from appliance.kernels.block_copy.launch import BlockMover
+    from appliance.kernels.decoder_cache import split_sealed
 
-    return DeviceMoves(BlockMover(cache.layers), device, rates)
+    layers, opened = split_sealed(cache.layers)
+    open_mover = BlockMover(opened) if opened else None
+    return DeviceMoves(BlockMover(layers), device, rates, open_mover)
 
 
 def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tuple[str, ...]]:

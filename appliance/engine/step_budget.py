@@ -7,7 +7,8 @@ A model of what a step costs, learned from steps as they are measured:
 
 Its coefficients are never negative. Older steps count less, and each kind of step (answers only,
 prompts only, both) forgets by itself, so that an hour without prompts does not unlearn what one
-costs. Imports no torch and knows neither sequences nor blocks.
+costs. Steps of the other kinds make it fade only, so that newer ones of its own outweigh
+it. Imports no torch and knows neither sequences nor blocks.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from appliance.engine.plan import StepLoad
 from appliance.engine.policy import DECODE_SLOWDOWN, MIN_PROMPT_ROWS
 
 _SIZE = 6  # coefficients
-_FORGET = 1 - 1 / 64  # what is left of the weight of a step when the next one of its kind comes
+_FORGET = 1 - 1 / 48  # what is left of the weight of a step when the next one of its kind comes
+_FADE = 1 - 1 / 128  # and when one of another kind comes
 _CONTEXT = 1024.0  # tokens in one unit of context, so that all features are of like size
 _LARGE = 1e100
 _OUTLIER = 3.0  # a step that took more than this many times what was expected counts as if so many
 _TRUSTED = 8  # steps of a kind before outliers are told by them
 _SWEEPS = 8  # of coordinate descent
 _FIT_EVERY = 16  # steps
+# How much better a coefficient must explain than the others to be believed: of what costs the
+# same in many steps, the number of rows is the likelier reason than that there are some.
+_DOUBT = (0.0, 0.0, 0.01, 0.02, 0.0, 0.02)
+_PROMPTS, _BOTH = (False, True), (True, True)  # kinds: answers in a step? prompts?
 _YOUNG = 64  # steps in which it is fitted whenever it is asked: to fit takes longer than to plan
 
 
@@ -57,6 +63,7 @@ class _Moments:
     targets: list[float] = field(default_factory=lambda: [0.0] * _SIZE)
     weight: float = 1.0
     count: int = 0
+    last: int = 0  # number of the latest step of this kind
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
         self.count += 1
@@ -89,7 +96,7 @@ class StepBudget:
         self._min_rows = min_rows
         self._coefficients = [0.0] * _SIZE
         self._kinds: dict[tuple[bool, bool], _Moments] = {}
-        self._num_seen = 0  # steps
+        self._num_steps = 0
         self._num_new = 0  # of these since the last fit
         self._most_rows = min_rows  # that were seen beside answers
 
@@ -109,16 +116,17 @@ class StepBudget:
             expected = sum(map(mul, self._coefficients, features))
             seconds = min(seconds, _OUTLIER * max(expected, 1e-6))
         moments.add(features, seconds)
-        if all(kind):
+        self._num_steps += 1
+        moments.last = self._num_steps
+        if kind == _BOTH:
             self._most_rows = max(self._most_rows, load.prompt_rows)
-        self._num_seen += 1
         self._num_new += 1
         if self._num_new >= _FIT_EVERY:
             self._fit()
 
     def seconds(self, load: StepLoad) -> float:
         """What a step is expected to take; 0 before anything was learned."""
-        return sum(map(mul, self._coefficients, _features(load)))
+        return sum(map(float.__mul__, self._coefficients, _features(load)))
 
     def prompt_rows(self, num_answers: int, context: int, start: int) -> int:
         """Rows that prompts may have in a step, `min_rows` at least; all before anything is known.
@@ -130,7 +138,7 @@ class StepBudget:
         """
         if not self._kinds:
             return sys.maxsize
-        if self._num_new and self._num_seen < _YOUNG:
+        if self._num_new and self._num_steps < _YOUNG:
             self._fit()
         base = self.seconds(StepLoad(num_answers, context))
         *_, fixed, linear, work = self._coefficients
@@ -155,18 +163,21 @@ class StepBudget:
     def _fit(self) -> None:
         """Least squares over the kinds, by coordinate descent from the last solution on."""
         self._num_new = 0
-        kinds = self._kinds.values()
-        parts = range(_SIZE)
-        products = [
-            [sum([kind.products[i][j] / kind.weight for kind in kinds]) for j in parts]
-            for i in parts
-        ]
-        targets = [sum([kind.targets[i] / kind.weight for kind in kinds]) for i in parts]
+        products = [[0.0] * _SIZE for _ in range(_SIZE)]
+        targets = [0.0] * _SIZE
+        both = self._kinds.get(_BOTH)
+        for kind, moments in self._kinds.items():
+            if kind == _PROMPTS and both is not None and both.count >= _TRUSTED:
+                continue  # rows cost less where there are many of them than beside answers
+            weight = _FADE ** (self._num_steps - moments.last) / moments.weight
+            rows = (*moments.products, moments.targets)
+            for total, row in zip((*products, targets), rows, strict=True):
+                total[:] = [one + weight * other for one, other in zip(total, row, strict=True)]
         found = self._coefficients
         for _ in range(_SWEEPS):
-            # What grows with rows explains before what does not.
             for index in (4, 1, 5, 2, 0, 3):
                 row, own = products[index], products[index][index]
                 if own > 0:
                     rest = targets[index] - sum(map(mul, row, found))
-                    found[index] = max(0.0, found[index] + rest / own)
+                    value = found[index] + rest / own
+                    found[index] = max(0.0, value / (1 + _DOUBT[index]))

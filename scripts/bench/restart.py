@@ -130,8 +130,12 @@ def load_engine(options: argparse.Namespace, path: str, folder: str) -> LLMEngin
 
 def step_times(
     engine: LLMEngine, options: argparse.Namespace, batch: int, seed: int
-) -> list[float]:
-    """Seconds of decode steps right behind a long prompt, whose blocks are to be written."""
+) -> tuple[list[float], float]:
+    """Decode steps right behind a long prompt, whose blocks are to be written.
+
+    Returns:
+        Seconds of each; those of the processors for all of them, the thread that writes included.
+    """
 
     def submit(name: str, length: int, max_tokens: int) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -143,15 +147,16 @@ def step_times(
         engine.step()
     for number in range(batch):
         submit(f"short{number}", 16, options.max_tokens)
-    seconds = []
+    seconds, cpu_seconds = [], 0.0
     while engine.stats().running or engine.stats().waiting:
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         engine.step()
-        elapsed = time.perf_counter() - begin
+        elapsed, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
         stats = engine.stats()
         if stats.step_decode_tokens == batch and not stats.step_prefill_tokens:
             seconds.append(elapsed)
-    return seconds
+            cpu_seconds += cpu
+    return seconds, cpu_seconds
 
 
 def time_steps(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
@@ -165,12 +170,14 @@ def time_steps(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]
     rows = []
     for batch in options.batch:
         found: dict[str, list[list[float]]] = {name: [] for name in engines}
+        cpu: dict[str, float] = dict.fromkeys(engines, 0.0)
         written = engines[folder].stats().kv_disk_written_total
         for repeat in range(2 * options.repeats):
             for name, engine in engines.items():
-                times = step_times(engine, options, batch, seed=100 * batch + repeat)
+                times, seconds = step_times(engine, options, batch, seed=100 * batch + repeat)
                 if repeat:  # the first warms up
                     found[name].append(times)
+                    cpu[name] += seconds
         written = engines[folder].stats().kv_disk_written_total - written
         mean = {name: [statistics.mean(one) for one in runs] for name, runs in found.items()}
         p99 = {name: [percentile(one, 0.99) for one in runs] for name, runs in found.items()}
@@ -183,6 +190,7 @@ def time_steps(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]
                 "mean_step_ms_writing": spread([1000 * value for value in mean[folder]], 3),
                 "ratio_of_means": spread(ratio, 3),
                 "ratio_of_p99": spread(tail, 3),
+                "ratio_of_cpu_seconds": round(cpu[folder] / cpu["off"], 3),
                 "blocks_written_meanwhile": written,
             }
         )

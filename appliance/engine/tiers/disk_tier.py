@@ -75,7 +75,7 @@ class DiskTier:
             threading.Thread(target=self._run_writer, name="kv-disk-writer", daemon=True),
             threading.Thread(target=self._run_reader, name="kv-disk-reader", daemon=True),
         ]
-        self._tasks.put(self._sweep)
+        self._tasks.put(store.sweep)
         for thread in self._threads:
             thread.start()
 
@@ -150,16 +150,19 @@ class DiskTier:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while (task := self._tasks.get()) is not None:
-            task()
+            try:
+                task()
+            except OSError as error:
+                self._say(error.strerror or str(error))
+            except Exception:
+                logger.exception("the thread that writes KV blocks failed")
+                self._say("it failed in a way that nobody thought of, see the log")
 
     def _write(self, content: bytes, held: HeldBlock, stamp_ns: int) -> None:
         try:
             data = held.read()
             begin = time.thread_time()
             self._store.write(content, data, stamp_ns)
-        except OSError as error:
-            self._say(f"{error.strerror or error}")
-        else:
             spent = time.thread_time() - begin
             before = self.block_seconds
             self.block_seconds = spent if not before else before + _WEIGHT * (spent - before)
@@ -186,18 +189,18 @@ class DiskTier:
         for content, stamp_ns in stamps:
             self._store.touch(content, stamp_ns)
 
-    def _sweep(self) -> None:
-        try:
-            self._store.sweep()
-        except OSError as error:
-            self._say(f"{error.strerror or error}")
-
     def _run_reader(self) -> None:
         while (job := self._jobs.get()) is not None:
-            for content in job.hashes:
-                data = None if job.cancelled else self._store.read(content)
-                if data is None:
-                    break
-                job.found.append((content, data))
+            try:
+                self._run(job)
+            except Exception:  # whoever waits must not wait for ever
+                logger.exception("the thread that reads KV blocks failed")
             self._read.append(job)
             self._has_read.set()
+
+    def _run(self, job: ReadJob) -> None:
+        for content in job.hashes:
+            data = None if job.cancelled else self._store.read(content)
+            if data is None:
+                return
+            job.found.append((content, data))

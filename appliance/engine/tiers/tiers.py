@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.block_loads import confirm_loads, load_blocks
 from appliance.engine.plan import BlockMove, HeldBlock
 from appliance.engine.policy import should_swap
+from appliance.engine.prefix_cache import Prefix
+from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.host_store import HostStore
 
 if TYPE_CHECKING:
@@ -48,6 +51,15 @@ class _Kept:
     hashes: list[bytes] = field(default_factory=list)
     last: HeldBlock | None = None  # the block that is not full
     last_room: int = 0  # blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """A sequence that starts with content from outside, until its plan has run."""
+
+    first: int  # index of the first block of those
+    kept: _Kept | None
+    num_kept: int
 
 
 @dataclass(slots=True)
@@ -90,7 +102,7 @@ class Tiers:
         self.host = HostStore(capacity, keeps_unwanted=sizes.keeps_evicted)
         self._last_room = 1 - (-sizes.open_bytes // sizes.block_bytes)
         self._kept: dict[Sequence, _Kept] = {}
-        self._loading: dict[Sequence, int] = {}  # index of the first block that is on its way in
+        self._loading: dict[Sequence, _Loading] = {}  # on its way into the cache
         self._reading: dict[Sequence, ReadJob] = {}
         self._saves: list[BlockMove] = []
         blocks.on_evict = self._evicted
@@ -110,7 +122,7 @@ class Tiers:
         last_room = self._last_room if num_last else 0
         num_bytes = (num_full + last_room) * self._sizes.block_bytes
         rates = self.rates
-        if num_tokens == 0 or num_full + last_room > self.host.room:
+        if sequence in self._kept or num_tokens == 0 or num_full + last_room > self.host.room:
             return
         if not should_swap(num_tokens, num_bytes, prefill=rates.prefill, moves=rates.moves):
             return
@@ -163,15 +175,17 @@ class Tiers:
             self._kept.setdefault(sequence, _Kept()).hashes += job.hashes
             yield sequence
 
-    def continues(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether host memory has more of the block that a prefix of so many tokens ends in."""
-        index = num_tokens // self._blocks.block_size
-        limit = (len(sequence.token_ids) - 1) // self._blocks.block_size
-        hashes = sequence.block_hashes[:limit]
-        if index < len(hashes) and self.host.get(hashes[index]) is not None:
-            return True
+    def num_held(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that were read or kept for it, outside the cache or not."""
         kept = self._kept.get(sequence)
-        return kept is not None and kept.last is not None and num_tokens < sequence.num_kept
+        return 0 if kept is None else len(kept.hashes) * self._blocks.block_size
+
+    def choose(self, sequence: Sequence, prefix: Prefix) -> Prefix:
+        """A prefix that is in the cache, cut at its last full block if more is known from there."""
+        num_full, num_last = divmod(prefix.num_tokens, self._blocks.block_size)
+        if not num_last or self._continuation(sequence, num_full)[1] <= num_last:
+            return prefix
+        return Prefix(prefix.blocks[:num_full], num_full * self._blocks.block_size)
 
     def bring_back(self, sequence: Sequence) -> list[BlockMove]:
         """Continue the block table of a sequence that starts with what is in host memory.
@@ -179,35 +193,41 @@ class Tiers:
         Returns:
             What is to be loaded in the plan that it starts in.
         """
-        size, first = self._blocks.block_size, len(sequence.block_table)
+        first, num_last = divmod(sequence.num_computed, self._blocks.block_size)
+        held, num_tokens = ([], 0) if num_last else self._continuation(sequence, first)
         kept = self._kept.pop(sequence, None)
-        found: list[HeldBlock] = []
-        if sequence.num_computed == first * size:
-            for content in sequence.block_hashes[first : (len(sequence.token_ids) - 1) // size]:
-                held = self.host.get(content)
-                if held is None:
-                    break
-                found.append(held)
-            num_tokens = (first + len(found)) * size
-            last = None if kept is None else kept.last
-            if last is not None and num_tokens == sequence.num_kept // size * size:
-                found.append(last)
-                num_tokens = sequence.num_kept
-            num_tokens -= first * size
-        if found:
-            self._count(sequence, found)
-            self._loading[sequence] = first
-            places = self._blocks.load(sequence, num_tokens)
-            loads = [
-                BlockMove(place.block, held, place.open_page)
-                for place, held in zip(places, found, strict=True)
-            ]
-        else:
-            loads = []
-        if kept is not None:
-            self.host.release(kept.hashes, kept.last_room)
+        loads: list[BlockMove] = []
+        if held:
+            self._count(sequence, held)
+            self._loading[sequence] = _Loading(first, kept, sequence.num_kept)
+            loads = load_blocks(self._blocks, sequence, held, num_tokens)
+        elif kept is not None:
+            self._release(kept)
         sequence.num_kept = 0
         return loads
+
+    def _continuation(self, sequence: Sequence, first: int) -> tuple[list[HeldBlock], int]:
+        """What is in host memory from a block index on, and how many tokens it holds."""
+        size, held = self._blocks.block_size, []
+        for content in sequence.block_hashes[first : (len(sequence.token_ids) - 1) // size]:
+            one = self.host.get(content)
+            if one is None:
+                break
+            held.append(one)
+        num_tokens = len(held) * size
+        kept = self._kept.get(sequence)
+        num_last = sequence.num_kept % size
+        if (
+            kept is not None
+            and kept.last is not None
+            and first * size + num_tokens == sequence.num_kept - num_last
+        ):
+            held.append(kept.last)
+            num_tokens += num_last
+        return held, num_tokens
+
+    def _release(self, kept: _Kept) -> None:
+        self.host.release(kept.hashes, kept.last_room)
 
     def _count(self, sequence: Sequence, found: list[HeldBlock]) -> None:
         size = self._blocks.block_size
@@ -220,19 +240,29 @@ class Tiers:
 
     def confirm(self, sequence: Sequence) -> None:
         """The plan that loaded a sequence's blocks, if any did, has run."""
-        first = self._loading.pop(sequence, None)
-        if first is not None:
-            self._blocks.confirm(sequence, first)
+        loading = self._loading.pop(sequence, None)
+        if loading is not None:
+            confirm_loads(self._blocks, sequence, loading.first)
+            if loading.kept is not None:
+                self._release(loading.kept)
 
     def is_loading(self, sequence: Sequence) -> bool:
         """Whether a plan that is not committed yet brings some of a sequence's blocks."""
         return sequence in self._loading
 
     def discard(self, sequence: Sequence) -> None:
-        """The plan that was to load a sequence's blocks, if any was, has failed."""
-        first = self._loading.pop(sequence, None)
-        if first is not None:
-            sequence.num_computed = first * self._blocks.block_size
+        """The plan that was to load a sequence's blocks, if any was, does not run."""
+        loading = self._loading.pop(sequence, None)
+        if loading is None:
+            return
+        sequence.num_computed = loading.first * self._blocks.block_size
+        if loading.kept is None:
+            return
+        if sequence.status is SequenceStatus.FINISHED:
+            self._release(loading.kept)
+        else:
+            self._kept[sequence] = loading.kept
+            sequence.num_kept = loading.num_kept
 
     def discard_saves(self) -> None:
         """Plans that were to save something have failed."""
@@ -252,7 +282,7 @@ class Tiers:
         """A sequence has ended; True if it was waiting for the disk."""
         kept = self._kept.pop(sequence, None)
         if kept is not None:
-            self.host.release(kept.hashes, kept.last_room)
+            self._release(kept)
         job = self._reading.pop(sequence, None)
         if job is not None:
             job.cancelled = True
@@ -283,7 +313,7 @@ class Tiers:
             swapped_in_total=counters.swapped_in,
             prefix_hits_host_total=counters.host_hits,
             prefix_hits_disk_total=counters.disk_hits,
-            kv_host_blocks=len(self.host),
+            kv_host_blocks=len(self.host) + sum(one.last is not None for one in self._all_kept()),
             kv_host_capacity=self.host.capacity,
         )
         if self.disk is None or self.writes is None:
@@ -303,8 +333,14 @@ class Tiers:
             kv_disk_evicted_total=found.evicted,
         )
 
+    def _all_kept(self) -> Iterator[_Kept]:
+        yield from self._kept.values()
+        for loading in self._loading.values():
+            if loading.kept is not None:
+                yield loading.kept
+
     def check_invariants(self) -> None:
         """Assert that every reservation belongs to a sequence that waits, or a job under way."""
-        kept = (len(one.hashes) + one.last_room for one in self._kept.values())
+        kept = [len(one.hashes) + one.last_room for one in self._all_kept()]
         jobs = [] if self.disk is None else self.disk.unfinished
         self.host.check_invariants(iter([*kept, *(len(job.hashes) for job in jobs)]))

@@ -240,6 +240,28 @@ def test_a_disk_that_refuses_is_said_once_and_tried_again(
         assert engine.stats().kv_disk_written_total > 0
 
 
+def test_a_thread_that_fails_stops_nobody(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise ValueError("a bug")
+
+    with running(tiny_llama, tmp_path) as engine:
+        expected = run(engine, request("a"))
+    with running(tiny_llama, tmp_path) as engine:
+        monkeypatch.setattr(DiskStore, "read", broken)
+        monkeypatch.setattr(DiskStore, "write", broken)
+        assert run(engine, request("a")) == expected
+        run(engine, request("b", seed=1))
+        assert engine.stats().kv_disk_writing is False
+        assert engine.stats().prefix_hits_disk_total == 0
+    assert "reads KV blocks failed" in caplog.text
+    assert "writes KV blocks failed" in caplog.text
+
+
 def test_a_folder_that_cannot_be_used_is_a_note_and_no_failure(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
