@@ -162,9 +162,8 @@ class BlockManager:
     def num_held(self, sequence: Sequence) -> int:
         """Tokens whose content is there: a last block that was to be copied may hold nothing."""
         num_full, num_last = divmod(sequence.num_computed, self.block_size)
-        if num_last and self._filled[sequence.block_table[num_full]] < num_last:
-            return sequence.num_computed - num_last
-        return sequence.num_computed
+        is_empty = num_last and self._filled[sequence.block_table[num_full]] < num_last
+        return sequence.num_computed - (num_last if is_empty else 0)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let `child` share the blocks of the first `num_tokens` tokens, equal in both.
@@ -253,15 +252,11 @@ class BlockManager:
         if not self._open:
             return None
         size = self.block_size
-        return tuple(
-            tuple(
-                self._open[block]
-                for block in entry.sequence.block_table[
-                    entry.start // size : self.blocks_for(entry.end)
-                ]
-            )
-            for entry in scheduled
-        )
+        pages = []
+        for entry in scheduled:
+            table = entry.sequence.block_table[entry.start // size : self.blocks_for(entry.end)]
+            pages.append(tuple([self._open[block] for block in table]))
+        return tuple(pages)
 
     def _copy(self, source: int, destination: int) -> BlockCopy:
         if not self._open:
