@@ -23,6 +23,7 @@ from appliance.engine.plan import SchedulerLimits as SchedulerLimits
 from appliance.engine.policy import choose_victim, rank
 from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
+from appliance.engine.scheduler_invariants import check_scheduler
 from appliance.engine.sequence import Sequence, SequenceStatus
 from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.engine.turns import PromptTurns
@@ -365,25 +366,9 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """The scheduler's share of the snapshot; times are the engine's to add."""
         waiting = len(self._waiting) + len(self.tiers.reading)
-        snapshot = self._counters.snapshot(
-            self._blocks, running=len(self._running), waiting=waiting
-        )
+        snapshot = self._counters.snapshot(self._blocks, len(self._running), waiting)
         return self.tiers.add_stats(snapshot)
 
     def check_invariants(self) -> None:
         """Assert that every live sequence is in exactly one place and the books agree."""
-        waiting, running = [*self._waiting, *self.tiers.reading], self._running
-        assert all(seq.status is SequenceStatus.RUNNING for seq in running)
-        assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
-        assert not any(seq.block_table for seq in waiting)
-        assert running == sorted(running, key=rank)
-        ended = self._in_flight.check_invariants(running)
-        assert len(waiting) == len(self._waiting) + len(self.tiers.reading)
-        self.tiers.check_invariants()
-        assert len({*running, *waiting}) == len(running) + len(waiting)
-        assert {*running, *waiting} == set(self.sequences())
-        self._accounts.check_invariants(list(self._waiting.queued()), running)
-        self._beams.check_invariants(running)
-        holders = [*running, *ended]
-        self._admission.check_invariants(holders, self._limits.max_num_seqs)
-        self._blocks.check_invariants(holders)
+        check_scheduler(self)
