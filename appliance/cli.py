@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import typer
 
+from appliance.commands.cache import cache
 from appliance.commands.card import card
 from appliance.commands.evaluate import evaluate
 from appliance.commands.monitoring import monitoring
@@ -47,3 +48,4 @@ def version() -> None:
 
 for command in (serve, quantize, repack, evaluate, card, top, monitoring):
     app.command()(command)
+app.add_typer(cache, name="cache")

@@ -54,6 +54,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cuda_graphs: str = "auto"  # auto, off: replay decode steps as CUDA graphs
     threads: int | None = None  # CPU threads; None means physical cores
     prefix_caching: bool = True
+    # Folder for KV blocks of long prompts, or off; auto is the cache folder for a server that
+    # `appliance serve` starts, and off in a script.
+    kv_disk: str = "auto"
+    kv_disk_size: int = 4 << 30  # bytes, of all models
+    kv_host_memory: int | None = None  # bytes, for KV blocks of preempted sequences and the like
 
     def __post_init__(self) -> None:
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
@@ -76,7 +81,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.block_size is not None and self.block_size not in (8, 16, 32, 64):
             raise ConfigError(f"block_size must be 8, 16, 32 or 64, got {self.block_size}")
-        _check_range("kv_cache_memory", self.kv_cache_memory, 2**16, 2**50)
+        _check_range("kv_cache_memory", self.kv_cache_memory, 2**14, 2**50)
+        _check_range("kv_disk_size", self.kv_disk_size, 2**20, 2**50)
+        _check_range("kv_host_memory", self.kv_host_memory, 0, 2**50)
+        if not self.kv_disk:
+            raise ConfigError("kv_disk must be a folder, off or auto; it is empty")
         _check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.05, 1.0)
         _check_range("threads", self.threads, 1, 1024)
 
@@ -95,6 +104,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key_file: str | None = None  # with more of them, a line NAME=KEY for each
     served_model_name: str | None = None
     max_queue: int = 64  # requests that may wait
+    max_queue_seconds: float = 600.0  # that one may wait before it is started
+    share_prefixes_between_keys: bool = False  # though timing then tells keys of each other
     max_body_bytes: int = 2 * 1024 * 1024
     show_prompts: bool = False  # to dashboards that watch with the key
     min_quality: str | None = None  # such as kld<=0.1 or warn:same-top>=90, see quant.min_quality
@@ -102,6 +113,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         _check_range("port", self.port, 0, 65535)
         _check_range("max_queue", self.max_queue, 0, 10**6)
+        _check_range("max_queue_seconds", self.max_queue_seconds, 0.001, 10**6)
         _check_range("max_body_bytes", self.max_body_bytes, 1024, 2**30)
         check_keys(self.api_key, self.api_keys)
 
@@ -129,6 +141,11 @@ def cache_dir() -> Path:
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "appliance"
+
+
+def kv_dir() -> Path:
+    """Where a server keeps KV blocks of long prompts, unless it is told otherwise."""
+    return cache_dir() / "kv"
 
 
 def jobs_dir() -> Path:
@@ -166,6 +183,11 @@ def load_settings(flags: Mapping[str, Any], path: Path | None = None) -> Setting
         name = variable.removeprefix(ENV_PREFIX)
         if variable != name and name not in OTHER_VARIABLES:
             key = name.lower()
+            if key == "api_keys":
+                raise ConfigError(
+                    f"{variable} cannot hold keys by name; name a file with a line NAME=KEY for "
+                    f"each in {ENV_PREFIX}API_KEY_FILE"
+                )
             values[_section_of(key, f"environment variable {variable}")][key] = text
     for key, value in flags.items():
         if value is not None:
@@ -187,6 +209,14 @@ def _with_key_file(server: ServerConfig) -> ServerConfig:
     if twice := sorted(read.keys() & server.keys().keys()):
         raise ConfigError(f"{path}: {twice[0]!r} has an API key already, in the settings")
     return msgspec.structs.replace(server, api_keys=server.api_keys | read)
+
+
+def with_kv_folder(settings: Settings) -> Settings:
+    """The settings of a server, whose prompts are kept in the usual folder unless it says else."""
+    if settings.engine.kv_disk != "auto":
+        return settings
+    engine = msgspec.structs.replace(settings.engine, kv_disk=str(kv_dir()))
+    return msgspec.structs.replace(settings, engine=engine)
 
 
 def _read_file(path: Path | None) -> dict[str, dict[str, Any]]:

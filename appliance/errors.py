@@ -15,7 +15,8 @@ ApplianceError
 │   ├── UnknownModelError
 │   ├── AuthError
 │   ├── RequestAbortedError
-│   └── QueueFullError
+│   ├── QueueFullError
+│   └── QueueTimeoutError  it waited too long; nothing was computed
 └── EngineError            the engine process failed or is not there           exit 6
     ├── EngineDiedError
     └── EngineUnavailableError
@@ -140,6 +141,17 @@ class QueueFullError(RequestError):
     def __init__(self, message: str, *, retry_after: int) -> None:
         super().__init__(message, code="queue_full")
         self.retry_after = retry_after
+
+
+class QueueTimeoutError(RequestError):
+    """A request waited for too long and was not started; `retry_after` is in seconds."""
+
+    status = 503
+    type = "server_error"
+    retry_after = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="queue_timeout")
 
 
 class EngineError(ApplianceError):

@@ -9,7 +9,7 @@ the name is a key of `EVENTS` and the JSON is that struct:
     stats       once a second
     sequences   all live sequences, when they change, at most five times a second
     log         warnings and errors: the latest at the start, then each as it comes
-    job         how far a long task such as a quantize run has come, when one is going on
+    job         how far a long task such as a quantize run has come, while it goes on, and its end
 
 Lines that start with a colon are keep-alive comments. A delta whose epoch is not that of the last
 snapshot is to be ignored. A leaf: imports neither torch nor numpy.
@@ -26,7 +26,7 @@ import msgspec
 from appliance.stats import EngineStats, SequenceView, StepView
 from appliance.stats import LogLine as LogLine
 
-PROTOCOL = 2  # grows with what the feed can tell; readers ignore what they do not know
+PROTOCOL = 3  # grows with what the feed can tell; readers ignore what they do not know
 NO_OWNER = 0xFFFF
 MAX_SHOWN_AGE = 0xFFFF  # seconds
 MAX_SHOWN_REFERENCES = 0xFF
@@ -233,13 +233,18 @@ class Log(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A long task on the server's machine; `done` equal to `total` is its end."""
+    """A long task on the server's machine."""
 
     name: str  # such as "quantize SmolLM2-135M"
-    stage: str
-    done: int
-    total: int
-    seconds_left: float | None = None
+    stage: str  # in words
+    done: int  # of `total`, of whatever the stage is counted in
+    total: int  # 0 means unknown
+    seconds_left: float | None = None  # of the stage
+    part: str = ""  # what was done last, such as "layer 3"
+    parts_done: int = 0  # of `parts_total`
+    parts_total: int = 0  # 0 where there are none
+    loss: float | None = None  # of that part, as a share of its outputs' energy
+    ended: bool = False  # no more will be told of it
 
 
 class TableEntry(msgspec.Struct, frozen=True, array_like=True):

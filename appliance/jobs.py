@@ -1,16 +1,19 @@
 """Long tasks of other processes, such as a quantize run, for dashboards on the same machine.
 
-Each task keeps one small file in a folder; a server reads them only while somebody watches. A file
-whose process is gone means nothing.
+Each task keeps one small file in a folder and a lock on another beside it; a server reads them only
+while somebody watches. A file whose lock is free was left by a process that is gone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import secrets
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import msgspec
 
@@ -32,8 +35,9 @@ class JobFile:
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._path = folder / f"{os.getpid()}.json"
+        self._path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.json"
         self._name = name
+        self._lock: BinaryIO | None = None
         self._stage = ""
         self._begin = (0.0, 0)  # time and done when the stage began
         self._next = 0.0
@@ -42,8 +46,10 @@ class JobFile:
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             for path in self._path.parent.glob("*.json"):
-                if not _is_alive(path):
-                    path.unlink(missing_ok=True)
+                if not _is_going_on(path):
+                    _remove(path)
+            self._lock = _lock_of(self._path).open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         return self
 
     def __exit__(
@@ -53,10 +59,21 @@ class JobFile:
         traceback: TracebackType | None,
     ) -> None:
         with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            _remove(self._path)
+        if self._lock is not None:
+            self._lock.close()
 
     def update(
-        self, stage: str, done: int, total: int, *, seconds_left: float | None = None
+        self,
+        stage: str,
+        done: int,
+        total: int,
+        *,
+        seconds_left: float | None = None,
+        part: str = "",
+        parts_done: int = 0,
+        parts_total: int = 0,
+        loss: float | None = None,
     ) -> None:
         """Tell how far a stage has come.
 
@@ -65,6 +82,10 @@ class JobFile:
             done: of `total`.
             total: 0 means unknown.
             seconds_left: reckoned from the pace of the stage if None.
+            part: what was done last, such as "layer 3".
+            parts_done: of `parts_total`.
+            parts_total: 0 where there are no parts.
+            loss: of that part, as a share of its outputs' energy.
         """
         now = time.monotonic()
         if stage != self._stage:
@@ -75,34 +96,52 @@ class JobFile:
         begin, first = self._begin
         if seconds_left is None and done > first and total > done:
             seconds_left = (now - begin) / (done - first) * (total - done)
-        job = Job(name=self._name, stage=stage, done=done, total=total, seconds_left=seconds_left)
+        job = Job(
+            name=self._name,
+            stage=stage,
+            done=done,
+            total=total,
+            seconds_left=seconds_left,
+            part=part,
+            parts_done=parts_done,
+            parts_total=parts_total,
+            loss=loss,
+        )
         with contextlib.suppress(OSError):
             partial = self._path.with_suffix(".new")
             partial.write_bytes(msgspec.json.encode(job))
             partial.replace(self._path)
 
 
-def read_jobs(folder: Path) -> dict[int, Job]:
-    """Process id to task, of all tasks that are going on."""
-    jobs: dict[int, Job] = {}
+def read_jobs(folder: Path) -> dict[str, Job]:
+    """Name of its file to task, of all tasks that are going on."""
+    jobs: dict[str, Job] = {}
     for path in sorted(folder.glob("*.json"))[:MAX_JOBS]:
-        if not _is_alive(path):
+        if not _is_going_on(path):
             continue
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             with path.open("rb") as file:
                 content = file.read(MAX_BYTES)
-            jobs[int(path.stem)] = msgspec.json.decode(content, type=Job)
+            jobs[path.stem] = msgspec.json.decode(content, type=Job)
     return jobs
 
 
-def _is_alive(path: Path) -> bool:
-    """Whether the process that a file is named after runs."""
-    if not path.stem.isdecimal():
-        return False
+def _lock_of(path: Path) -> Path:
+    return path.with_suffix(".lock")
+
+
+def _remove(path: Path) -> None:
+    for one in (path, path.with_suffix(".new"), _lock_of(path)):
+        one.unlink(missing_ok=True)
+
+
+def _is_going_on(path: Path) -> bool:
+    """Whether the process that writes it still holds its lock."""
     try:
-        os.kill(int(path.stem), 0)
-    except PermissionError:
-        return True  # of another user
-    except (ProcessLookupError, OverflowError):
+        with _lock_of(path).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
         return False
-    return True
+    return False

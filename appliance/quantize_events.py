@@ -8,6 +8,7 @@ With `--json` each event is one line of JSON on standard output, and its field `
     unit      a layer, or a tensor that is in none, is done and on the disk
     written   all tensors are
     done      the result has its name; what follows changes nothing of it
+    measure   how far the measuring of its quality has come
     card      its quality was measured; the last event, unless no card was wanted or possible
     error     the last event of a run that did not come to its end
 
@@ -62,6 +63,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="pl
     seconds: float  # of all that is still to do
     measured: bool  # whether the largest layer was tried, or all of this is reckoned
     classes: tuple[TensorClass, ...]
+    notes: tuple[str, ...] = ()  # what a person should know before it begins
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="unit"):
@@ -100,6 +102,14 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="do
     notes: tuple[str, ...]
 
 
+class Measuring(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="measure"):
+    """The quality card is being made."""
+
+    stage: str  # such as "evaluating layers"
+    done: int
+    total: int
+
+
 class CardWritten(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="card"):
     """What the result is worth is known, and beside it as a quality card."""
 
@@ -115,7 +125,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     units_done: int  # kept for the next run; 0 means that it begins anew
 
 
-QuantizeEvent = Step | Start | Plan | Unit | Written | Done | CardWritten | Failed
+QuantizeEvent = Step | Start | Plan | Unit | Written | Done | Measuring | CardWritten | Failed
 OnEvent = Callable[[QuantizeEvent], None]
 
 

@@ -24,6 +24,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits_total: int = 0  # of these, tokens found
     preemptions_total: int = 0
     aborted_total: int = 0
+    expired_total: int = 0  # requests whose time was over, in the queue or later
     nan_logits_total: int = 0  # sequences that ended because their logits were not finite
     blocks_total: int = 0
     blocks_active: int = 0  # referenced by at least one sequence
@@ -38,6 +39,21 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     model_seconds: float = 0.0  # of which inside the model and sampler
     swapped_out_total: int = 0  # blocks moved to host memory
     swapped_in_total: int = 0
+    swaps_total: int = 0  # preemptions that kept the blocks, rather than computing them again
+    prefix_hits_host_total: int = 0  # of the prefix hits, tokens that came from host memory
+    prefix_hits_disk_total: int = 0  # and from the disk
+    kv_host_blocks: int = 0  # in host memory: of preempted sequences, read ahead, or evicted
+    kv_host_capacity: int = 0  # blocks
+    kv_disk_writing: bool = False  # false without a disk tier, or while the disk refuses
+    kv_disk_blocks: int = 0  # of this model and KV format
+    kv_disk_bytes: int = 0  # of all models
+    kv_disk_capacity_bytes: int = 0  # 0 without a disk tier
+    kv_disk_pending: int = 0  # blocks that wait in the cache to be written
+    kv_disk_written_total: int = 0
+    kv_disk_read_total: int = 0
+    kv_disk_dropped_total: int = 0  # blocks that left the cache before they were written
+    kv_disk_corrupt_total: int = 0  # files that were cut, damaged or foreign, and removed
+    kv_disk_evicted_total: int = 0  # files removed for the cap
     draft_tokens_total: int = 0  # guessed by speculative decoding; 0 while it is off
     accepted_tokens_total: int = 0  # of these, right
 

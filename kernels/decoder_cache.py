@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from appliance.kernels.kv_cache import KVBlocks, KVFormat, KVPages, LayerCache
 from appliance.kernels.sealed_pages import SealedPages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    import torch
+    from torch import Tensor
 
     from appliance.kernels.kv_cache import LayerPrecision
 
@@ -44,6 +46,68 @@ class KVCache:
         for layer in self.layers:
             if isinstance(layer, SealedPages):
                 layer.copy_open(sources, destinations)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of all layers."""
+        return sum(map(_row_bytes, self._parts))
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of one open page of all layers; 0 if none is sealed."""
+        return sum(map(_row_bytes, self._open_parts))
+
+    def read_block(self, block: int, open_page: int = -1) -> bytes:
+        """A block of all layers, layer by layer, and behind it an open page, if one is named.
+
+        Slots without a token come along: what they hold means nothing. A cache on a GPU is moved
+        by `block_copy` instead, which need not wait for it.
+        """
+        rows = [part[block] for part in self._parts]
+        if open_page >= 0:
+            rows += [part[open_page] for part in self._open_parts]
+        return b"".join(
+            row.contiguous().flatten().view(torch.uint8).numpy().tobytes() for row in rows
+        )
+
+    def write_block(
+        self, block: int, content: bytes | bytearray | memoryview, open_page: int = -1
+    ) -> None:
+        """Put back what `read_block` returned, in this block or in another one."""
+        places = [part[block] for part in self._parts]
+        if open_page >= 0:
+            places += [part[open_page] for part in self._open_parts]
+        assert len(content) == sum(place.numel() * place.itemsize for place in places)
+        source = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        begin = 0
+        for place in places:
+            end = begin + place.numel() * place.itemsize
+            place.copy_(source[begin:end].view(place.dtype).view(place.shape))
+            begin = end
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        closed = (
+            layer.closed if isinstance(layer, SealedPages) else layer for layer in self.layers
+        )
+        return [part for layer in closed for part in layer.parts]
+
+    @property
+    def _open_parts(self) -> list[Tensor]:
+        layers = (layer for layer in self.layers if isinstance(layer, SealedPages))
+        return [part for layer in layers for part in layer.open.parts]
+
+
+def split_sealed(layers: Sequence[AnyLayerCache]) -> tuple[list[KVPages], list[KVPages]]:
+    """Blocks of all layers, and open pages of those that are sealed; for a GPU."""
+    closed = [layer.closed if isinstance(layer, SealedPages) else layer for layer in layers]
+    opened = [layer.open for layer in layers if isinstance(layer, SealedPages)]
+    assert all(isinstance(layer, KVPages) for layer in closed), "a GPU keeps all blocks as pages"
+    return [layer for layer in closed if isinstance(layer, KVPages)], opened
+
+
+def _row_bytes(part: Tensor) -> int:
+    return part[0].numel() * part.itemsize
 
 
 def allocate_blocks(

@@ -179,11 +179,16 @@ class KVBlocks:
             found.append(x)
         return tuple(found)
 
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All that a block consists of: tensors (num_blocks, ...)."""
+        tensors = (self.keys, self.values, self.key_scales, self.value_scales)
+        return tuple(tensor for tensor in tensors if tensor is not None)
+
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks inside the cache, for copy-on-write."""
-        for tensor in (self.keys, self.values, self.key_scales, self.value_scales):
-            if tensor is not None:
-                tensor[destinations] = tensor[sources]
+        for tensor in self.parts:
+            tensor[destinations] = tensor[sources]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +261,11 @@ class KVPages:
             self.pages[index], self.format.value, self.head_dim, self.head_scales
         )
         return keys[:context].to(dtype), values[:context].to(dtype)
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """All that a block consists of: tensors (num_blocks, ...)."""
+        return (self.pages,)
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks inside the cache, for copy-on-write."""

@@ -85,7 +85,7 @@ class RaggedBatch:
         """
         pages: list[int] = []
         if open_pages is not None:
-            query_lens, context_lens, block_tables, pages = _cut_at_blocks(
+            query_lens, context_lens, block_tables, pages = cut_at_blocks(
                 query_lens, context_lens, block_tables, open_pages, block_size
             )
         tables = tuple(
@@ -117,7 +117,7 @@ class RaggedBatch:
         )
 
 
-def _cut_at_blocks(
+def cut_at_blocks(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
     block_tables: Sequence[Sequence[int]],

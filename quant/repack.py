@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
-
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
 
 from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ConfigError, QuantizeError
-from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
 from appliance.model.source import open_model
+from appliance.quant.formats.grouping import zero_points_of
 from appliance.quant.formats.word_packed import WEIGHT
 from appliance.quant.run.options import MAX_SHARD_BYTES, WeightFormat
 from appliance.quant.run.plan import choose_store, stored_dtype
@@ -24,9 +24,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    import torch
+
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
     from appliance.quant.formats.store import WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class Repacked:
+    """What became of a model.
+
+    Attributes:
+        store: how its linear weights are stored now.
+        notes: one line for each thing that is not as it was.
+    """
+
+    store: WeightStore
+    notes: tuple[str, ...]
 
 
 def repack_model(
@@ -36,7 +51,7 @@ def repack_model(
     *,
     overwrite: bool = False,
     on_progress: Callable[[str, int, int], None] | None = None,
-) -> WeightStore:
+) -> Repacked:
     """Write a quantized model as a folder of another format.
 
     Each weight is read twice: once to know how it is quantized, once to be written.
@@ -47,9 +62,6 @@ def repack_model(
         format: AWQ or GPTQ.
         overwrite: replace an older model folder at the destination.
         on_progress: called with a stage, the weights done and the weights there are.
-
-    Returns:
-        How the weights are stored now.
 
     Raises:
         CheckpointError: the model is damaged.
@@ -108,7 +120,12 @@ def repack_model(
             f"cannot write {out}: {error.strerror}; nothing was left there"
         ) from error
     report("writing", len(slots), len(slots))
-    return store
+    notes = tuple(
+        f"{slot.name} goes from {bits} bits back to 16: {format.value} holds linear weights only"
+        for slot in slots
+        if slot.name not in found and (bits := source.weights.packed_bits(slot.name)) is not None
+    )
+    return Repacked(store, notes)
 
 
 def _layouts(
@@ -124,22 +141,15 @@ def _scheme(source: ModelSource, slot: TensorSlot) -> WeightScheme:
     """How a weight is quantized."""
     weight = source.weights.load(slot.name)
     assert isinstance(weight, PackedWeight), slot.name
-    middle = 1 << (weight.bits - 1)
     if weight.input_order is not None:
         _refuse(slot, "inputs in an order of their own (act-order)")
-    if weight.offset_kind is OffsetKind.ADDITIVE:
-        if not torch.equal(weight.offset, -middle * weight.scale):
-            _refuse(slot, "offsets that are no zero points")
-        symmetric = True
-    else:
-        whole = weight.offset == weight.offset.round()
-        inside = (weight.offset >= 0) & (weight.offset < 2 * middle)
-        if not bool((whole & inside).all()):
-            _refuse(slot, "zero points that are no codes")
-        symmetric = bool((weight.offset == middle).all())
+    zero_points = zero_points_of(weight)
+    if zero_points is None:
+        _refuse(slot, "offsets that are no zero points")
+    symmetric = bool((zero_points == 1 << (weight.bits - 1)).all())
     row = weight.shape[1] == weight.group_size
     return WeightScheme(weight.bits, None if row else weight.group_size, symmetric)
 
 
-def _refuse(slot: TensorSlot, what: str) -> None:
+def _refuse(slot: TensorSlot, what: str) -> NoReturn:
     raise QuantizeError(f"{slot.name} has {what}, which no other format holds without loss")

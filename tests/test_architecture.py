@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "quant.scheme": {"kernels"},
     "quant.pack": {"kernels", "quant.scheme"},
     "quant.methods.rtn": {"kernels", "quant.scheme", "quant.pack"},
-    "quant.text.self_text": {"tokenizer", "llm", "engine.request", "model"},
+    "quant.text.self_text": {"tokenizer", "llm", "engine.request", "model", "quant.run.memory"},
     "quant.formats": {"kernels", "quant.scheme", "quant.pack", "checkpoint"},
     "quant": {"kernels", "model", "checkpoint", "gguf", "tokenizer", "hub", "config"},
     "model": {

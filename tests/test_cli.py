@@ -76,7 +76,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_every_command_has_help() -> None:
-    for command in ("serve", "quantize", "evaluate", "card", "top", "version"):
+    for command in ("serve", "quantize", "evaluate", "card", "top", "version", "cache"):
         result = CliRunner().invoke(app, [command, "--help"])
         assert result.exit_code == 0
         assert "Usage" in result.stdout

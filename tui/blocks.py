@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from appliance.events import BlockState
+from appliance.tui.numbers import counted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,7 +72,8 @@ class Blocks:
         for run in delta.runs:
             end = run.start + run.length
             if not (0 <= run.start <= end <= cells.size and 0 <= run.cell <= _MAX_CELL):
-                raise ValueError(f"the delta writes {run} into a map of {cells.size} blocks")
+                of = counted(cells.size, "block")
+                raise ValueError(f"the delta writes {run} into a map of {of}")
             cells[run.start : end] = run.cell
             changed[run.start : end] = now
         return replace(self, cells=_frozen(cells), changed=_frozen(changed))

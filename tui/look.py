@@ -31,7 +31,7 @@ class Sort(Enum):
 
     AGE = "age"
     REQUEST = "request"
-    OWNER = "owner"
+    KEY = "key"
     STATE = "state"
     PROMPT = "prompt"
     CACHED = "cached"
@@ -73,6 +73,7 @@ class Look:
         ascending: the other way round.
         query: what lines of that table must contain.
         log_back: lines that the log is scrolled back.
+        facts_down: lines that the facts of the model page are scrolled down.
         message: what to tell the person now.
     """
 
@@ -85,4 +86,5 @@ class Look:
     ascending: bool = False
     query: str = ""
     log_back: int = 0
+    facts_down: int = 0
     message: str = ""

@@ -14,6 +14,7 @@ from appliance.tui.screens.help import HelpScreen
 from appliance.tui.screens.requests import RequestsPage
 from appliance.tui.viewport import levels
 from appliance.tui.widgets.block_map import BlockMap
+from appliance.tui.widgets.panel import LongPanel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -175,6 +176,11 @@ class Looking(_Base):
         """Go back in the log, or forward with a negative number."""
         most = max(0, len(self.view_now().state.log) - 1)
         self.change(log_back=min(max(self.look.log_back + lines, 0), most))
+
+    def action_scroll_facts(self, lines: int) -> None:
+        """Go down in the facts of the model page, or up with a negative number."""
+        most = max((panel.hidden for panel in self.screen.query(LongPanel)), default=0)
+        self.change(facts_down=min(max(self.look.facts_down + lines, 0), most))
 
     def action_abort(self) -> None:
         """Abort the request in focus, once the person has confirmed it."""

@@ -14,6 +14,11 @@ def count(number: int) -> str:
     return f"{number / 1e9:,.2f} G"
 
 
+def counted(number: int, noun: str) -> str:
+    """So many of something, which is more than one unless it is exactly one."""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def rate(per_second: float) -> str:
     """Something per second, without the unit."""
     return f"{per_second:,.1f}" if per_second < 1000 else f"{per_second:,.0f}"

@@ -169,10 +169,15 @@ def letters(
     cells = blocks.cells[grid.shown(_RANKS[blocks.cells & np.uint32(0xFFFF)])]
     named = (picture >= OWNER) & (picture < REFERENCE)
     if mode is ColorMode.OWNER:
-        names = ord("a") + (cells >> np.uint32(16)) % 26
+        names = ord(letter_of(0)) + (cells >> np.uint32(16)) % 26
     else:
         names = _DIGITS[cells >> np.uint32(4) & np.uint32(0xF)]
     return np.where(named, names, drawn).astype(np.uint32)
+
+
+def letter_of(slot: int) -> str:
+    """What stands for the blocks of a slot where there are no colours."""
+    return chr(ord("a") + slot % 26)
 
 
 def _focused(blocks: Blocks, emphasis: Emphasis) -> NDArray[np.bool_] | None:

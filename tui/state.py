@@ -119,7 +119,7 @@ class DashboardState:
     sequences: tuple[SequenceView, ...] = ()  # running ones first, oldest first
     history: Histories = field(default_factory=Histories)
     log: tuple[LogLine, ...] = ()  # oldest first, at most `MAX_LOG_LINES`
-    job: Job | None = None
+    jobs: tuple[Job, ...] = ()  # that go on, in the order they were heard of
     table: BlockTable | None = None  # of the sequence that was in focus last
 
     @property
@@ -147,9 +147,10 @@ def reduce(state: DashboardState, item: FeedItem, now: float = 0.0) -> Dashboard
     """
     match item:
         case Connection():
-            # Each connection tells the log from its beginning.
-            log = () if item.phase is Phase.LIVE else state.log
-            return replace(state, connection=item, log=log)
+            # Each connection tells the log from its beginning, and the tasks that go on.
+            if item.phase is Phase.LIVE:
+                state = replace(state, log=(), jobs=())
+            return replace(state, connection=item)
         case Info():
             return replace(state, info=item)
         case Snapshot():
@@ -165,9 +166,18 @@ def reduce(state: DashboardState, item: FeedItem, now: float = 0.0) -> Dashboard
         case Log():
             return replace(state, log=(*state.log, *item.lines)[-MAX_LOG_LINES:])
         case Job():
-            return replace(state, job=item)
+            return replace(state, jobs=_with_job(state.jobs, item))
         case BlockTable():
             return replace(state, table=item)
+
+
+def _with_job(jobs: tuple[Job, ...], job: Job) -> tuple[Job, ...]:
+    """In the place of what was known of it; without it if it has ended."""
+    if job.ended:
+        return tuple(one for one in jobs if one.name != job.name)
+    if all(one.name != job.name for one in jobs):
+        return (*jobs, job)
+    return tuple(job if one.name == job.name else one for one in jobs)
 
 
 def _map_of(snapshot: Snapshot, before: Blocks | None, now: float) -> Blocks:

@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from appliance.events import NO_OWNER
+from appliance.tui import palette
 from appliance.tui.look import Look, SequenceKey, Sort
-from appliance.tui.raster import Emphasis
+from appliance.tui.raster import Emphasis, letter_of
 from appliance.tui.state import DashboardState, Phase, is_running
 
 if TYPE_CHECKING:
@@ -107,6 +108,13 @@ class View:
         key, largest_first = _SORTS[self.look.sort]
         return tuple(sorted(kept, key=key, reverse=largest_first is not self.look.ascending))
 
+    def swatch(self, sequence: SequenceView) -> tuple[str, str]:
+        """What stands for a sequence beside its name, as on the map, and its colour."""
+        if not is_running(sequence):
+            return " " if self.lettered else "■", palette.FAINT
+        letter = letter_of(sequence.slot) if self.lettered else "■"
+        return letter, palette.owner_hue(sequence.slot)
+
     @property
     def retry_words(self) -> str:
         """When the next attempt to connect is."""
@@ -141,7 +149,7 @@ def _searchable(sequence: SequenceView) -> str:
 
 _SORTS: dict[Sort, tuple[Callable[[SequenceView], Any], bool]] = {
     Sort.REQUEST: (lambda one: one.request_id, False),
-    Sort.OWNER: (lambda one: one.owner, False),
+    Sort.KEY: (lambda one: one.owner, False),
     Sort.STATE: (lambda one: one.status, False),
     Sort.PROMPT: (lambda one: one.prompt_tokens, True),
     Sort.CACHED: (lambda one: one.cached_tokens, True),

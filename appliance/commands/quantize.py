@@ -96,6 +96,7 @@ def quantize(
 
     from appliance.commands.quantize_card import make_card_of_run
     from appliance.commands.quantize_display import choose_display, describe_plan
+    from appliance.commands.quantize_job import tell_job
     from appliance.config import cache_dir, jobs_dir
     from appliance.hub import resolve_model
     from appliance.jobs import JobFile
@@ -110,7 +111,7 @@ def quantize(
         choose_scheme,
     )
     from appliance.quant.text.calibration import CalibrationText
-    from appliance.quantize_events import QuantizeEvent, Unit, encode_event
+    from appliance.quantize_events import QuantizeEvent, encode_event
 
     chosen = Method.parse(method)
     options = QuantizeOptions(
@@ -135,24 +136,19 @@ def quantize(
         plan = pipeline.dry_run(resolved.path, out, options)
         typer.echo(encode_event(plan).decode() if as_json else "\n".join(describe_plan(plan)))
         return
-    job = JobFile(jobs_dir(), f"quantize {resolved.path.name}")
-    with (
-        _interruptible(lambda: pipeline.what_is_kept(out)),
-        job,
-        choose_display(as_json=as_json) as display,
-    ):
+    display = choose_display(as_json=as_json)
+    with JobFile(jobs_dir(), f"quantize {resolved.path.name}") as job:
 
         def tell(event: QuantizeEvent) -> None:
             display(event)
-            if isinstance(event, Unit):
-                left = event.remaining_seconds
-                job.update("quantizing", event.bytes_done, event.bytes_total, seconds_left=left)
+            tell_job(job, event)
 
-        report = pipeline.quantize_model(resolved.path, out, options, tell)
-    typer.echo(report.summary(), err=True)
-    make_later = f"make it with: appliance evaluate {out} --against {resolved.path}"
-    with _interruptible(lambda: f"the weights are done, their quality card is not; {make_later}"):
-        make_card_of_run(report, resolved.path, card_tokens if card else 0, display)
+        with _interruptible(lambda: pipeline.what_is_kept(out)), display:
+            report = pipeline.quantize_model(resolved.path, out, options, tell)
+        typer.echo(report.summary(), err=True)
+        later = f"make it with: appliance evaluate {out} --against {resolved.path}"
+        with _interruptible(lambda: f"the weights are done, their quality card is not; {later}"):
+            make_card_of_run(report, resolved.path, card_tokens if card else 0, tell)
     typer.echo(f"serve it with: appliance serve {out}", err=True)
 
 

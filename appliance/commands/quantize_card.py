@@ -25,13 +25,13 @@ def make_card_of_run(report: QuantizeReport, base: Path, tokens: int, on_event: 
         report: of the finished run.
         base: the model that was quantized.
         tokens: to measure on; 0 makes no card.
-        on_event: is told what was found.
+        on_event: is told how far it is and what was found.
     """
     from appliance.progress import ProgressLine
     from appliance.quant.quality.make_card import CardOptions, make_card, write_card
     from appliance.quant.quality.run_facts import keep_facts
     from appliance.quant.text.held_out import HeldOutText
-    from appliance.quantize_events import CardWritten
+    from appliance.quantize_events import CardWritten, Measuring
 
     try:
         keep_facts(report)
@@ -40,7 +40,12 @@ def make_card_of_run(report: QuantizeReport, base: Path, tokens: int, on_event: 
         window = min(512, tokens)
         options = CardOptions(text=HeldOutText(None, tokens, window))
         with ProgressLine() as progress:
-            card = make_card(report.out, base, options, on_progress=progress)
+
+            def tell(stage: str, done: int, total: int) -> None:
+                progress(stage, done, total)
+                on_event(Measuring(stage=stage, done=done, total=total))
+
+            card = make_card(report.out, base, options, on_progress=tell)
         path = write_card(card, report.out)
     except ApplianceError as error:
         typer.echo(

@@ -15,6 +15,7 @@ from appliance.quantize_events import (
     CardWritten,
     Done,
     Failed,
+    Measuring,
     Plan,
     QuantizeEvent,
     Start,
@@ -128,11 +129,13 @@ def _lines(event: QuantizeEvent) -> list[str]:
         case Step():
             return [event.what]
         case Start(units_done=0):
-            return [f"{event.architecture}, {event.method}, {event.scheme}: {event.units} parts"]
+            return [f"{event.architecture}, {event.method}, {event.scheme}: {_parts(event.units)}"]
         case Start():
-            return [f"going on after {event.units_done} of {event.units} parts"]
+            return [f"going on after {event.units_done} of {_parts(event.units)}"]
         case Plan(measured=True):
             return describe_plan(event)
+        case Plan():
+            return [f"note: {note}" for note in event.notes]
         case Unit():
             losses = _losses(event)
             return [
@@ -142,8 +145,12 @@ def _lines(event: QuantizeEvent) -> list[str]:
                 f" {_memory(event)}",
                 *(f"note: {note}" for note in event.notes),
             ]
-        case Plan() | Written() | Done() | CardWritten() | Failed():
+        case Written() | Done() | Measuring() | CardWritten() | Failed():
             return []
+
+
+def _parts(count: int) -> str:
+    return "1 part" if count == 1 else f"{count} parts"
 
 
 def describe_plan(plan: Plan) -> list[str]:
@@ -155,9 +162,10 @@ def describe_plan(plan: Plan) -> list[str]:
             f"{kind.count} {kind.tensors}: {kind.form}, {kind.nbytes / MIB:,.1f} MiB"
             for kind in plan.classes
         ),
-        f"memory: {plan.peak_ram / MIB:,.0f} MiB at most{gpu}, as measured with the largest layer",
+        f"memory: {plan.peak_ram / MIB:,.0f} MiB at most{gpu}, as measured",
         f"disk: {size / MIB:,.1f} MiB, and {plan.disk_bytes / MIB:,.1f} MiB until the end",
         f"time: about {_duration(plan.seconds)}",
+        *(f"note: {note}" for note in plan.notes),
     ]
 
 

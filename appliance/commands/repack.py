@@ -25,14 +25,16 @@ def repack(
 
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
-        store = repack_model(
+        repacked = repack_model(
             resolved.path,
             out,
             WeightFormat.parse(format),
             overwrite=overwrite,
             on_progress=progress,
         )
-    config = store.config({}, [], named=False)
+    for note in repacked.notes:
+        typer.echo(f"note: {note}", err=True)
+    config = repacked.store.config({}, [], named=False)
     typer.echo(
         f"{out}: {config['quant_method']}, {config['bits']} bits in groups of"
         f" {config['group_size']}; serve it with: appliance serve {out}",

@@ -15,6 +15,8 @@ from appliance.commands.sizes import parse_size
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from appliance.engine.messages import EngineInfo
 
 
@@ -25,6 +27,9 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on [8080].")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Model id in the API.")] = None,
     max_queue: Annotated[int | None, typer.Option(help="Requests that may wait [64].")] = None,
+    max_queue_seconds: Annotated[
+        float | None, typer.Option(help="Seconds that a request may wait to be started [600].")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [auto].")] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Activations: auto, bfloat16, float16, float32 [auto].")
@@ -53,6 +58,24 @@ def serve(
     ] = None,
     api_key_file: Annotated[
         str | None, typer.Option(help="File with API keys, a line NAME=KEY for each.")
+    ] = None,
+    share_prefixes_between_keys: Annotated[
+        bool | None,
+        typer.Option(help="Let API keys reuse each other's cached prompt beginnings [off]."),
+    ] = None,
+    kv_disk: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder that keeps the KV cache of long prompts over a restart, or off"
+            " [the cache folder]."
+        ),
+    ] = None,
+    kv_disk_size: Annotated[
+        str | None, typer.Option(help="Most that this folder may take, such as 4GiB [4GiB].")
+    ] = None,
+    kv_host_memory: Annotated[
+        str | None,
+        typer.Option(help="Host memory for KV blocks that had to make room, or 0 [planned]."),
     ] = None,
     show_prompts: Annotated[
         bool | None, typer.Option(help="Let dashboards show what is asked [off].")
@@ -84,7 +107,7 @@ def serve(
     --api-key-file.
     """
     from appliance import log
-    from appliance.config import cache_dir, load_settings
+    from appliance.config import cache_dir, load_settings, with_kv_folder
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
     from appliance.quant.quality.min_quality import parse_min_quality
@@ -100,6 +123,7 @@ def serve(
             "port": port,
             "served_model_name": served_model_name,
             "max_queue": max_queue,
+            "max_queue_seconds": max_queue_seconds,
             "device": device,
             "dtype": dtype,
             "kv_cache_dtype": kv_cache_dtype,
@@ -113,6 +137,10 @@ def serve(
             "threads": threads,
             "prefix_caching": prefix_caching,
             "api_key_file": api_key_file,
+            "share_prefixes_between_keys": share_prefixes_between_keys,
+            "kv_disk": kv_disk,
+            "kv_disk_size": None if kv_disk_size is None else parse_size(kv_disk_size),
+            "kv_host_memory": None if kv_host_memory is None else parse_size(kv_host_memory),
             "show_prompts": show_prompts,
             "kernels": kernels,
             "cpu_isa": cpu_isa,
@@ -120,6 +148,7 @@ def serve(
         },
         config,
     )
+    settings = with_kv_folder(settings)
     conditions = None
     if settings.server.min_quality is not None:
         conditions = parse_min_quality(settings.server.min_quality)
@@ -134,7 +163,7 @@ def serve(
 
         def say_ready(url: str, name: str, info: EngineInfo) -> None:
             progress.close()
-            typer.echo(banner(url, name, info, quality), err=True)
+            typer.echo(banner(url, name, info, quality, settings.server.keys()), err=True)
 
         run_server(
             settings,
@@ -146,8 +175,16 @@ def serve(
         )
 
 
-def banner(url: str, name: str, info: EngineInfo, quality: Quality | None = None) -> str:
-    """What a person needs to know once the server is ready."""
+def banner(
+    url: str,
+    name: str,
+    info: EngineInfo,
+    quality: Quality | None = None,
+    keys: Iterable[str] = (),
+) -> str:
+    """What a person needs to know once the server is ready; of keys their names."""
+    names = ", ".join(keys)
+    bearer = ' -H "Authorization: Bearer $APPLIANCE_API_KEY"' if names else ""
     mib = 2**20
     tokens = info.num_blocks * info.block_size
     rows = [
@@ -168,11 +205,12 @@ def banner(url: str, name: str, info: EngineInfo, quality: Quality | None = None
         ("loaded in", f"{info.load_seconds:.1f} s"),
         *(("quality", line) for line in (quality.lines if quality is not None else ())),
         *(("note", note) for note in info.notes),
+        *([("keys", names)] if names else []),
         ("page", f"{url}/ with a chat"),
-        ("dashboard", f"appliance top --url {url}"),
+        ("dashboard", f"{'APPLIANCE_API_KEY=... ' if names else ''}appliance top --url {url}"),
         (
             "try it",
-            f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d "
+            f"curl {url}/v1/chat/completions{bearer} -H 'Content-Type: application/json' -d "
             f'\'{{"model": "{name}", "temperature": 0.2, "max_tokens": 200, '
             f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
         ),

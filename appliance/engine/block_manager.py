@@ -6,17 +6,19 @@ requests' order or of tensors. Every operation is O(1) amortised per block. Impo
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from appliance.engine.block_metadata import BlockMetadata, unpack
+from appliance.engine.block_invariants import check_blocks
+from appliance.engine.block_metadata import BlockMetadata
 from appliance.engine.open_pages import OpenPages
 from appliance.engine.plan import BlockCopy
-from appliance.engine.prefix_cache import PrefixCache
+from appliance.engine.prefix_cache import Prefix, PrefixCache
 from appliance.events import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as Sequences
 
     from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
@@ -27,15 +29,15 @@ class BlockManager:
 
     A block is free (no content), cached (content that no sequence refers to, least recently used
     first to go) or active (in at least one block table), which is said to be written while one
-    sequence alone holds it and it has room. A full block enters the prefix cache
-    once it is computed. Where equal content is indexed already, both blocks stay, since block
-    tables only grow; the second one stays out of the index and is plainly freed.
+    sequence alone holds it and it has room. A full block enters the prefix cache once it is
+    computed, a last block that is not full when its sequence lets go of it. Where equal content is
+    indexed already, both stay, since block tables only grow; the second one is plainly freed.
 
     A block is written by a sequence only while no other sequence refers to it and the prefix
     cache does not index it; otherwise `allocate` gives the sequence a copy.
 
-    Where blocks are sealed, one that is not full has an open page. Once it is full nobody writes
-    to it any more, not even to a copy: without the open page its tokens cannot be had.
+    Where blocks are sealed, one that is not full has an open page, also while it is only cached.
+    Nobody writes to a full one, not even to a copy: its first tokens cannot be had alone.
 
     Args:
         num_blocks: physical blocks.
@@ -46,9 +48,12 @@ class BlockManager:
         num_open: open pages, see `open_pages.num_open_pages`; 0 where blocks are not sealed.
 
     Attributes:
+        index: which block holds which content.
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks that stand in more than one block table.
         num_evictions: blocks whose cached content was given up, ever.
+        on_evict: called with hash and block before the content of a full block is given up.
+        loading: active blocks whose content is still outside, see `block_loads`.
     """
 
     def __init__(
@@ -61,21 +66,25 @@ class BlockManager:
         namespace: str = "",
         num_open: int = 0,
     ) -> None:
-        assert num_blocks > 0
-        assert block_size > 0
+        assert min(num_blocks, block_size) > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.metadata = metadata or BlockMetadata(num_blocks=num_blocks)
         self.kv_tokens = 0
         self.num_shared = 0
         self.num_evictions = 0
+        self.on_evict: Callable[[bytes, int], None] | None = None
         self._prefix_caching = prefix_caching
-        self._index = PrefixCache(block_size, namespace)
+        self.index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
         self._open = OpenPages(num_open)
         self._references = [0] * num_blocks
         self._filled = [0] * num_blocks  # slots that hold a token
         self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached_open: OrderedDict[int, None] = OrderedDict()  # of these with an open page
+        self._copied: set[int] = set()  # sources of the copies of the plan that is being made
+        self._sources: list[int] = []  # those of them that no block table refers to any more
+        self.loading: set[int] = set()
 
     @property
     def num_free_blocks(self) -> int:
@@ -105,27 +114,56 @@ class BlockManager:
         """Blocks that the sequence's tokens still need."""
         return self.blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
 
-    def cost_of_admission(self, sequence: Sequence, prefix: list[int]) -> int:
-        """How far `num_free_blocks` falls if all tokens get blocks and `prefix` is attached."""
-        unreferenced = sum(not self._references[block] for block in prefix)
-        return self.blocks_for(len(sequence.token_ids)) - len(prefix) + unreferenced
+    def cost_of_admission(self, sequence: Sequence, prefix: Prefix) -> int:
+        """Free blocks that it takes to attach `prefix` and give blocks to all other tokens.
 
-    def find_prefix(self, sequence: Sequence) -> list[int]:
+        What a copy is made of is among them, and free again once the plan is `settled`.
+        """
+        unreferenced = sum(not self._references[block] for block in prefix.blocks)
+        num_new = self.blocks_for(len(sequence.token_ids)) - len(prefix.blocks)
+        return num_new + unreferenced + self._needs_copy(prefix)
+
+    def find_prefix(self, sequence: Sequence) -> Prefix:
         """Blocks that hold the sequence's first tokens already.
 
-        The last token is never part of a hit: it must be run to get logits, and leaving its block
-        out means that a hit is never written to and costs no copy.
+        The last token is never part of a hit: it must be run to get logits.
         """
-        if not self._prefix_caching:
-            return []
-        num_blocks = (len(sequence.token_ids) - 1) // self.block_size
-        self._index.extend_hashes(sequence, num_blocks)
-        return self._index.find(sequence.block_hashes[:num_blocks])
+        finds = self._prefix_caching or sequence.num_kept
+        return self.index.find(sequence) if finds else Prefix()
 
-    def attach(self, sequence: Sequence, prefix: list[int]) -> None:
+    def without_copy(self, prefix: Prefix) -> Prefix:
+        """As much of a prefix as can be attached and written behind without a copy."""
+        return self.whole(prefix) if self._needs_copy(prefix) else prefix
+
+    def whole(self, prefix: Prefix) -> Prefix:
+        """The full blocks of a prefix."""
+        num_full = prefix.num_tokens // self.block_size
+        return Prefix(prefix.blocks[:num_full], num_full * self.block_size)
+
+    def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start a sequence's block table with blocks that `find_prefix` returned just now."""
-        self._share(sequence, prefix)
-        sequence.num_computed = len(prefix) * self.block_size
+        if prefix.num_tokens % self.block_size and not self._needs_copy(prefix):
+            self.index.remove(prefix.blocks[-1])  # it goes on where another ended
+        self._share(sequence, prefix.blocks)
+        sequence.num_computed = prefix.num_tokens
+
+    def _needs_copy(self, prefix: Prefix) -> bool:
+        """Whether a prefix ends in a block that holds more, or belongs to others."""
+        num_tokens = prefix.num_tokens % self.block_size
+        if num_tokens == 0:
+            return False
+        last = prefix.blocks[-1]
+        return bool(self._references[last]) or self._filled[last] != num_tokens
+
+    def open_page(self, block: int) -> int:
+        """The open page of a block, or -1."""
+        return self._open.get(block)
+
+    def num_held(self, sequence: Sequence) -> int:
+        """Tokens whose content is there: a last block that was to be copied may hold nothing."""
+        num_full, num_last = divmod(sequence.num_computed, self.block_size)
+        is_empty = num_last and self._filled[sequence.block_table[num_full]] < num_last
+        return sequence.num_computed - (num_last if is_empty else 0)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let `child` share the blocks of the first `num_tokens` tokens, equal in both.
@@ -151,12 +189,11 @@ class BlockManager:
         """
         table = sequence.block_table
         first = sequence.num_computed // self.block_size
+        if num_new_tokens == 1 and first < len(table) and self._is_own(table[first]):
+            return ()  # as for most answers in most steps
         num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
-        kept = [
-            index
-            for index in range(first, min(num_blocks, len(table)))
-            if self._references[table[index]] > 1 or table[index] in self._index
-        ]
+        present = range(first, min(num_blocks, len(table)))
+        kept = [index for index in present if not self._is_own(table[index])]
         num_appended = max(0, num_blocks - len(table))
         if not (kept or num_appended):
             return ()
@@ -167,15 +204,33 @@ class BlockManager:
         table.extend(self._take(sequence) for _ in range(num_appended))
         for index, copy in zip(kept, copies, strict=True):
             table[index] = copy.destination
-            self._let_go(copy.source, sequence)
+            self._copied.add(copy.source)
+            self._let_go(copy.source, sequence.slot)
         return copies
+
+    def _is_own(self, block: int) -> bool:
+        """Whether the one sequence that holds a block may write to it."""
+        return self._references[block] == 1 and block not in self.index
+
+    def settle(self) -> None:
+        """A plan is complete: what it copies from may be given to others from now on.
+
+        Before that it could become the destination of another of the plan's copies.
+        """
+        self._copied.clear()
+        while self._sources:
+            self._let_go(self._sources.pop(), 0)
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """Record that the next `num_tokens` tokens are in the cache and index full blocks."""
-        size = self.block_size
-        first = sequence.num_computed // size
-        end = sequence.num_computed + num_tokens
-        sequence.num_computed = end
+        size, first = self.block_size, sequence.num_computed // self.block_size
+        sequence.num_computed = end = sequence.num_computed + num_tokens
+        if num_tokens == 1 and end % size:  # as for most answers in most steps
+            block = sequence.block_table[first]
+            if (before := self._filled[block]) < size:
+                self.kv_tokens += end % size - before
+                self._filled[block] = end % size
+                return
         for index in range(first, self.blocks_for(end)):
             block = sequence.block_table[index]
             filled, before = min(end - index * size, size), self._filled[block]
@@ -186,9 +241,9 @@ class BlockManager:
             if (filled == size) != (before == size):
                 self._record_active(block, self.metadata.owner(block))
         if self._prefix_caching and end // size > first:
-            self._index.extend_hashes(sequence, end // size)
+            self.index.extend_hashes(sequence, end // size)
             for index in range(first, end // size):
-                self._index.add(sequence.block_hashes[index], sequence.block_table[index])
+                self.index.add(sequence, index, sequence.block_table[index], size)
 
     def open_pages(
         self, scheduled: Iterable[ScheduledSequence]
@@ -197,15 +252,11 @@ class BlockManager:
         if not self._open:
             return None
         size = self.block_size
-        return tuple(
-            tuple(
-                self._open[block]
-                for block in entry.sequence.block_table[
-                    entry.start // size : self.blocks_for(entry.end)
-                ]
-            )
-            for entry in scheduled
-        )
+        pages = []
+        for entry in scheduled:
+            table = entry.sequence.block_table[entry.start // size : self.blocks_for(entry.end)]
+            pages.append(tuple([self._open[block] for block in table]))
+        return tuple(pages)
 
     def _copy(self, source: int, destination: int) -> BlockCopy:
         if not self._open:
@@ -215,30 +266,44 @@ class BlockManager:
     def free(self, sequence: Sequence) -> None:
         """Take all blocks from a sequence; those with findable content stay as cache."""
         table = sequence.block_table
-        num_full = sequence.num_computed // self.block_size if self._prefix_caching else 0
+        keeps = self._prefix_caching or sequence.num_kept
+        num_full, num_last = divmod(self.num_held(sequence), self.block_size)
         # Tail before head, so that eviction shortens a chain and never cuts it in the middle.
         for index in reversed(range(len(table))):
-            if index < num_full:
-                self._touch(sequence.block_hashes[index], table[index])
-            self._let_go(table[index], sequence)
+            if not keeps:
+                pass
+            elif index < num_full:
+                self._touch(sequence, index)
+            elif self._prefix_caching and index == num_full and num_last >= self.index.min_partial:
+                self._keep_last(sequence, index, num_last)
+            self._let_go(table[index], sequence.slot)
         table.clear()
         sequence.num_computed = 0
 
-    def _touch(self, content: bytes, block: int) -> None:
+    def _touch(self, sequence: Sequence, index: int) -> None:
         """Keep a chain whole where the index holds, or has lost, an equal block of another's."""
-        indexed = self._index.get(content)
+        indexed = self.index.get(sequence.block_hashes[index])
         if indexed is None:
-            self._index.add(content, block)
+            self.index.add(sequence, index, sequence.block_table[index], self.block_size)
         elif indexed in self._cached:
             self._cached.move_to_end(indexed)
 
-    def _share(self, sequence: Sequence, blocks: list[int]) -> None:
+    def _keep_last(self, sequence: Sequence, index: int, num_tokens: int) -> None:
+        """Index a block that is not full, if it is the sequence's own."""
+        block = sequence.block_table[index]
+        if self._references[block] == 1 and block not in self.index:
+            self.kv_tokens -= self._filled[block] - num_tokens
+            self._filled[block] = num_tokens
+            self.index.add(sequence, index, block, num_tokens)
+
+    def _share(self, sequence: Sequence, blocks: Sequences[int]) -> None:
         assert not sequence.block_table
         for block in blocks:
             references = self._references[block] + 1
             self._references[block] = references
             if references == 1:
                 del self._cached[block]
+                self._cached_open.pop(block, None)
                 self.kv_tokens += self._filled[block]
             elif references == 2:
                 self.num_shared += 1
@@ -247,17 +312,27 @@ class BlockManager:
 
     def _take(self, sequence: Sequence) -> int:
         """Make a block active, at the price of the least recently used content if need be."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            self._index.remove(block)
-            self.num_evictions += 1
+        if self._open.is_exhausted and self._cached_open:
+            self._evict(next(iter(self._cached_open)))
+        if not self._free:
+            self._evict(next(iter(self._cached)))
+        block = self._free.pop()
         self._references[block] = 1
         self._filled[block] = 0
         self._open.claim(block)
         self._record_active(block, sequence.slot)
         return block
+
+    def _evict(self, block: int) -> None:
+        """Give up the content of a cached block."""
+        del self._cached[block]
+        self._cached_open.pop(block, None)
+        content = self.index.remove(block)
+        if self.on_evict is not None and self._filled[block] == self.block_size:
+            self.on_evict(content, block)
+        self._open.release(block)
+        self._free.append(block)
+        self.num_evictions += 1
 
     def _record_active(self, block: int, owner: int) -> None:
         """Write down who holds a block, once per change of hands and once when it is full."""
@@ -266,26 +341,35 @@ class BlockManager:
         )
 
     def _active_state(self, block: int) -> BlockState:
+        if block in self.loading:
+            return BlockState.SWAPPED
         is_open = self._references[block] == 1 and self._filled[block] < self.block_size
         return BlockState.WRITING if is_open else BlockState.ACTIVE
 
-    def _let_go(self, block: int, sequence: Sequence) -> None:
-        """Drop one reference to a block."""
+    def _let_go(self, block: int, slot: int) -> None:
+        """Drop the reference that the sequence of a slot has to a block."""
+        if self._references[block] == 1 and block in self._copied:
+            self._copied.remove(block)
+            self._sources.append(block)
+            return
         references = self._references[block] - 1
         self._references[block] = references
         owner = self.metadata.owner(block)
         if references:
             self.num_shared -= references == 1
             # Which of the others is the owner now is not worth remembering.
-            owner = 0 if owner == sequence.slot else owner
+            owner = 0 if owner == slot else owner
             self._record_active(block, owner)
         else:
             self.kv_tokens -= self._filled[block]
-            self._open.release(block)
-            if block in self._index:
+            self.loading.discard(block)
+            if block in self.index:
                 self._cached[block] = None
-                self.metadata.write(block, BlockState.CACHED)
+                if block in self._open:
+                    self._cached_open[block] = None
+                self.metadata.write(block, BlockState.CACHED, precision=block in self._open)
             else:
+                self._open.release(block)
                 self._free.append(block)
                 self.metadata.write(block, BlockState.FREE)
 
@@ -295,43 +379,4 @@ class BlockManager:
         Args:
             sequences: all that hold blocks.
         """
-        holders = list(sequences)
-        references = Counter(block for holder in holders for block in holder.block_table)
-        active = set(references)
-        free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "a block is twice in the free list"
-        states = len(free) + len(cached) + len(active)
-        assert states == self.num_blocks, "a block is lost or has two states"
-        assert free | cached | active == set(range(self.num_blocks)), "a block has two states"
-        assert self._references == [references[block] for block in range(self.num_blocks)]
-        assert self.num_shared == sum(count > 1 for count in references.values())
-        assert self.kv_tokens == sum(self._filled[block] for block in active)
-
-        self._open.check_invariants({b for b in active if self._filled[b] < self.block_size})
-        self._index.check_invariants()
-        assert all(block in self._index for block in cached), "a cached block cannot be found"
-        assert not any(block in self._index for block in free), "a free block can be found"
-        for holder in holders:
-            table, num_full = holder.block_table, holder.num_computed // self.block_size
-            assert len(set(table)) == len(table), "a block is twice in a block table"
-            assert self.blocks_for(holder.num_computed) <= len(table)
-            if self._prefix_caching:
-                assert len(holder.block_hashes) >= num_full
-
-        fields = unpack(self.metadata.words)
-        slots: dict[int, set[int]] = {block: {0} for block in active}
-        for holder in holders:
-            for block in holder.block_table:
-                slots[block].add(holder.slot)
-        for block in range(self.num_blocks):
-            state = (
-                self._active_state(block)
-                if block in active
-                else BlockState.CACHED
-                if block in cached
-                else BlockState.FREE
-            )
-            assert fields.state[block] == state
-            assert fields.references[block] == min(references[block], 255)
-            assert fields.precision[block] == (block in self._open)
-            assert int(fields.owner[block]) in slots.get(block, {0})
+        check_blocks(self, sequences)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from numpy.typing import NDArray
 
     from appliance.events import BlockState
@@ -110,3 +112,23 @@ class BlockMetadata:
     def owner(self, block: int) -> int:
         """The slot in a block's word."""
         return self._cells[block] >> _OWNER_SHIFT
+
+    def check_invariants(
+        self,
+        states: Mapping[int, BlockState],
+        references: Mapping[int, int],
+        precisions: Mapping[int, int],
+        owners: Mapping[int, Collection[int]],
+    ) -> None:
+        """Assert that the words say what each block is; `owners` has all that would be right."""
+        fields = unpack(self.words)
+        words = zip(
+            *(fields.state.tolist(), fields.references.tolist()),
+            *(fields.precision.tolist(), fields.owner.tolist()),
+            strict=True,
+        )
+        for block, (state, count, precision, owner) in enumerate(words):
+            assert state == states[block], block
+            assert count == min(references.get(block, 0), _MAX_REFERENCES), block
+            assert precision == precisions[block], block
+            assert owner in owners[block], block

@@ -23,9 +23,10 @@ class Counters:
     prefix_hits: int = 0
     preemptions: int = 0  # sequences
     aborted: int = 0  # requests
+    expired: int = 0  # requests
     last_plan: Plan = field(default_factory=lambda: Plan(()))
 
-    def snapshot(self, blocks: BlockManager, *, running: int, waiting: int) -> EngineStats:
+    def snapshot(self, blocks: BlockManager, running: int, waiting: int) -> EngineStats:
         """The scheduler's share of the statistics; times are the engine's to add."""
         last = self.last_plan
         return EngineStats(
@@ -38,6 +39,7 @@ class Counters:
             prefix_hits_total=self.prefix_hits,
             preemptions_total=self.preemptions,
             aborted_total=self.aborted,
+            expired_total=self.expired,
             blocks_total=blocks.num_blocks,
             blocks_active=blocks.num_active,
             blocks_cached=blocks.num_cached,

@@ -7,13 +7,14 @@ by calling what was captured, so that all of the runner but the hardware can be 
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -25,6 +26,14 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Block until the device has come there."""
+        ...
+
+
+class Copy(Protocol):
+    """A copy between the device and the host, beside the queue."""
+
+    def wait(self) -> float:
+        """Block until it is over; returns the seconds that it took."""
         ...
 
 
@@ -54,6 +63,14 @@ class Device(Protocol):
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """Enqueue a copy to the host; its content is there after an event recorded later."""
+        ...
+
+    def fetch_aside(self, tensor: Tensor, host: Tensor) -> Copy:
+        """Copy to pinned host memory, after what is in the queue and beside what comes later."""
+        ...
+
+    def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
+        """Copy host tensors to the rows of a tensor, before whatever is enqueued later."""
         ...
 
     def record(self) -> Event:
@@ -91,6 +108,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self._pool: Any = None
+        self._side: torch.cuda.Stream | None = None
 
     def pinned(self, num_bytes: int) -> Tensor:
         """See `Device`."""
@@ -104,6 +122,35 @@ class CudaDevice:
         """See `Device`."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+    def fetch_aside(self, tensor: Tensor, host: Tensor) -> Copy:
+        """See `Device`."""
+        side = self._side_stream()
+        with torch.cuda.stream(side):
+            begin = _timing_event()
+            host.copy_(tensor, non_blocking=True)
+            end = _timing_event()
+        tensor.record_stream(side)
+        return _CudaCopy(begin, end)
+
+    def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
+        """See `Device`."""
+        side = self._side_stream()
+        with torch.cuda.stream(side):
+            begin = _timing_event()
+            for row, place in zip(rows, tensor, strict=True):
+                place.copy_(row, non_blocking=True)
+            end = _timing_event()
+        tensor.record_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
+        return _CudaCopy(begin, end)
+
+    def _side_stream(self) -> torch.cuda.Stream:
+        """A stream for copies, behind all that was enqueued so far."""
+        if self._side is None:
+            self._side = torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        return self._side
 
     def record(self) -> Event:
         """See `Device`."""
@@ -158,6 +205,22 @@ class _CudaEvent:
         self.event.synchronize()
 
 
+def _timing_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaCopy:
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    def wait(self) -> float:
+        self.end.synchronize()
+        return float(self.begin.elapsed_time(self.end)) / 1000
+
+
 class HostDevice:
     """The CPU as a device whose queue is always empty."""
 
@@ -174,6 +237,19 @@ class HostDevice:
     def fetch(self, tensor: Tensor) -> Tensor:
         """See `Device`."""
         return tensor.clone()
+
+    def fetch_aside(self, tensor: Tensor, host: Tensor) -> Copy:
+        """See `Device`."""
+        begin = time.perf_counter()
+        host.copy_(tensor)
+        return _PastCopy(time.perf_counter() - begin)
+
+    def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
+        """See `Device`."""
+        begin = time.perf_counter()
+        for row, place in zip(rows, tensor, strict=True):
+            place.copy_(row)
+        return _PastCopy(time.perf_counter() - begin)
 
     def record(self) -> Event:
         """See `Device`."""
@@ -204,6 +280,14 @@ class HostDevice:
 class _Past:
     def wait(self) -> None:
         return
+
+
+@dataclass(frozen=True, slots=True)
+class _PastCopy:
+    seconds: float
+
+    def wait(self) -> float:
+        return self.seconds
 
 
 @dataclass(frozen=True, slots=True)

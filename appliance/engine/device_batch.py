@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from appliance.engine.device_sampler import uniform_numbers
 from appliance.engine.staging import StepShape
-from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.ragged import RaggedBatch, SealedSpans, cut_at_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,34 +25,65 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Spare:
+    """Where rows write that only fill up a batch: memory that nobody reads."""
+
+    block: int
+    open_page: int | None = None  # with a sealed cache only
+
+
+@dataclass(frozen=True, slots=True)
 class Geometry:
-    """Which rows belong to which sequence, on the host; those that fill a batch up included."""
+    """Which rows belong to which sequence, on the host; those that fill a batch up included.
+
+    With a sealed cache an entry that spans several blocks is as many sequences, see `RaggedBatch`.
+    """
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     block_tables: tuple[tuple[int, ...], ...]
+    block_size: int  # token slots
+    padding: int = 0  # sequences at the end that only fill up
+    open_pages: tuple[int, ...] | None = None  # with a sealed cache: where each one's rows go
 
     @classmethod
-    def of(
-        cls, scheduled: Sequences[ScheduledSequence], block_size: int, num_seqs: int, spare: int
-    ) -> Geometry:
+    def of(cls, plan: Plan, block_size: int, padding: int, spare: Spare) -> Geometry:
         """Lay entries side by side, and sequences of one token in the spare block behind them.
 
         Args:
-            scheduled: those with a single row first.
+            plan: entries with a single row first.
             block_size: token slots in a block.
-            num_seqs: how many sequences there are to be in all.
-            spare: a block that holds nothing.
+            padding: how many sequences are to be added.
+            spare: where those lie.
         """
-        padding = num_seqs - len(scheduled)
-        tables = (
-            tuple(entry.sequence.block_table[: -(-entry.end // block_size)]) for entry in scheduled
+        query_lens = [entry.num_tokens for entry in plan.scheduled]
+        context_lens = [entry.end for entry in plan.scheduled]
+        tables: Sequences[Sequences[int]] = [e.sequence.block_table for e in plan.scheduled]
+        open_pages = None
+        if spare.open_page is not None:
+            assert plan.open_pages is not None or not plan.scheduled
+            query_lens, context_lens, tables, pages = cut_at_blocks(
+                query_lens, context_lens, tables, plan.open_pages or (), block_size
+            )
+            open_pages = (*pages, *(spare.open_page,) * padding)
+        used = (
+            tuple(table[: -(-context // block_size)])
+            for table, context in zip(tables, context_lens, strict=True)
         )
         return cls(
-            query_lens=(*(entry.num_tokens for entry in scheduled), *(1,) * padding),
-            context_lens=(*(entry.end for entry in scheduled), *(1,) * padding),
-            block_tables=(*tables, *((spare,),) * padding),
+            query_lens=(*query_lens, *(1,) * padding),
+            context_lens=(*context_lens, *(1,) * padding),
+            block_tables=(*used, *((spare.block,),) * padding),
+            block_size=block_size,
+            padding=padding,
+            open_pages=open_pages,
         )
+
+    @property
+    def sealed_lens(self) -> tuple[int, ...]:
+        """Leading tokens of each sequence that lie in closed blocks, if the cache is sealed."""
+        size = self.block_size
+        return tuple((context - 1) // size * size for context in self.context_lens)
 
     def ragged(self, tensors: StepTensors, block_tables: Tensor) -> RaggedBatch:
         """With what lies on the device already."""
@@ -66,6 +99,22 @@ class Geometry:
             host_query_lens=self.query_lens,
             host_context_lens=self.context_lens,
             host_block_tables=self.block_tables,
+            sealed=self._sealed(tensors),
+        )
+
+    def _sealed(self, tensors: StepTensors) -> SealedSpans | None:
+        if self.open_pages is None:
+            return None
+        assert tensors.sealed_lens is not None
+        assert tensors.open_tables is not None
+        assert tensors.moves is not None
+        return SealedSpans(
+            lens=tensors.sealed_lens,
+            open_tables=tensors.open_tables.unsqueeze(1),
+            host_lens=self.sealed_lens,
+            host_open_tables=tuple((page,) for page in self.open_pages),
+            slot_mapping=tensors.open_slots,
+            moves=tensors.moves.view(-1, 2),
         )
 
 
@@ -76,12 +125,12 @@ def is_decode(plan: Plan) -> bool:
 
 def shape_of(scheduled: Sequences[ScheduledSequence], geometry: Geometry) -> StepShape:
     """Sizes of the step; decode rows that fill it up have settings for sampling too."""
-    num_seqs = len(geometry.query_lens)
     return StepShape(
         num_tokens=sum(geometry.query_lens),
-        num_seqs=num_seqs,
-        num_samples=num_seqs - len(scheduled) + sum(entry.samples for entry in scheduled),
+        num_seqs=len(geometry.query_lens),
+        num_samples=geometry.padding + sum(entry.samples for entry in scheduled),
         table_width=max(map(len, geometry.block_tables)),
+        is_sealed=geometry.open_pages is not None,
     )
 
 
@@ -89,7 +138,6 @@ def fill(
     arrays: Mapping[str, NDArray[Any]],
     scheduled: Sequences[ScheduledSequence],
     geometry: Geometry,
-    block_size: int,
     places: Mapping[Sequence, int],
     first_source: int,
 ) -> None:
@@ -99,7 +147,6 @@ def fill(
         arrays: of the step's shape.
         scheduled: the plan's entries.
         geometry: of these.
-        block_size: token slots in a block.
         places: where the step before put the token of each sequence that follows it.
         first_source: source of the first row, if its token is known.
     """
@@ -120,6 +167,7 @@ def fill(
     arrays["token_ids"][:] = token_ids + [0] * padding
     arrays["sources"][:] = sources
     spans = zip(geometry.query_lens, geometry.context_lens, geometry.block_tables, strict=True)
+    block_size = geometry.block_size
     positions: list[int] = []
     slots: list[int] = []
     tables = arrays["block_tables"].reshape(len(geometry.block_tables), -1)
@@ -129,14 +177,37 @@ def fill(
         positions += span
         slots += [table[p // block_size] * block_size + p % block_size for p in span]
         tables[i, : len(table)] = table
-    for i in range(padding):  # no slot twice, as long as a block has as many
-        slots[len(token_ids) + i] += i % block_size
+    # No slot twice, as long as a block has as many.
+    shifts = np.arange(padding) % block_size
     arrays["positions"][:] = positions
     arrays["slot_mapping"][:] = slots
+    arrays["slot_mapping"][len(token_ids) :] += shifts
+    if geometry.open_pages is not None:
+        _fill_sealed(arrays, geometry, geometry.open_pages)
+        arrays["open_slots"][len(token_ids) :] += shifts
     arrays["query_start"][:] = (0, *accumulate(geometry.query_lens))
     arrays["context_lens"][:] = geometry.context_lens
     arrays["sample_rows"][:] = sample_rows
     fill_sampling(arrays, [entry for entry in scheduled if entry.samples])
+
+
+def _fill_sealed(
+    arrays: Mapping[str, NDArray[Any]], geometry: Geometry, open_pages: tuple[int, ...]
+) -> None:
+    """Write where rows go before their block is full, and which blocks the step fills."""
+    size = geometry.block_size
+    arrays["sealed_lens"][:] = geometry.sealed_lens
+    arrays["open_tables"][:] = open_pages
+    spans = zip(geometry.query_lens, geometry.context_lens, open_pages, strict=True)
+    arrays["open_slots"][:] = [
+        page * size + position % size
+        for rows, context, page in spans
+        for position in range(context - rows, context)
+    ]
+    blocks = zip(geometry.context_lens, geometry.block_tables, open_pages, strict=True)
+    arrays["moves"].reshape(-1, 2)[:] = [
+        (-1, -1) if context % size else (page, table[-1]) for context, table, page in blocks
+    ]
 
 
 def fill_sampling(

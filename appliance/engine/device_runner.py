@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic
 
 import torch
 
+from appliance.engine.block_moves import BlockMoves, HostMoves
 from appliance.engine.cuda_graphs import BUSY_STEPS, GraphCache, buckets
-from appliance.engine.device_batch import Geometry, fill, is_decode, shape_of
+from appliance.engine.device_batch import Geometry, Spare, fill, is_decode, shape_of
+from appliance.engine.open_pages import num_open_pages
+from appliance.engine.plan import Plan
+from appliance.engine.rates import Rates
 from appliance.engine.staging import Staging, StepShape
 from appliance.model.executor import AnyCache
 
@@ -23,7 +27,6 @@ if TYPE_CHECKING:
 
     from appliance.engine.device import Device, Event
     from appliance.engine.device_sampler import DeviceSampler, SampledRows
-    from appliance.engine.plan import Plan, ScheduledSequence
     from appliance.engine.sampler import Sampled
     from appliance.engine.scheduler import SchedulerLimits
     from appliance.engine.sequence import Sequence
@@ -31,12 +34,19 @@ if TYPE_CHECKING:
     from appliance.model.executor import Executor
 
 
-def fixed_bytes(limits: SchedulerLimits, vocab_size: int, block_size: int) -> int:
-    """Bytes that the runner keeps on the device beside the cache: inputs, tables, logits."""
+def largest_step(limits: SchedulerLimits, block_size: int, *, is_sealed: bool) -> StepShape:
+    """Sizes of the largest step; of its tables too, which hold all blocks of a context."""
+    rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
     width = -(-limits.context_length // block_size)
-    num_seqs = limits.max_num_seqs
-    inputs = StepShape(limits.max_num_batched_tokens, num_seqs, num_seqs, width).num_bytes
-    return inputs + num_seqs * (16 + 4 * width + 4 * vocab_size)
+    # Entries are cut at blocks then, and each piece has an open page of its own.
+    pieces = num_open_pages(num_seqs, rows, block_size) if is_sealed else num_seqs
+    return StepShape(rows, pieces, num_seqs, width, is_sealed)
+
+
+def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
+    """Bytes that the runner keeps on the device beside the cache: inputs, tables, logits."""
+    tables = 4 * largest.num_samples * largest.table_width
+    return largest.num_bytes + tables + largest.num_samples * (16 + 4 * vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,9 @@ class DeviceRunner(Generic[AnyCache]):
         device: does the work.
         limits: how large a step can be.
         num_blocks: blocks of the cache, that spare one not included.
+        num_open: open pages, a spare one behind them not included; 0 if nothing is sealed.
         graph_bytes: bound on the memory of graphs; 0 turns them off.
+        moves: takes blocks out of the cache and puts them back; None copies them at once.
 
     Attributes:
         depth: steps that may be in flight when the next one is launched.
@@ -78,18 +90,20 @@ class DeviceRunner(Generic[AnyCache]):
         *,
         num_blocks: int,
         graph_bytes: int,
+        num_open: int = 0,
+        moves: BlockMoves | None = None,
     ) -> None:
         self._executor = executor
         self._cache = cache
         self._sampler = sampler
         self._device = device
-        self._spare = num_blocks
+        self._spare = Spare(num_blocks, num_open or None)
+        self._moves = moves or HostMoves(cache, Rates())
         self.graphs = GraphCache(device, buckets(limits.max_num_seqs), graph_bytes)
+        largest = largest_step(limits, cache.block_size, is_sealed=num_open > 0)
         # The last token of a sequence never needs a slot.
-        longest = min(limits.context_length, num_blocks * cache.block_size)
-        width = -(-longest // cache.block_size)
+        width = min(largest.table_width, num_blocks)
         num_seqs = limits.max_num_seqs
-        largest = StepShape(limits.max_num_batched_tokens, num_seqs, num_seqs, width)
         self._staging = Staging(device, largest)
         self._num_latest = len(self._staging.latest)
         # What a graph reads and writes stays where it is: tables at full width, logits, tokens.
@@ -100,7 +114,7 @@ class DeviceRunner(Generic[AnyCache]):
             (num_seqs, executor.spec.vocab_size), dtype=torch.float32, device=device.torch_device
         )
         self._drawn = torch.empty(num_seqs, dtype=torch.int64, device=device.torch_device)
-        self._geometry = Geometry((), (), ())
+        self._geometry = Geometry((), (), (), cache.block_size)
         self._places: dict[Sequence, int] = {}  # of the last step's tokens in `latest`
         self._launched: deque[_Launched] = deque()
         self._last_end = 0.0
@@ -155,14 +169,20 @@ class DeviceRunner(Generic[AnyCache]):
             self._capture(wanted)
 
     def _enqueue(self, plan: Plan) -> SampledRows | None:
+        self._moves.save(plan.saves)
         if plan.copies:
             self._cache.copy_blocks(
                 [copy.source for copy in plan.copies], [copy.destination for copy in plan.copies]
             )
+            opened = [copy for copy in plan.copies if copy.open_source >= 0]
+            self._cache.copy_open(
+                [copy.open_source for copy in opened], [copy.open_destination for copy in opened]
+            )
+        self._moves.load(plan.loads)
         sampling = tuple(entry for entry in plan.scheduled if entry.samples)
         decode = is_decode(plan)
         num_seqs = self.graphs.bucket(len(sampling)) if decode else len(plan.scheduled)
-        shape, tensors = self._stage(plan.scheduled, num_seqs)
+        shape, tensors = self._stage(plan, num_seqs - len(plan.scheduled))
         drawn = None
         if decode:
             self._tables[:num_seqs, : shape.table_width].copy_(tensors.block_tables)
@@ -176,17 +196,13 @@ class DeviceRunner(Generic[AnyCache]):
         settings = tensors.sampling(len(sampling))
         return self._sampler.launch(logits, sampling, settings, self._staging.latest, drawn)
 
-    def _stage(
-        self, scheduled: tuple[ScheduledSequence, ...], num_seqs: int
-    ) -> tuple[StepShape, StepTensors]:
-        block_size = self._cache.block_size
-        self._geometry = Geometry.of(scheduled, block_size, num_seqs, self._spare)
-        shape = shape_of(scheduled, self._geometry)
+    def _stage(self, plan: Plan, padding: int) -> tuple[StepShape, StepTensors]:
+        self._geometry = Geometry.of(plan, self._cache.block_size, padding, self._spare)
+        shape = shape_of(plan.scheduled, self._geometry)
         fill(
             self._staging.arrays(shape),
-            scheduled,
+            plan.scheduled,
             self._geometry,
-            block_size,
             self._places,
             self._num_latest,
         )
@@ -201,7 +217,8 @@ class DeviceRunner(Generic[AnyCache]):
 
     def _decode(self, num_seqs: int) -> None:
         """What a graph is made of: from inputs where they always are to logits and tokens."""
-        shape = StepShape(num_seqs, num_seqs, num_seqs, 0)
+        is_sealed = self._spare.open_page is not None
+        shape = StepShape(num_seqs, num_seqs, num_seqs, 0, is_sealed)
         tensors = self._staging.tensors(shape)
         token_ids = self._staging.tokens(shape).index_select(0, tensors.sources)
         batch = self._geometry.ragged(tensors, self._tables[:num_seqs])
@@ -213,13 +230,13 @@ class DeviceRunner(Generic[AnyCache]):
 
     def _capture(self, num_seqs: int) -> None:
         """Capture with rows that only fill up: what runs before the capture harms nothing."""
-        shape, tensors = self._stage((), num_seqs)
+        shape, tensors = self._stage(Plan(()), num_seqs)
         self._tables[:num_seqs, : shape.table_width].copy_(tensors.block_tables)
         # Launchers that size a grid by the host's numbers must leave room for any context.
         width = self._tables.shape[1]
-        self._geometry = Geometry(
-            query_lens=self._geometry.query_lens,
+        self._geometry = replace(
+            self._geometry,
             context_lens=(width * self._cache.block_size,) * num_seqs,
-            block_tables=((self._spare,) * width,) * num_seqs,
+            block_tables=((self._spare.block,) * width,) * num_seqs,
         )
         self.graphs.capture(num_seqs, lambda: self._decode(num_seqs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.engine.plan import BlockCopy, Plan, ScheduledSequence
+from appliance.engine.plan import BlockCopy, BlockMove, Plan, ScheduledSequence
 
 if TYPE_CHECKING:
     from appliance.engine.block_manager import BlockManager
@@ -21,6 +21,7 @@ class Draft:
     copies: dict[Sequence, tuple[BlockCopy, ...]] = field(default_factory=dict)
     started: list[str] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    loads: dict[Sequence, list[BlockMove]] = field(default_factory=dict)
 
     def add(
         self,
@@ -45,10 +46,16 @@ class Draft:
         entry = self.entries.pop(sequence, None)
         if entry is not None:
             self.budget += entry.num_tokens
-            self.copies.pop(sequence, None)
+        self.copies.pop(sequence, None)
+        self.loads.pop(sequence, None)
 
-    def finished(self, blocks: BlockManager) -> Plan:
-        """The plan."""
+    def num_rows(self, sequence: Sequence) -> int:
+        """Rows of a sequence."""
+        entry = self.entries.get(sequence)
+        return 0 if entry is None else entry.num_tokens
+
+    def finished(self, blocks: BlockManager, saves: tuple[BlockMove, ...] = ()) -> Plan:
+        """The plan, which saves the content of some blocks first."""
         entries = self.entries.values()
         scheduled = (
             *(entry for entry in entries if entry.num_tokens == 1),
@@ -60,4 +67,6 @@ class Draft:
             started=tuple(self.started),
             preempted=tuple(self.preempted),
             open_pages=blocks.open_pages(scheduled),
+            saves=saves,
+            loads=tuple(move for moves in self.loads.values() for move in moves),
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.engine.beam_search import num_candidates
+from appliance.engine.deadlines import was_started, why_refused
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Table
 from appliance.engine.request import FinishReason
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 MAX_STEPS_KEPT = 1024
+_READ_SECONDS = 0.01  # of waiting for the disk, between looks at what else came
+_FLUSH_SECONDS = 2.0  # for the disk, when the engine ends
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +48,24 @@ class LLMEngine:
         scheduler: decides.
         runner: runs.
         info: what was loaded.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        info: EngineInfo,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.info = info
+        self._clock = clock
         self._scheduler = scheduler
         self._runner = runner
-        self._in_flight: deque[Plan] = deque()
+        self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
+        self._expired: list[SequenceDelta] = []  # to be told with the next report
+        self._last_end = 0.0
         self._step_seconds = 0.0
         self._num_steps = 0
         self._steps: deque[StepView] = deque(maxlen=MAX_STEPS_KEPT)
@@ -84,8 +98,8 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        serving = self._scheduler.has_work or bool(self._in_flight)
-        return serving or self._runner.has_idle_work
+        serving = self._scheduler.has_work or bool(self._in_flight or self._expired)
+        return serving or self._runner.has_idle_work or self._has_writes
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -112,7 +126,7 @@ class LLMEngine:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             request = msgspec.structs.replace(request, sampling=sampling)
-        self._scheduler.add(request, time.monotonic())
+        self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in whatever phase; False if it was not live."""
@@ -124,18 +138,20 @@ class LLMEngine:
         If it is interrupted, as by Ctrl-C, nothing of what is in flight is remembered and the next
         steps repeat it.
         """
-        begin = time.perf_counter()
-        launched = self._scheduler.plan(time.monotonic())
+        begin = now = self._clock()
+        self._expired += [_overdue(sequence, now) for sequence in self._scheduler.expire(now)]
+        launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
-            self._runner.idle()
-            return StepReport()
+            if not self._expired:
+                self._idle()
+            return self._report()
         try:
             if launched is not None:
                 self._runner.launch(launched)
-                self._in_flight.append(launched)
+                self._in_flight.append((launched, begin))
                 if len(self._in_flight) <= self._runner.depth:
-                    return StepReport(started=started)
+                    return self._report(started=started)
             sampled = self._runner.collect()
         except MemoryError as error:
             self._discard_plans()
@@ -143,12 +159,27 @@ class LLMEngine:
         except BaseException:
             self._discard_plans()
             raise
-        plan = self._in_flight.popleft()
+        plan, begun = self._in_flight.popleft()
+        load = plan.load
         deltas = self._commit(plan, sampled)
-        self._step_seconds = time.perf_counter() - begin
+        end = self._clock()
+        self._step_seconds = end - begin
+        self._scheduler.observe(load, end - max(begun, self._last_end))
+        self._last_end = end
         self._num_steps += 1
         self._steps.append(_view(self._num_steps, plan, self._step_seconds))
-        return StepReport(deltas=deltas, started=started)
+        tiers = self._scheduler.tiers
+        if plan.num_single_rows < len(plan.scheduled):
+            tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
+        if tiers.writes is not None:
+            tiers.writes.after_step(self._step_seconds)
+        return self._report(deltas, started)
+
+    def _report(
+        self, deltas: tuple[SequenceDelta, ...] = (), started: tuple[str, ...] = ()
+    ) -> StepReport:
+        expired, self._expired = self._expired, []
+        return StepReport(deltas=(*expired, *deltas), started=started)
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
         sampling = [entry.sequence for entry in plan.scheduled if entry.samples]
@@ -171,6 +202,28 @@ class LLMEngine:
         found = [self._found(answer) for answer in self._scheduler.take_answers()]
         return (*deltas, *found, *failed)
 
+    @property
+    def _has_writes(self) -> bool:
+        writes = self._scheduler.tiers.writes
+        return writes is not None and writes.has_work
+
+    def _idle(self) -> None:
+        """Use a moment in which nothing runs."""
+        tiers = self._scheduler.tiers
+        if tiers.reading and tiers.disk is not None:
+            tiers.disk.wait_for_read(_READ_SECONDS)
+        elif tiers.writes is not None and tiers.writes.has_work:
+            tiers.writes.idle()
+        else:
+            self._runner.idle()
+
+    def close(self) -> None:
+        """Write what is left for the disk, as far as there is time for it."""
+        tiers = self._scheduler.tiers
+        if tiers.writes is not None and tiers.disk is not None:
+            tiers.writes.flush(_FLUSH_SECONDS)
+            tiers.disk.close(_FLUSH_SECONDS)
+
     def _discard_plans(self) -> None:
         self._in_flight.clear()
         self._runner.discard()
@@ -187,7 +240,7 @@ class LLMEngine:
 
     def sequences(self) -> tuple[SequenceView, ...]:
         """All live sequences, as the dashboard shows them."""
-        now = time.monotonic()
+        now = self._clock()
         return tuple(
             SequenceView(
                 request_id=sequence.request.request_id,
@@ -232,10 +285,8 @@ class LLMEngine:
         large = [entry.sequence for entry in plan.scheduled if entry.num_tokens > 1]
         failed = large or [entry.sequence for entry in plan.scheduled]
         logger.error("a step of %d rows failed: %s", plan.num_tokens, error)
-        return StepReport(
-            deltas=tuple(self._fail(sequence, str(error)) for sequence in failed),
-            started=plan.started,
-        )
+        deltas = tuple(self._fail(sequence, str(error)) for sequence in failed)
+        return self._report(deltas, plan.started)
 
     def _fail(self, sequence: Sequence, message: str | None) -> SequenceDelta:
         self._scheduler.finish(sequence, FinishReason.ERROR)
@@ -281,6 +332,19 @@ def _waited(sequence: Sequence) -> float:
     """Seconds in the queue, until its first step."""
     first = sequence.first_scheduled
     return 0.0 if first is None else first - sequence.arrival
+
+
+def _overdue(sequence: Sequence, now: float) -> SequenceDelta:
+    """The end of a sequence whose time is over: an error if its request was never started."""
+    started = was_started(sequence)
+    return SequenceDelta(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        finish_reason=FinishReason.TIMEOUT if started else FinishReason.ERROR,
+        error=None if started else why_refused(sequence.request, now - sequence.arrival),
+        expired=not started,
+        num_cached_tokens=sequence.num_cached,
+    )
 
 
 def _view(number: int, plan: Plan, seconds: float) -> StepView:

@@ -228,11 +228,6 @@ def choose_execution(
     """
     notes: list[str] = []
     num_layers = len(source.spec.layers)
-    if precision.is_sealed(num_layers) and precision.device.type != "cpu":
-        raise ConfigError(
-            f"{precision.kv_format.value} KV blocks are not served on a GPU yet: its runner has no "
-            "open pages; use --kv-cache-dtype int8 or int4-rotated"
-        )
     _check_block_size(precision, num_layers)
     if precision.device.type == "cpu" and config.kernels == "auto":
         reason = _why_not_native(precision, source)
@@ -284,7 +279,8 @@ def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
 
     check_norm(spec.hidden_size, precision.dtype)
     check_vocabulary(spec.vocab_size)
-    for index, layer in enumerate(spec.layers):
+    layers = zip(spec.layers, precision.kv_of(len(spec.layers)), strict=True)
+    for index, (layer, kv) in enumerate(layers):
         attention = layer.attention
         check_supported(
             attention.num_heads,
@@ -292,6 +288,6 @@ def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
             attention.head_dim,
             precision.block_size,
             precision.dtype,
-            precision.kv_format,
+            kv.format,
             layer=index,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.engine.execution import Precision
+from appliance.errors import ConfigError
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.kv import kv_scales, planned_kv, wants_fp8
@@ -41,13 +42,19 @@ def choose_kv(
     Raises:
         CheckpointError: what the checkpoint says is damaged.
         UnsupportedModelError: it asks for a precision that there is not.
+        ConfigError: the settings ask for one that this device does not serve.
     """
     notes: list[str] = []
     word = config.kv_cache_dtype
+    if word == "k8v4" and device.type == "cuda":
+        raise ConfigError(
+            "--kv-cache-dtype k8v4 cannot be had on a GPU, which has no kernel for it; "
+            "take int8 (more exact) or int4 (smaller)"
+        )
     plan = planned_kv(source)
     num_layers = len(source.spec.layers)
     if plan is not None:
-        asked = None if word == "auto" else _format_of(word, device)
+        asked = None if word == "auto" else _format_of(word)
         layers = [layer.precision(asked) for layer in plan]
     elif word == "fp8" or (word == "auto" and wants_fp8(source)):
         scales, missing = kv_scales(source)
@@ -58,7 +65,7 @@ def choose_kv(
                 "checkpoint and get the scale 1; appliance quantize --kv-bits makes some"
             )
     else:
-        format = _FORMAT_OF_DTYPE[dtype] if word == "auto" else _format_of(word, device)
+        format = _FORMAT_OF_DTYPE[dtype] if word == "auto" else _format_of(word)
         layers = [LayerPrecision(format)] * num_layers
     if device.type == "cuda":
         layers = _on_gpu(layers, notes)
@@ -83,20 +90,21 @@ def in_words(precision: Precision) -> str:
     return ", ".join(f"{count} layers {form}" for form, count in counts.most_common())
 
 
-def _format_of(word: str, device: torch.device) -> KVFormat:
-    """What a setting stands for; "int4" is the best form of 4 bits that a device serves."""
-    if word == "int4":
-        return KVFormat.INT4_SEALED if device.type == "cpu" else KVFormat.INT4
-    return KVFormat.INT4 if word == "int4-rotated" else KVFormat(word)
+def _format_of(word: str) -> KVFormat:
+    """What a setting stands for; "int4" is the better of its two forms."""
+    words = {"int4": KVFormat.INT4_SEALED, "int4-rotated": KVFormat.INT4}
+    return words.get(word) or KVFormat(word)
 
 
 def _on_gpu(layers: list[LayerPrecision], notes: list[str]) -> list[LayerPrecision]:
-    """What a GPU's kernels can do of it; they take no mean off the keys, and one format."""
-    formats = {layer.format for layer in layers}
-    if len(formats) > 1:
-        notes.append("a GPU stores all layers of the KV cache in one format: int8, not as planned")
-        return [LayerPrecision(KVFormat.INT8)] * len(layers)
-    if any(layer.key_mean is not None for layer in layers):
-        notes.append("the mean of the keys is left on: a GPU's kernels do not take it off")
-        layers = [replace(layer, key_mean=None) for layer in layers]
-    return layers
+    """What a GPU's kernels can do of a plan: none of them closes blocks of K8V4."""
+    count = sum(layer.format is KVFormat.K8V4 for layer in layers)
+    if count:
+        notes.append(
+            f"{count} of {len(layers)} layers of the KV cache are stored as int8 instead of k8v4, "
+            "for which a GPU has no kernel"
+        )
+    return [
+        replace(layer, format=KVFormat.INT8) if layer.format is KVFormat.K8V4 else layer
+        for layer in layers
+    ]

@@ -92,12 +92,11 @@ def reason_to_finish(
     """
     sampling = sequence.request.sampling
     token_id = sequence.token_ids[-1]
-    num_output_tokens = sequence.num_output_tokens
     ends = token_id in sampling.stop_token_ids or (
         token_id in eos_token_ids and not sampling.ignore_eos
     )
     # The first min_tokens tokens end nothing: the sampler bans what would.
-    if ends and num_output_tokens > sampling.min_tokens:
+    if ends and sequence.num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
     if is_full(sequence, len(sequence.token_ids), max_tokens):
         return FinishReason.LENGTH

@@ -10,21 +10,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 import torch
 
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.block_metadata import BlockMetadata
+from appliance.engine.block_moves import DeviceMoves, HostMoves
 from appliance.engine.device import CudaDevice
-from appliance.engine.device_runner import DeviceRunner, fixed_bytes
+from appliance.engine.device_runner import DeviceRunner, fixed_bytes, largest_step
 from appliance.engine.device_sampler import DeviceSampler
 from appliance.engine.execution import Precision, TorchExecution, choose_execution
 from appliance.engine.kv_precision import choose_kv, in_words
+from appliance.engine.load_tiers import load_tiers
 from appliance.engine.measure import graph_allowance, measure_workspace
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
 from appliance.engine.model_runner import ModelRunner
 from appliance.engine.open_pages import num_open_pages
+from appliance.engine.rates import Rates
 from appliance.engine.sampler import Sampler
 from appliance.engine.scheduler import Scheduler, SchedulerLimits
 from appliance.errors import ConfigError
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.block_moves import BlockMoves
     from appliance.engine.device import Device
     from appliance.engine.execution import Execution
     from appliance.engine.runner import Runner
@@ -78,7 +83,8 @@ def load_parts(
     execution, notes = choose_execution(config, precision, source, threads)
     if device is None and precision.device.type == "cuda":
         device = CudaDevice(precision.device)
-    request = _memory_request(config, source, precision, execution)
+    num_open = _num_open(config, source, precision, device)
+    request = _memory_request(config, source, precision, execution, num_open)
     # Where the workspace can be measured later, only what cannot fit at all is refused now.
     plan = plan_memory(request if device is None else replace(request, workspace_bytes=0))
     executor, choose_tokens = execution.load(source, on_progress, plan.context_length)
@@ -86,7 +92,7 @@ def load_parts(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )
     runner: Runner
-    num_open = _num_open(config, source, precision)
+    rates = Rates()
     if device is None:
         cache = executor.allocate_cache(
             precision.kv_of(len(source.spec.layers)),
@@ -94,14 +100,23 @@ def load_parts(
             block_size=plan.block_size,
             num_open=num_open,
         )
-        runner = ModelRunner(executor, cache, Sampler(eos_token_ids, choose_tokens))
+        moves: BlockMoves = HostMoves(cache, rates)
+        runner = ModelRunner(executor, cache, Sampler(eos_token_ids, choose_tokens), moves)
     else:
         assert isinstance(execution, TorchExecution)
         # The plain torch functions read the host's numbers, which a captured graph would keep.
         replayable = execution.backend.name == "triton" or precision.device.type == "cpu"
         graphs = config.cuda_graphs != "off" and replayable
-        runner, plan = load_device_runner(
-            execution, executor, device, limits, request, eos_token_ids, graphs=graphs
+        runner, plan, moves = load_device_runner(
+            execution,
+            executor,
+            device,
+            limits,
+            request,
+            eos_token_ids,
+            rates,
+            graphs=graphs,
+            num_open=num_open,
         )
     blocks = BlockManager(
         plan.num_blocks,
@@ -138,9 +153,11 @@ def load_parts(
         precisions=(in_words(precision), *(["int8 while open"] if num_open else [])),
         notes=(*kv_notes, *notes, *source.weights.notes()),
     )
+    tiers, tier_notes = load_tiers(config, blocks, moves, rates, info, precision)
+    info = msgspec.structs.replace(info, notes=(*info.notes, *tier_notes))
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
-    look_ahead = runner.depth > 0
-    return Scheduler(blocks, limits, eos_token_ids, look_ahead=look_ahead), runner, info
+    scheduler = Scheduler(blocks, limits, eos_token_ids, look_ahead=runner.depth > 0, tiers=tiers)
+    return scheduler, runner, info
 
 
 def load_device_runner(
@@ -150,9 +167,11 @@ def load_device_runner(
     limits: SchedulerLimits,
     request: MemoryRequest,
     eos_token_ids: tuple[int, ...],
+    rates: Rates,
     *,
     graphs: bool,
-) -> tuple[DeviceRunner[Any], MemoryPlan]:
+    num_open: int = 0,
+) -> tuple[DeviceRunner[Any], MemoryPlan, BlockMoves]:
     """Measure the largest step, divide what the weights leave, and set the runner up.
 
     Args:
@@ -162,12 +181,15 @@ def load_device_runner(
         limits: how large a step can be.
         request: what was planned with before anything was loaded.
         eos_token_ids: tokens that end an answer.
+        rates: where the time of moved blocks is noted.
         graphs: whether decode steps may be captured.
+        num_open: open pages; 0 if nothing is sealed.
 
     Raises:
         MemoryPlanError: it does not fit after all.
     """
     precision = execution.precision
+    kv_layers = precision.kv_of(len(executor.spec.layers))
     sample_tokens = execution.sample_tokens(executor.spec, limits.max_num_seqs)
     weight_bytes = max(executor.weight_bytes, device.begin_peak())
     workspace = measure_workspace(
@@ -175,12 +197,15 @@ def load_device_runner(
         sample_tokens,
         device,
         limits,
-        kv_format=precision.kv_format,
+        kv_layers=kv_layers,
         block_size=precision.block_size,
     )
     graph_bytes = graph_allowance(request.budget_bytes) if graphs else 0
-    workspace += fixed_bytes(limits, executor.spec.vocab_size, request.block_size)
+    largest = largest_step(limits, request.block_size, is_sealed=num_open > 0)
+    workspace += fixed_bytes(largest, executor.spec.vocab_size)
     spare_bytes = request.kv_bytes_per_token * request.block_size
+    if num_open:
+        spare_bytes += request.open_bytes // num_open
     plan = plan_memory(
         replace(
             request,
@@ -189,10 +214,15 @@ def load_device_runner(
             max_model_len=limits.context_length,
         )
     )
-    # One block more than is planned with: rows that only fill up a batch write there.
+    # One block more than is planned with, and one open page: rows that only fill up a batch write
+    # there.
     cache = executor.allocate_cache(
-        precision.kv_format, num_blocks=plan.num_blocks + 1, block_size=plan.block_size
+        kv_layers,
+        num_blocks=plan.num_blocks + 1,
+        block_size=plan.block_size,
+        num_open=num_open + 1 if num_open else 0,
     )
+    moves = _device_moves(cache, device, rates)
     runner = DeviceRunner(
         executor,
         cache,
@@ -201,8 +231,21 @@ def load_device_runner(
         limits,
         num_blocks=plan.num_blocks,
         graph_bytes=graph_bytes,
+        num_open=num_open,
+        moves=moves,
     )
-    return runner, plan
+    return runner, plan, moves
+
+
+def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
+    if device.torch_device.type == "cpu":
+        return HostMoves(cache, rates)
+    from appliance.kernels.block_copy.launch import BlockMover
+    from appliance.kernels.decoder_cache import split_sealed
+
+    layers, opened = split_sealed(cache.layers)
+    open_mover = BlockMover(opened) if opened else None
+    return DeviceMoves(BlockMover(layers), device, rates, open_mover)
 
 
 def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tuple[str, ...]]:
@@ -221,14 +264,23 @@ def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tu
     return choose_kv(config, source, device, dtype)
 
 
-def _num_open(config: EngineConfig, source: ModelSource, precision: Precision) -> int:
+def _num_open(
+    config: EngineConfig, source: ModelSource, precision: Precision, device: Device | None
+) -> int:
     if not precision.is_sealed(len(source.spec.layers)):
         return 0
-    return num_open_pages(config.max_num_seqs, config.max_num_batched_tokens, precision.block_size)
+    plans = 1 if device is None else 1 + DeviceRunner.depth
+    return num_open_pages(
+        config.max_num_seqs, config.max_num_batched_tokens, precision.block_size, plans=plans
+    )
 
 
 def _memory_request(
-    config: EngineConfig, source: ModelSource, precision: Precision, execution: Execution
+    config: EngineConfig,
+    source: ModelSource,
+    precision: Precision,
+    execution: Execution,
+    num_open: int,
 ) -> MemoryRequest:
     return MemoryRequest(
         spec=source.spec,
@@ -243,7 +295,7 @@ def _memory_request(
         max_model_len=config.max_model_len,
         kv_cache_memory=config.kv_cache_memory,
         fill=precision.device.type == "cuda",
-        open_bytes=_num_open(config, source, precision) * execution.open_page_bytes(source.spec),
+        open_bytes=num_open * execution.open_page_bytes(source.spec),
     )
 
 
@@ -270,7 +322,7 @@ def _cgroup_headroom() -> int:
 def _device_name(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {threads} threads of {os.cpu_count()}"
+    return f"CPU, {threads} thread{'' if threads == 1 else 's'} of {os.cpu_count()}"
 
 
 def _fingerprint(path: Path, arithmetic: str) -> str:

@@ -11,10 +11,12 @@ from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sampling import SamplingRows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from appliance.engine.device import Device
     from appliance.engine.device_sampler import SampleTokens
     from appliance.engine.scheduler import SchedulerLimits
-    from appliance.kernels.kv_cache import KVFormat
+    from appliance.kernels.kv_cache import LayerPrecision
     from appliance.model.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ def measure_workspace(
     device: Device,
     limits: SchedulerLimits,
     *,
-    kv_format: KVFormat,
+    kv_layers: Sequence[LayerPrecision],
     block_size: int,
 ) -> int:
     """Bytes that the largest step takes at its peak, beside the weights and the cache.
@@ -46,7 +48,10 @@ def measure_workspace(
     what it takes is not.
     """
     before = device.begin_peak()
-    cache = executor.allocate_cache(kv_format, num_blocks=1, block_size=block_size)
+    is_sealed = any(layer.format.is_sealed for layer in kv_layers)
+    cache = executor.allocate_cache(
+        kv_layers, num_blocks=1, block_size=block_size, num_open=int(is_sealed)
+    )
     tiny = device.memory_in_use() - before
     where = device.torch_device
     rows = limits.max_num_batched_tokens
@@ -59,6 +64,7 @@ def measure_workspace(
         [[0] * -(-length // block_size) for length in lengths],
         block_size=block_size,
         device=where,
+        open_pages=[[0] * -(-length // block_size) for length in lengths] if is_sealed else None,
     )
     token_ids = torch.zeros(rows, dtype=torch.int64, device=where)
     positions = torch.cat([torch.arange(length, device=where) for length in lengths])

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Generic
 import torch
 
 from appliance.engine import batch as batches
+from appliance.engine.block_moves import BlockMoves, HostMoves
+from appliance.engine.rates import Rates
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ class ModelRunner(Generic[AnyCache]):
         executor: the model.
         cache: the blocks that it reads and writes.
         sampler: chooses tokens.
+        moves: takes blocks out of the cache and puts them back; None copies them at once.
     """
 
     depth = 0
@@ -35,10 +38,12 @@ class ModelRunner(Generic[AnyCache]):
         executor: Executor[AnyCache],
         cache: AnyCache,
         sampler: Sampler,
+        moves: BlockMoves | None = None,
     ) -> None:
         self._executor = executor
         self._cache = cache
         self._sampler = sampler
+        self._moves = moves or HostMoves(cache, Rates())
         self._sampled: list[Sampled] = []
         self.seconds = 0.0  # the last run, until its tokens were on the host
 
@@ -69,6 +74,7 @@ class ModelRunner(Generic[AnyCache]):
             One result per sampling sequence, in the plan's order.
         """
         begin = time.perf_counter()
+        self._moves.save(plan.saves)
         if plan.copies:
             self._cache.copy_blocks(
                 [copy.source for copy in plan.copies], [copy.destination for copy in plan.copies]
@@ -77,6 +83,7 @@ class ModelRunner(Generic[AnyCache]):
                 [copy.open_source for copy in plan.copies if copy.open_source >= 0],
                 [copy.open_destination for copy in plan.copies if copy.open_source >= 0],
             )
+        self._moves.load(plan.loads)
         batch = batches.build(plan, self._cache.block_size, self._executor.device)
         logits = self._executor.forward(
             batch.token_ids, batch.positions, batch.ragged, self._cache, batch.sample_rows

@@ -18,7 +18,8 @@ def num_open_pages(
 
     A running sequence holds one for each block that it has and that is not full. If n of its
     tokens are in plans, those are at most (n + block_size - 2) // block_size + 1 blocks, and the
-    tokens of all sequences are at most the budget of each plan.
+    tokens of all sequences are at most the budget of each plan. One more for each sequence that
+    begins with a copy of a block: its source keeps a page as long as the plan is made.
 
     Args:
         max_num_seqs: sequences that run at once.
@@ -26,7 +27,7 @@ def num_open_pages(
         block_size: token slots in a block.
         plans: that may be in flight at once.
     """
-    return plans * max_num_batched_tokens // block_size + 2 * max_num_seqs
+    return plans * max_num_batched_tokens // block_size + 3 * max_num_seqs
 
 
 class OpenPages:
@@ -49,6 +50,15 @@ class OpenPages:
 
     def __getitem__(self, block: int) -> int:
         return self._pages[block]
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether there is a pool and no page of it is left."""
+        return not self._free and self._num_pages > 0
+
+    def get(self, block: int) -> int:
+        """A block's page, or -1."""
+        return self._pages.get(block, -1)
 
     def claim(self, block: int) -> None:
         """Give a block a page, if there is a pool."""

@@ -8,12 +8,31 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from appliance.engine.block_metadata import MAX_OWNER
 
 if TYPE_CHECKING:
     from appliance.engine.messages import Candidate, TokenLogprobs
     from appliance.engine.request import FinishReason
     from appliance.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How much runs at once.
+
+    With at least as many rows as sequences, every running sequence moves in every step.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int  # rows of one step
+    context_length: int  # tokens of one sequence, prompt and answer together
+
+    def __post_init__(self) -> None:
+        assert 0 < self.max_num_seqs <= MAX_OWNER
+        assert self.max_num_batched_tokens > 0
+        assert self.context_length > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +45,53 @@ class BlockCopy:
     open_destination: int = -1
 
 
+class Awaitable(Protocol):
+    """Something on a device that is over at some time."""
+
+    def wait(self) -> None:
+        """Block until then."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class HeldBlock:
+    """What a block of the cache held, in host memory.
+
+    Attributes:
+        content: the bytes; None until the plan that saves the block is launched.
+        over: when they are all there, if the device brings them by itself.
+        from_disk: whether they were read from a disk.
+    """
+
+    content: bytes | bytearray | memoryview | None = None
+    over: Awaitable | None = None
+    from_disk: bool = False
+
+    def read(self) -> bytes | bytearray | memoryview:
+        """The bytes, once they are all there; only after the launch."""
+        if self.over is not None:
+            self.over.wait()
+            self.over = None
+        assert self.content is not None, "a block is read before the plan that saves it is launched"
+        return self.content
+
+
 @dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class BlockMove:
+    """One block of every layer on its way out of the cache, or into it.
+
+    Attributes:
+        block: in the cache.
+        held: outside.
+        open_page: that goes with it, where it is not full and layers are sealed.
+    """
+
+    block: int
+    held: HeldBlock
+    open_page: int = -1
+
+
+class ScheduledSequence(NamedTuple):
     """Rows [start, start + num_tokens) of a sequence's token ids run in this step.
 
     Attributes:
@@ -52,6 +116,23 @@ class ScheduledSequence:
 
 
 @dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What decides how long a step takes.
+
+    Attributes:
+        num_answers: sequences with a single row.
+        context: tokens before these rows, all together.
+        prompt_rows: rows of the others.
+        prompt_work: for each of these rows the tokens before it, summed up.
+    """
+
+    num_answers: int = 0
+    context: int = 0
+    prompt_rows: int = 0
+    prompt_work: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step.
 
@@ -62,6 +143,8 @@ class Plan:
         started: request ids that left the queue for the first time.
         preempted: sequences that lost their blocks and wait again.
         open_pages: with sealed layers, of each entry those of the blocks that its rows lie in.
+        saves: content to be taken out before anything else is done, since it may be overwritten.
+        loads: content to be put in after the copies and before any row.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -69,11 +152,13 @@ class Plan:
     started: tuple[str, ...] = ()
     preempted: tuple[Sequence, ...] = ()
     open_pages: tuple[tuple[int, ...], ...] | None = None
+    saves: tuple[BlockMove, ...] = ()
+    loads: tuple[BlockMove, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         """Rows of the step."""
-        return sum(entry.num_tokens for entry in self.scheduled)
+        return sum([entry.num_tokens for entry in self.scheduled])
 
     @property
     def num_decode_tokens(self) -> int:
@@ -94,13 +179,24 @@ class Plan:
         return bisect_left(self.scheduled, 2, key=attrgetter("num_tokens"))
 
     @property
+    def load(self) -> StepLoad:
+        """How much work it is."""
+        single = self.num_single_rows
+        prompts = self.scheduled[single:]
+        return StepLoad(
+            single,
+            sum([entry.start for entry in self.scheduled[:single]]),
+            sum(entry.num_tokens for entry in prompts),
+            sum(entry.num_tokens * (entry.start + entry.num_tokens / 2) for entry in prompts),
+        )
+
+    @property
     def num_samples(self) -> int:
         """Sequences that get a token from this step."""
         return sum(entry.samples for entry in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """The token that a step added to a sequence, and why it was the last one, if it was.
 
     A token that ends the answer (end of sequence, stop token) is part of the sequence and of the

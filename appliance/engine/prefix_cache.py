@@ -1,4 +1,4 @@
-"""Which block holds which content: chained hashes of full blocks and an index over them.
+"""Which block holds which content: chained hashes of blocks and an index over them.
 
 A block's hash covers its tokens and everything before them, so equal hashes mean equal keys and
 values. Knows nothing of reference counts or eviction. Imports no torch.
@@ -7,13 +7,16 @@ values. Knows nothing of reference counts or eviction. Imports no torch.
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
+MAX_COMPARED = 8  # blocks that are looked at for a partial hit
 _HASH_BYTES = 16
+_TOKEN = "q"  # 8 bytes each
 
 
 def root_hash(*parts: str) -> bytes:
@@ -22,29 +25,66 @@ def root_hash(*parts: str) -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """Hash of a full block that follows the chain `parent`."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=_HASH_BYTES).digest()
+    """Hash of a block that follows the chain `parent`."""
+    return _hash(parent, array(_TOKEN, token_ids).tobytes())
+
+
+def _hash(parent: bytes, tokens: bytes) -> bytes:
+    return blake2b(parent + tokens, digest_size=_HASH_BYTES).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Blocks that hold the first tokens of a sequence.
+
+    Attributes:
+        blocks: in order; all are hit as a whole but for the last one, if `num_tokens` ends in it.
+        num_tokens: leading tokens that are in them.
+    """
+
+    blocks: tuple[int, ...] = ()
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    content: bytes  # the hash
+    parent: bytes  # hash of the chain before it
+    tokens: bytes  # its own
 
 
 class PrefixCache:
     """An index from content to block and back.
 
+    Full blocks are found by their hash. Where a chain of hits ends, blocks that follow the same
+    chain and begin with the same tokens are a partial hit: full ones that go on differently, and
+    the last blocks of sequences that ended before they were full.
+
     Args:
         block_size: token slots in a block.
         namespace: whatever else decides the bytes in a block: weights, KV format.
+        splits_full: whether the first tokens of a full block can be had without the others.
+
+    Attributes:
+        min_partial: fewest tokens that are worth a partial hit: to copy a block costs about as
+            much as to compute a token or two.
     """
 
-    def __init__(self, block_size: int, namespace: str = "") -> None:
+    def __init__(self, block_size: int, namespace: str = "", *, splits_full: bool = True) -> None:
+        self.min_partial = max(1, block_size // 8)
         self._block_size = block_size
         self._namespace = namespace
+        self._splits_full = splits_full
         self._blocks: dict[bytes, int] = {}
-        self._hashes: dict[int, bytes] = {}
+        self._entries: dict[int, _Entry] = {}
+        # By the chain before them and their first `min_partial` tokens, the latest one last.
+        self._starts: dict[bytes, dict[int, None]] = {}
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __contains__(self, block: int) -> bool:
-        return block in self._hashes
+        return block in self._entries
 
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Make the sequence's `block_hashes` cover its first `num_blocks` full blocks."""
@@ -52,13 +92,24 @@ class PrefixCache:
         if len(hashes) >= num_blocks:
             return
         size = self._block_size
-        # An adapter, once requests have one, is one more part here.
-        parent = hashes[-1] if hashes else root_hash(self._namespace, sequence.request.cache_salt)
+        parent = self._chain(sequence, len(hashes))
         for index in range(len(hashes), num_blocks):
             parent = block_hash(parent, sequence.token_ids[index * size : (index + 1) * size])
             hashes.append(parent)
 
-    def find(self, hashes: list[bytes]) -> list[int]:
+    def find(self, sequence: Sequence) -> Prefix:
+        """Blocks that hold a sequence's first tokens, its very last token left out."""
+        size, limit = self._block_size, len(sequence.token_ids) - 1
+        self.extend_hashes(sequence, limit // size)
+        found = self.find_full(sequence.block_hashes[: limit // size])
+        first = len(found) * size
+        tokens = array(_TOKEN, sequence.token_ids[first : min(first + size, limit)]).tobytes()
+        block, num_tokens = self._find_start(self._chain(sequence, len(found)), tokens)
+        if num_tokens:
+            found.append(block)
+        return Prefix(tuple(found), first + num_tokens)
+
+    def find_full(self, hashes: list[bytes]) -> list[int]:
         """Blocks of the longest indexed start of a chain."""
         found: list[int] = []
         for content in hashes:
@@ -72,18 +123,82 @@ class PrefixCache:
         """The block indexed under a hash."""
         return self._blocks.get(content)
 
-    def add(self, content: bytes, block: int) -> None:
-        """Index a block under the hash of its content, unless another block stands there."""
-        if content not in self._blocks:
-            assert block not in self._hashes, f"block {block} is indexed under another hash"
-            self._blocks[content] = block
-            self._hashes[block] = content
+    def add(self, sequence: Sequence, index: int, block: int, num_tokens: int) -> None:
+        """Index a block under its content, unless another block stands there.
 
-    def remove(self, block: int) -> None:
-        """Forget a block, whose content is about to be overwritten."""
-        del self._blocks[self._hashes.pop(block)]
+        Args:
+            sequence: whose tokens it holds.
+            index: which of the sequence's blocks it is.
+            block: the block.
+            num_tokens: in it; as many as it has slots, or at least `min_partial`.
+        """
+        size = self._block_size
+        is_full = num_tokens == size
+        if is_full and sequence.block_hashes[index] in self._blocks:
+            return
+        first = index * size
+        tokens = array(_TOKEN, sequence.token_ids[first : first + num_tokens]).tobytes()
+        parent = self._chain(sequence, index)
+        content = sequence.block_hashes[index] if is_full else _hash(parent, tokens)
+        if content in self._blocks:
+            return
+        assert block not in self._entries, f"block {block} is indexed under another hash"
+        entry = self._entries[block] = _Entry(content, parent, tokens)
+        self._blocks[content] = block
+        if self._splits_full or not is_full:
+            self._starts.setdefault(self._start(entry.parent, tokens), {})[block] = None
+
+    def remove(self, block: int) -> bytes:
+        """Forget a block, whose content is about to be overwritten; returns its hash."""
+        entry = self._entries.pop(block)
+        del self._blocks[entry.content]
+        start = self._start(entry.parent, entry.tokens)
+        followers = self._starts.get(start, {})
+        followers.pop(block, None)
+        if not followers:
+            self._starts.pop(start, None)
+        return entry.content
+
+    def _chain(self, sequence: Sequence, num_blocks: int) -> bytes:
+        """The hash that covers a sequence's first full blocks, which are hashed already."""
+        if num_blocks:
+            return sequence.block_hashes[num_blocks - 1]
+        # An adapter, once requests have one, is one more part here.
+        return root_hash(self._namespace, sequence.request.cache_salt)
+
+    def _start(self, parent: bytes, tokens: bytes) -> bytes:
+        return parent + tokens[: self.min_partial * array(_TOKEN).itemsize]
+
+    def _find_start(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
+        """The block after a chain that shares most leading tokens, and how many; -1 and 0."""
+        width = array(_TOKEN).itemsize
+        best = (-1, 0)
+        if len(tokens) < self.min_partial * width:
+            return best
+        followers = self._starts.get(self._start(parent, tokens), {})
+        for block, _ in zip(reversed(followers), range(MAX_COMPARED), strict=False):
+            common = _num_common(self._entries[block].tokens, tokens) // width
+            if common > best[1]:
+                best = block, common
+        return best
 
     def check_invariants(self) -> None:
-        """Assert that both directions agree."""
-        assert self._hashes == {block: content for content, block in self._blocks.items()}
-        assert len(self._hashes) == len(self._blocks)
+        """Assert that all directions agree."""
+        assert {entry.content: block for block, entry in self._entries.items()} == self._blocks
+        assert len(self._entries) == len(self._blocks)
+        size = self._block_size * array(_TOKEN).itemsize
+        splitting = {
+            block: self._start(entry.parent, entry.tokens)
+            for block, entry in self._entries.items()
+            if self._splits_full or len(entry.tokens) < size
+        }
+        assert splitting == {b: start for start, blocks in self._starts.items() for b in blocks}
+        assert all(self._starts.values())
+
+
+def _num_common(a: bytes, b: bytes) -> int:
+    """Leading bytes that are equal."""
+    length = min(len(a), len(b))
+    if a[:length] == b[:length]:
+        return length
+    return next(i for i in range(length) if a[i] != b[i])

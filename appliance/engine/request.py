@@ -21,6 +21,8 @@ MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256
 FORCE = 1e6  # on a logit: no other token is left any probability
 MAX_LOGIT_BIAS = 300
+MAX_PRIORITY = 100  # and as far below 0
+MAX_TIMEOUT = 86_400.0  # seconds
 
 
 class FinishReason(Enum):
@@ -29,6 +31,7 @@ class FinishReason(Enum):
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, the context or the pool was used up
     ABORT = "abort"  # the client went away
+    TIMEOUT = "timeout"  # the request's own time was over; what there is, is right
     ERROR = "error"  # the engine could not go on with it; the delta carries a message
 
 
@@ -215,6 +218,22 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0  # lower is served earlier
+    timeout: float | None = None  # seconds from its arrival in the engine to its end
+    max_queue_seconds: float | None = None  # from its arrival to its start
     cache_salt: str = ""  # prefixes are shared only between equal salts
     owner: str = ""  # name of the API key, for the dashboard and fairness; never the key
     stop_pieces: dict[int, bytes] = {}  # for beam search with stop strings, see `stop_pieces`
+
+    def __post_init__(self) -> None:
+        if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
+            raise RequestError(
+                f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, "
+                f"got {self.priority}; lower is served earlier",
+                param="priority",
+            )
+        if self.timeout is not None and not 0 < self.timeout <= MAX_TIMEOUT:
+            raise RequestError(
+                f"timeout must be more than 0 and at most {MAX_TIMEOUT:g} seconds, "
+                f"got {self.timeout:g}",
+                param="timeout",
+            )

@@ -24,7 +24,10 @@ class Runner(Protocol):
     def seconds(self) -> float: ...  # noqa: D102
 
     def launch(self, plan: Plan) -> None:
-        """Start a plan; may raise MemoryError, and whatever else the model raises."""
+        """Start a plan, with its saves, copies and loads in this order.
+
+        May raise MemoryError, and whatever else the model raises.
+        """
         ...
 
     def collect(self) -> list[Sampled]:

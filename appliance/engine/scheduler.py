@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from appliance.engine.admission import Admission
 from appliance.engine.beam_groups import BeamGroups
-from appliance.engine.block_metadata import MAX_OWNER
 from appliance.engine.counters import Counters
+from appliance.engine.deadlines import Deadlines
 from appliance.engine.draft import Draft
-from appliance.engine.limits import check_beams, check_prompt, is_full, reason_to_finish
-from appliance.engine.plan import Plan, ScheduledSequence, Update
-from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
+from appliance.engine.fairness import Accounts
+from appliance.engine.in_flight import InFlight
+from appliance.engine.limits import check_beams, check_prompt, reason_to_finish
+from appliance.engine.plan import Plan, StepLoad, Update
+from appliance.engine.plan import SchedulerLimits as SchedulerLimits
+from appliance.engine.policy import choose_victim, rank
+from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.sequence import Sequence, SequenceStatus
+from appliance.engine.tiers.tiers import Tiers, TierSizes
+from appliance.engine.turns import PromptTurns
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,23 +35,6 @@ if TYPE_CHECKING:
     from appliance.engine.plan import BeamAnswer, Continuations
     from appliance.engine.request import Request
     from appliance.stats import EngineStats
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """How much runs at once.
-
-    With at least as many rows as sequences, every running sequence moves in every step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int  # rows of one step
-    context_length: int  # tokens of one sequence, prompt and answer together
-
-    def __post_init__(self) -> None:
-        assert 0 < self.max_num_seqs <= MAX_OWNER
-        assert self.max_num_batched_tokens > 0
-        assert self.context_length > 1
 
 
 class Scheduler:
@@ -64,6 +51,7 @@ class Scheduler:
         limits: how much runs at once.
         eos_token_ids: tokens that end an answer, unless the request ignores them.
         look_ahead: whether whoever runs plans can feed a sampled token to the next plan by itself.
+        tiers: where content goes that leaves the cache; None is nowhere.
     """
 
     def __init__(
@@ -73,6 +61,7 @@ class Scheduler:
         eos_token_ids: Collection[int] = (),
         *,
         look_ahead: bool = False,
+        tiers: Tiers | None = None,
     ) -> None:
         self._blocks = blocks
         self._limits = limits
@@ -81,16 +70,18 @@ class Scheduler:
         self._max_tokens = min(limits.context_length, blocks.num_slots + 1)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences only
         self._counters = Counters()
+        self._accounts = Accounts()
+        self.tiers = tiers or Tiers(blocks, TierSizes(block_bytes=1), Rates())
         self._beams = BeamGroups(blocks, self._eos_token_ids, limits.context_length)
-        self._admission = Admission(blocks, self._counters, limits.max_num_seqs, self._beams)
+        self._admission = Admission(
+            blocks, self._counters, self._accounts, self.tiers, limits.max_num_seqs, self._beams
+        )
+        self._turns = PromptTurns(self._admission, blocks, self._accounts, self._extend)
         self._waiting = self._admission.waiting
         self._running: list[Sequence] = []  # in the order of rank
-        self._look_ahead = look_ahead
-        # Entries of plans in flight, oldest first; some of the sequences may have ended since.
-        self._in_flight: dict[Sequence, list[ScheduledSequence]] = {}
-        # First in rank of those that found no block and nobody to take one from.
-        self._starved: Rank | None = None
+        self._in_flight = InFlight(self._max_tokens, look_ahead=look_ahead)
         self._last_arrival = -math.inf
+        self._deadlines = Deadlines()
 
     @property
     def has_work(self) -> bool:
@@ -138,11 +129,29 @@ class Scheduler:
             for index in range(1, num_sequences)
         ]
         self._requests[request.request_id] = [parent, *children]
+        self._accounts.open(request.owner, num_sequences)
         if request.sampling.use_beam_search:
             self._beams.add(request, [parent, *children])
-        self._waiting.push(parent)
+        self._queue(parent)
         self._waiting.park(parent, children)
+        for sequence in (parent, *children):
+            self._deadlines.add(sequence)
         self._counters.prompt_tokens += num_tokens
+
+    def expire(self, now: float) -> list[Sequence]:
+        """End the sequences whose time is over.
+
+        Args:
+            now: monotonic seconds.
+
+        Returns:
+            Those that were live until now.
+        """
+        over = self._deadlines.take(now)
+        for sequence in over:
+            self.finish(sequence, FinishReason.TIMEOUT)
+        self._counters.expired += len({sequence.request.request_id for sequence in over})
+        return over
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in whatever phase; False if it was not live.
@@ -169,41 +178,47 @@ class Scheduler:
                 self._end(member, reason)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        was_reading = self.tiers.forget(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self._stop(sequence)
-        else:
+        elif not was_reading:
             self._waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         sequence.finish_reason = reason
         self._waiting.unpark(sequence)
+        self._accounts.close(sequence)
         siblings = self._requests[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
             del self._requests[sequence.request.request_id]
 
     def plan(self, now: float) -> Plan | None:
-        """Decide the next step: decodes, then running prompts, then admission, within the budget.
+        """Decide the next step: decodes, then prompts that run or may start, within the budget.
 
         Args:
             now: monotonic seconds.
 
         Returns:
-            None if there is nothing to run; without a plan in flight, that means no work at all.
+            None if there is nothing to run; without a plan in flight, that means no work at all,
+            or only sequences that wait for the disk.
         """
         self._blocks.metadata.begin_step(now)
+        for sequence in self.tiers.take_read():
+            self._waiting.push(sequence)
         draft = Draft(self._limits.max_num_batched_tokens)
-        ready = [(s, self._num_left(s)) for s in self._running if self._may_run(s)]
-        self._starved = None
-        for sequence, num_left in sorted(ready, key=lambda ready: ready[1] > 1):
-            self._extend(sequence, num_left, draft)
-        if not draft.preempted:  # blocks that were taken from someone are not for newcomers
-            self._admission.admit(draft, self._running, now)
+        decodes, prompts = self._ready()
+        self._in_flight.starved = None
+        for sequence in decodes:
+            self._extend(sequence, 1, draft)
+        self._accounts.charge(draft.entries)
+        if draft.budget and (prompts or self._waiting):
+            self._turns.plan(prompts, draft, self._running, now, self._counters.steps)
+        self._blocks.settle()
         if not draft.entries:
             return None
         self._counters.steps += 1
-        for sequence, entry in draft.entries.items():
-            self._in_flight.setdefault(sequence, []).append(entry)
-        self._counters.last_plan = plan = draft.finished(self._blocks)
+        self._in_flight.add(draft.entries.values())
+        self._counters.last_plan = plan = draft.finished(self._blocks, self.tiers.take_saves())
         return plan
 
     def commit(
@@ -229,12 +244,10 @@ class Scheduler:
         for entry in plan.scheduled:
             sequence = entry.sequence
             token_id = next(tokens) if entry.samples else None
-            in_flight = self._in_flight[sequence]
-            assert in_flight.pop(0) is entry, "plans are committed in the order they were made in"
-            if not in_flight:
-                del self._in_flight[sequence]
+            self.tiers.confirm(sequence)
+            is_idle = self._in_flight.remove(entry)
             if sequence.status is SequenceStatus.FINISHED:
-                if not in_flight:
+                if is_idle:
                     self._admission.release(sequence)
                 continue
             self._blocks.commit(sequence, entry.num_tokens)
@@ -264,56 +277,59 @@ class Scheduler:
         Their sequences, as far as they have not ended, wait and start over, since nobody knows
         what of their blocks was written.
         """
-        in_flight, self._in_flight = self._in_flight, {}
-        for sequence in sorted(in_flight, key=rank):
+        for sequence in self._in_flight.clear():
+            self.tiers.discard(sequence)
             if sequence.status is SequenceStatus.FINISHED:
                 self._admission.release(sequence)
             elif sequence.status is SequenceStatus.RUNNING:  # else it went with a sibling
                 self._requeue(sequence)
+        self.tiers.discard_saves()
+
+    def _ready(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """Running sequences that want one row, and those that want more, in the order of rank."""
+        decodes, prompts = [], []
+        in_flight, held = self._in_flight.entries, self._beams.held
+        for sequence in self._running:
+            if sequence in in_flight:
+                num_left = self._in_flight.num_left(sequence)
+            elif sequence in held:
+                continue
+            else:
+                num_left = len(sequence.token_ids) - sequence.num_computed
+            if num_left == 1:
+                decodes.append(sequence)
+            elif num_left:  # it may wait for what is in flight, or as a beam for its siblings
+                prompts.append((sequence, num_left))
+        return decodes, prompts
 
     def _extend(self, sequence: Sequence, num_left: int, draft: Draft) -> None:
         """Give a running sequence its next rows, at the cost of later ones if blocks run out.
 
         If there is nobody to take blocks from, it keeps its own and waits for the next step.
         """
-        in_flight = self._in_flight.get(sequence)
-        before = None if in_flight is None else in_flight[0]
+        before = self._in_flight.first(sequence)
         num_before = 0 if before is None else before.num_tokens
         num_tokens = min(num_left, draft.budget)
         if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
             return
         while (copies := self._blocks.allocate(sequence, num_before + num_tokens)) is None:
-            spared = self._beams.spared(sequence, self._in_flight)
+            spared = self._beams.spared(sequence, self._in_flight.entries)
             victim = choose_victim(self._running, sequence, spared)
             if victim is None:
-                self._starved = min(self._starved or rank(sequence), rank(sequence))
+                self._in_flight.starve(sequence)
                 return
+            members = self._beams.members(victim)
+            for member in members:
+                self.tiers.discard(member)
+            if len(members) == 1:
+                self.tiers.keep(victim)
             self._requeue(victim)
-            for member in self._beams.members(victim):
+            for member in members:
                 draft.take_back(member)
                 draft.preempted.append(member)
                 member.num_preemptions += 1
                 self._counters.preemptions += 1
         draft.add(sequence, num_tokens, copies, before)
-
-    def _may_run(self, sequence: Sequence) -> bool:
-        """Whether a running sequence may be in the next plan."""
-        in_flight = self._in_flight.get(sequence)
-        if in_flight is None:
-            return sequence not in self._beams.held
-        if not self._look_ahead or len(in_flight) > 1:
-            return False
-        if self._starved is not None and rank(sequence) > self._starved:
-            return False  # as soon as it is idle, its blocks can be had
-        is_last = is_full(sequence, in_flight[0].end + 1, self._max_tokens)
-        return not in_flight[0].samples or (may_look_ahead(sequence) and not is_last)
-
-    def _num_left(self, sequence: Sequence) -> int:
-        """Rows that are neither computed nor in flight, one for a token to come included."""
-        in_flight = self._in_flight.get(sequence)
-        if in_flight is None:
-            return sequence.num_uncomputed
-        return len(sequence.token_ids) + in_flight[0].samples - in_flight[0].end
 
     def _requeue(self, sequence: Sequence) -> None:
         """Take the blocks of a running sequence; its tokens stay and are computed again later.
@@ -325,41 +341,46 @@ class Scheduler:
         for member in (leader, *others):
             self._stop(member)
             member.status = SequenceStatus.WAITING
-        self._waiting.push(leader)
+        self._queue(leader)
         if others:
             self._waiting.park(leader, others)
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Have a sequence wait, first for what the disk has of it."""
+        if not self.tiers.begin_reading(sequence):
+            self._waiting.push(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         index = bisect_left(self._running, rank(sequence), key=rank)
         assert self._running[index] is sequence
         del self._running[index]
-        if sequence not in self._in_flight:
+        self._accounts.of(sequence).num_running -= 1
+        if sequence not in self._in_flight.entries:
             self._admission.release(sequence)
+
+    def observe(self, load: StepLoad, seconds: float) -> None:
+        """Learn how long a step took, for the number of prompt rows beside answers."""
+        self._turns.budget.observe(load, seconds)
 
     def stats(self) -> EngineStats:
         """The scheduler's share of the snapshot; times are the engine's to add."""
-        return self._counters.snapshot(
-            self._blocks, running=len(self._running), waiting=len(self._waiting)
-        )
+        waiting = len(self._waiting) + len(self.tiers.reading)
+        snapshot = self._counters.snapshot(self._blocks, len(self._running), waiting)
+        return self.tiers.add_stats(snapshot)
 
     def check_invariants(self) -> None:
         """Assert that every live sequence is in exactly one place and the books agree."""
-        waiting, running = list(self._waiting), self._running
-        ended = [seq for seq in self._in_flight if seq.status is SequenceStatus.FINISHED]
+        waiting, running = [*self._waiting, *self.tiers.reading], self._running
         assert all(seq.status is SequenceStatus.RUNNING for seq in running)
         assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
         assert not any(seq.block_table for seq in waiting)
         assert running == sorted(running, key=rank)
-        assert set(self._in_flight) <= {*running, *ended}
-        for seq, entries in self._in_flight.items():
-            assert 0 < len(entries) <= 1 + self._look_ahead
-            assert all(a.end == b.start for a, b in pairwise(entries))
-            if seq.status is SequenceStatus.RUNNING:
-                assert entries[0].start == seq.num_computed
-                assert len(seq.token_ids) >= entries[0].end
-        assert len(waiting) == len(self._waiting)
+        ended = self._in_flight.check_invariants(running)
+        assert len(waiting) == len(self._waiting) + len(self.tiers.reading)
+        self.tiers.check_invariants()
         assert len({*running, *waiting}) == len(running) + len(waiting)
         assert {*running, *waiting} == set(self.sequences())
+        self._accounts.check_invariants(list(self._waiting.queued()), running)
         self._beams.check_invariants(running)
         holders = [*running, *ended]
         self._admission.check_invariants(holders, self._limits.max_num_seqs)

@@ -31,6 +31,7 @@ class Sequence:
         token_ids: prompt, then answer.
         num_computed: leading tokens whose keys and values are in the cache.
         num_cached: prompt tokens that came from the prefix cache at first admission.
+        num_kept: while it waits after a preemption, leading tokens whose blocks are kept for it.
         block_table: block ids, append-only while running.
         block_hashes: chained hash of each full block known so far.
         parent: sibling whose prompt blocks this one forks as soon as they are computed.
@@ -43,6 +44,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     num_cached: int = 0
+    num_kept: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     parent: Sequence | None = None
@@ -50,6 +52,7 @@ class Sequence:
     arrival: float = 0.0  # monotonic seconds
     first_scheduled: float | None = None
     num_preemptions: int = 0
+    num_overtaken: int = 0  # by sequences that came later and started before
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:

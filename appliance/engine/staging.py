@@ -39,6 +39,7 @@ class StepShape:
     num_seqs: int
     num_samples: int
     table_width: int  # blocks
+    is_sealed: bool = False  # there are open pages
 
     def parts(self) -> dict[str, tuple[type[np.generic], int]]:
         """Element type and count of each part, in the order in which they lie."""
@@ -50,6 +51,7 @@ class StepShape:
             "slot_mapping": (np.int64, tokens),
             "query_start": (np.int32, seqs + 1),
             "context_lens": (np.int32, seqs),
+            **(self._sealed_parts() if self.is_sealed else {}),
             "sample_rows": (np.int64, samples),
             "temperature": (np.float32, samples),
             "top_k": (np.int64, samples),
@@ -57,6 +59,14 @@ class StepShape:
             "min_p": (np.float32, samples),
             "uniform": (np.float64, samples),
             "block_tables": (np.int32, seqs * self.table_width),
+        }
+
+    def _sealed_parts(self) -> dict[str, tuple[type[np.generic], int]]:
+        return {
+            "sealed_lens": (np.int32, self.num_seqs),
+            "open_tables": (np.int32, self.num_seqs),
+            "open_slots": (np.int64, self.num_tokens),
+            "moves": (np.int64, 2 * self.num_seqs),
         }
 
     def places(self) -> dict[str, tuple[int, int]]:
@@ -91,6 +101,11 @@ class StepTensors:
     min_p: Tensor
     uniform: Tensor
     block_tables: Tensor  # (num_seqs, table_width)
+    # With open pages, see `SealedSpans`; a sequence that fills no block has a move of -1.
+    sealed_lens: Tensor | None = None
+    open_tables: Tensor | None = None  # (num_seqs,)
+    open_slots: Tensor | None = None
+    moves: Tensor | None = None  # (2 * num_seqs,)
 
     def sampling(self, num_rows: int) -> SamplingRows:
         """Settings of the first rows."""

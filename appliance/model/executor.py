@@ -23,6 +23,26 @@ class Cache(Protocol):
         """Token slots in a block."""
         ...
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of all layers."""
+        ...
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of one open page of all layers; 0 if none is sealed."""
+        ...
+
+    def read_block(self, block: int, open_page: int = -1) -> bytes:
+        """The bytes of a block, and of an open page if one is named; for host memory only."""
+        ...
+
+    def write_block(
+        self, block: int, content: bytes | bytearray | memoryview, open_page: int = -1
+    ) -> None:
+        """Put back what `read_block` returned."""
+        ...
+
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         """Copy whole blocks, for copy-on-write."""
         ...

@@ -60,6 +60,16 @@ class TensorNames:
         """Full name of a layer's part."""
         return self.layer.format(index) + part
 
+    def linears(self, index: int) -> tuple[tuple[str, ...], ...]:
+        """Full names of the weights that a layer's linears are made of, in the order of use.
+
+        Four linears: into the heads, out of them, into the MLP and out of it.
+        """
+        return tuple(
+            tuple(f"{self.in_layer(index, part)}.weight" for part in parts)
+            for parts in (self.qkv, (self.output,), self.gate_up, (self.down,))
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:

@@ -121,7 +121,7 @@ class Watcher:
         self._info: Info | None = None
         self._sequences = SequenceFeed(state)
         self._log = LogFeed(state.warnings)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._next_stats = 0.0
         self._rates = Rates()
         self._last_step: int | None = None
@@ -156,12 +156,12 @@ class Watcher:
         return events
 
     def _new_jobs(self) -> list[Job]:
-        """Tasks that have come further; one that is gone is told as done."""
+        """Tasks that have come further; one that is gone is told as ended."""
         folder = self._state.jobs_folder
         before, self._jobs = self._jobs, {} if folder is None else read_jobs(folder)
-        ended = [job for pid, job in before.items() if pid not in self._jobs]
-        changed = [job for pid, job in self._jobs.items() if job != before.get(pid)]
-        return [msgspec.structs.replace(job, done=job.total) for job in ended] + changed
+        ended = [job for file, job in before.items() if file not in self._jobs]
+        changed = [job for file, job in self._jobs.items() if job != before.get(file)]
+        return [msgspec.structs.replace(job, ended=True) for job in ended] + changed
 
     def _stats(self) -> Stats:
         engine, metrics = self._state.engine, self._state.metrics

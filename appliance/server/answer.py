@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from appliance.best_of import Likelihood, best
 from appliance.engine.messages import TokenLogprobs
 from appliance.engine.request import FinishReason
-from appliance.errors import EngineUnavailableError
+from appliance.errors import EngineUnavailableError, QueueTimeoutError
 from appliance.output import ChoiceText
 from appliance.server.metrics import RequestTimer
 from appliance.server.responses import PromptTokensDetails, Usage
@@ -82,6 +82,7 @@ class Answer:
         self._metrics = state.metrics
         self._timer = RequestTimer(state.metrics)
         self._name = requests[0].request_id
+        self._owner = requests[0].owner
         self._ends = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._choices = [
             _Choice(ChoiceText(tokenizer, sampling.stop)) for _ in range(self.num_choices)
@@ -114,20 +115,24 @@ class Answer:
             RequestError: the engine refused the request.
             EngineError: it failed, or the engine died.
         """
-        if len(self._generations) > 1:
-            async with aclosing(_merge(self._generations)) as deltas:
-                async for prompt, delta in deltas:
-                    if pieces := self._take(prompt, delta):
-                        yield pieces
-            return
-        (generation,) = self._generations
-        async for delta in generation:
-            pieces = self._take(0, delta)
-            # What came while the client did not read goes out together.
-            while len(pieces) < MAX_TURN and (more := generation.ready()) is not None:
-                pieces += self._take(0, more)
-            if pieces:
-                yield pieces
+        try:
+            if len(self._generations) > 1:
+                async with aclosing(_merge(self._generations)) as deltas:
+                    async for prompt, delta in deltas:
+                        if pieces := self._take(prompt, delta):
+                            yield pieces
+                return
+            (generation,) = self._generations
+            async for delta in generation:
+                pieces = self._take(0, delta)
+                # What came while the client did not read goes out together.
+                while len(pieces) < MAX_TURN and (more := generation.ready()) is not None:
+                    pieces += self._take(0, more)
+                if pieces:
+                    yield pieces
+        except QueueTimeoutError:
+            self._metrics.count_expired(self._owner, "waiting")
+            raise
 
     async def whole(self) -> list[Whole]:
         """The choices that were asked for, when all have ended; errors as for `pieces`."""
@@ -175,7 +180,10 @@ class Answer:
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
         self.completion_tokens += len(delta.token_ids)
-        self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
+        if delta.token_ids:
+            self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
+        if delta.queue_seconds is not None:
+            self._metrics.observe_wait(self._owner, delta.queue_seconds)
         text, reason = choice.text.push(delta.token_ids, delta.finish_reason)
         choice.likelihood.add(delta)
         if delta.logprobs is not None:
@@ -183,6 +191,8 @@ class Answer:
         if reason is not None:
             choice.ended = True
             self._metrics.count_choice(reason.value)
+            if reason is FinishReason.TIMEOUT:
+                self._metrics.count_expired(self._owner, "running")
             if delta.finish_reason is None:
                 self._generations[prompt].close_choice(delta.index)
         elif not text:

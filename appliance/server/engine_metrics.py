@@ -47,6 +47,7 @@ class EngineCollector(Collector):
             ("appliance_sequences_aborted", "Sequences aborted.", stats.aborted_total),
             ("appliance_nan_logits", "Sequences ended by broken logits.", stats.nan_logits_total),
             ("appliance_engine_restarts", "Engine processes after the first.", engine.restarts),
+            ("appliance_swaps", "Preemptions that kept the blocks.", stats.swaps_total),
             (
                 "appliance_requests_failed",
                 "Requests that ended with an error or without a reader.",
@@ -59,6 +60,35 @@ class EngineCollector(Collector):
             ),
         ):
             yield counter(name, text, [(self._labels, value)])
+        host, disk = stats.prefix_hits_host_total, stats.prefix_hits_disk_total
+        for name, text, label, counts in (
+            (
+                "appliance_prefix_hit_tokens",
+                "Prompt tokens found, by where their blocks were.",
+                "tier",
+                {"cache": stats.prefix_hits_total - host - disk, "host": host, "disk": disk},
+            ),
+            (
+                "appliance_kv_swapped_blocks",
+                "KV blocks to host memory and back.",
+                "direction",
+                {"out": stats.swapped_out_total, "in": stats.swapped_in_total},
+            ),
+            (
+                "appliance_kv_disk_events",
+                "KV files written, read, found damaged, or evicted; blocks that came too late.",
+                "event",
+                {
+                    "written": stats.kv_disk_written_total,
+                    "read": stats.kv_disk_read_total,
+                    "dropped": stats.kv_disk_dropped_total,
+                    "corrupt": stats.kv_disk_corrupt_total,
+                    "evicted": stats.kv_disk_evicted_total,
+                },
+            ),
+        ):
+            samples = [({**self._labels, label: key}, count) for key, count in counts.items()]
+            yield counter(name, text, samples)
 
     def _gauges(self) -> Iterator[Metric]:
         stats, engine = self._state.engine.stats, self._state.engine
@@ -72,6 +102,17 @@ class EngineCollector(Collector):
             ("appliance_kv_block_slots", "Token slots of a KV block.", stats.block_size),
             ("appliance_sequences_running", "Sequences that hold blocks.", stats.running),
             ("appliance_sequences_waiting", "Sequences that hold none.", stats.waiting),
+            ("appliance_kv_host_blocks", "KV blocks in host memory.", stats.kv_host_blocks),
+            ("appliance_kv_host_capacity", "KV blocks that fit there.", stats.kv_host_capacity),
+            ("appliance_kv_disk_blocks", "KV blocks on the disk.", stats.kv_disk_blocks),
+            ("appliance_kv_disk_bytes", "KV files of all models.", stats.kv_disk_bytes),
+            ("appliance_kv_disk_capacity_bytes", "Their cap.", stats.kv_disk_capacity_bytes),
+            ("appliance_kv_disk_pending", "KV blocks to be written.", stats.kv_disk_pending),
+            (
+                "appliance_kv_disk_writing",
+                "1 while KV blocks are written to a disk, 0 without one or while it refuses.",
+                float(stats.kv_disk_writing),
+            ),
             ("appliance_queue_limit", "Requests that may wait.", self._state.config.max_queue),
         ):
             yield gauge(name, text, [(self._labels, value)])

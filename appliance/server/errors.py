@@ -15,6 +15,7 @@ from appliance.errors import (
     EngineError,
     EngineUnavailableError,
     QueueFullError,
+    QueueTimeoutError,
     RequestError,
 )
 
@@ -66,7 +67,7 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
     match error:
         case RequestError():
             headers = {}
-            if isinstance(error, QueueFullError):
+            if isinstance(error, QueueFullError | QueueTimeoutError):
                 headers["retry-after"] = str(math.ceil(error.retry_after))
             if error.status == 401:
                 headers["www-authenticate"] = "Bearer"

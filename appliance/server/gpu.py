@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from appliance.events import Gpu
@@ -60,11 +61,13 @@ class GpuProbe:
                 self._library = pynvml
             self._library.nvmlInit()
             count = self._library.nvmlDeviceGetCount()
-            return [self._library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except Exception as error:
             # On a machine without a GPU that is as it should be.
             logger.debug("no facts of GPUs: %s", error)
             return []
+        # One that has fallen off the bus, or belongs to somebody else, hides no other.
+        found = [_ask(partial(self._library.nvmlDeviceGetHandleByIndex, at)) for at in range(count)]
+        return [handle for handle in found if handle is not None]
 
     def _read_one(self, handle: Any, meter: EnergyMeter, now: float, tokens: int) -> Gpu:
         nvml = self._library
@@ -73,7 +76,9 @@ class GpuProbe:
         power = _ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle))
         limit = _ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
         millijoules = _ask(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-        reasons = _ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)) or 0
+        reasons = _ask(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        if reasons is None:  # drivers before 535 know them by another name
+            reasons = _ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
         energy = None if millijoules is None else millijoules / 1000
         return Gpu(
             name=_text(_ask(lambda: nvml.nvmlDeviceGetName(handle))),

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from appliance.errors import EngineUnavailableError, QueueFullError
+from appliance.errors import EngineUnavailableError
 from appliance.server.errors import error_response, json_response
 from appliance.server.openapi import describes
 
@@ -39,10 +39,8 @@ def health_router(state: ServerState) -> APIRouter:
     async def ready() -> Response:
         """200 if a request that comes now would be accepted."""
         why = state.unavailable
-        try:
-            state.check_queue()
-        except QueueFullError:
-            why = why or "busy: the queue is full"
+        if why is None and not state.has_room():
+            why = "busy: the queue is full"
         if why is None:
             return json_response(Health("ready"))
         return error_response(EngineUnavailableError(f"the server is {why}"))

@@ -24,6 +24,9 @@ HEADER_SECONDS = 10.0
 # content-length. False if that cannot be done at once; then the piece is to be sent as usual.
 CHUNKS = "appliance.chunks"
 _BACKLOG = 512
+# Bytes that may lie unsent in the kernel, and again as many before it. What reads slowly is given
+# less, as with a dashboard's feed, only if it is seen to: by default megabytes fit in between.
+_UNSENT_BYTES = 4 * 1024
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -76,8 +79,12 @@ class HttpProtocol(H11Protocol):
         self.app = self._serve
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock."""
+        """Keep little unsent, and start the clock."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_UNSENT_BYTES)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
         self.loop.call_later(HEADER_SECONDS, self._close_if_silent)
 
     def _close_if_silent(self) -> None:

@@ -9,8 +9,9 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Summary, generate_latest
 
+from appliance.api_keys import NO_KEY
 from appliance.events import Quantiles
 from appliance.server.histogram import Histogram
 
@@ -117,6 +118,24 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self.registry,
         )
+        self._waits = Summary(
+            "appliance_queue_wait_seconds",
+            "In the engine's queue, by the name of the key.",
+            ["key"],
+            registry=self.registry,
+        )
+        self._shed = Counter(
+            "appliance_requests_shed",
+            "Requests refused because too many waited, by the name of their key.",
+            ["key"],
+            registry=self.registry,
+        )
+        self._expired = Counter(
+            "appliance_requests_expired",
+            "Requests or choices whose time was over while they waited or ran, by key.",
+            ["key", "state"],
+            registry=self.registry,
+        )
         self._responses = Counter(
             "appliance_http_responses",
             "HTTP responses by route and status.",
@@ -139,6 +158,18 @@ class Metrics:
     def count_choice(self, reason: str) -> None:
         """A choice ended as the engine reported."""
         self._success.labels(self.model_name, reason).inc()
+
+    def observe_wait(self, owner: str, seconds: float) -> None:
+        """A request of a key left the queue after so long."""
+        self._waits.labels(owner or NO_KEY).observe(seconds)
+
+    def count_shed(self, owner: str) -> None:
+        """A request of a key was refused because too many waited."""
+        self._shed.labels(owner or NO_KEY).inc()
+
+    def count_expired(self, owner: str, state: str) -> None:
+        """The time of a request of a key was over while it was `waiting` or `running`."""
+        self._expired.labels(owner or NO_KEY, state).inc()
 
     def count_response(self, route: str, status: int) -> None:
         """A response began."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
-from appliance.engine import request as engine_request
 from appliance.errors import RequestError
 from appliance.server import unsupported
 from appliance.server.answer import Answer
@@ -25,6 +23,7 @@ from appliance.server.sampling import completion_budget, sampling_params
 from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import Scoring
 from appliance.server.stream import EventStream, unless_disconnected
+from appliance.server.terms import Terms
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -44,7 +43,7 @@ def openai_router(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions", **describes(ChatRequest, ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
         state.serving()
-        state.check_queue()
+        state.check_queue(key_name(request.scope))
         body, fields = await read_json(request, ChatRequest, max_bytes=state.config.max_body_bytes)
         _check_fields(state, body, fields, unsupported.CHAT)
         if body.top_logprobs is not None and not body.logprobs:
@@ -72,7 +71,7 @@ def openai_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions", **describes(CompletionRequest, Completion, streams=True))
     async def completions(request: Request) -> Response:
         state.serving()
-        state.check_queue()
+        state.check_queue(key_name(request.scope))
         body, fields = await read_json(
             request, CompletionRequest, max_bytes=state.config.max_body_bytes
         )
@@ -147,12 +146,12 @@ async def _submit(
     """Check lengths and queue, then hand one request per prompt to the engine."""
     info, _ = state.serving()
     exchange = Exchange.begin(state, prefix, logprobs=logprobs is not None)
-    salt = hashlib.sha256(body.cache_salt.encode()).hexdigest() if body.cache_salt else ""
+    terms = Terms.of(body, state, owner)
     requests = [
-        engine_request.Request(
-            request_id=f"{exchange.id}-{number}" if len(prompts) > 1 else exchange.id,
-            prompt_token_ids=tuple(prompt),
-            sampling=sampling_params(
+        terms.request(
+            f"{exchange.id}-{number}" if len(prompts) > 1 else exchange.id,
+            prompt,
+            sampling_params(
                 body,
                 info,
                 max_tokens=completion_budget(
@@ -160,13 +159,11 @@ async def _submit(
                 ),
                 logprobs=logprobs,
             ),
-            cache_salt=salt,
-            owner=owner,
         )
         for number, prompt in enumerate(prompts)
     ]
     requests = await prepare_beams(state, requests)
-    state.check_queue(len(requests))
+    state.check_queue(owner, len(requests))
     return Answer(state, requests), exchange
 
 

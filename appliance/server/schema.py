@@ -16,11 +16,14 @@ from appliance.engine.request import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_PRIORITY,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
+    MAX_TIMEOUT,
 )
 
 MAX_MESSAGES = 256
+MAX_SALT = 1024  # characters
 MAX_TOKENS = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
@@ -28,6 +31,13 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+# Checked elsewhere, where the message can name both ends of the range.
+Priority = Annotated[
+    int, Meta(extra_json_schema={"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY})
+]
+Timeout = Annotated[
+    float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT})
+]  # seconds
 Prompt = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 
@@ -70,7 +80,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         ]
         | None
     ) = None
-    cache_salt: Annotated[str, Meta(max_length=1024)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
     user: str | None = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import SamplingParams
 from appliance.errors import RequestError
 from appliance.server.answer import Answer
 from appliance.server.completions import completion_logprobs
@@ -23,6 +23,7 @@ from appliance.server.responses import (
     Usage,
 )
 from appliance.server.sampling import completion_budget
+from appliance.server.terms import Terms
 
 if TYPE_CHECKING:
     from appliance.server.answer import Whole
@@ -81,6 +82,7 @@ class Scoring:
             )
         info, tokenizer = state.serving()
         exchange = Exchange.begin(state, "cmpl", logprobs=True)
+        terms = Terms.of(body, state, owner)
         requests = []
         for number, prompt in enumerate(prompts):
             completion_budget(len(prompt), max(1, generated), info, param="prompt")
@@ -93,14 +95,13 @@ class Scoring:
                 forced=tuple(others),
             )
             requests.append(
-                Request(
-                    request_id=f"{exchange.id}-{number}" if len(prompts) > 1 else exchange.id,
-                    prompt_token_ids=(first,),
-                    sampling=sampling,
-                    owner=owner,
+                terms.request(
+                    f"{exchange.id}-{number}" if len(prompts) > 1 else exchange.id,
+                    [first],
+                    sampling,
                 )
             )
-        state.check_queue(len(requests))
+        state.check_queue(owner, len(requests))
         texts = prompt_text(body.prompt, tokenizer)
         return cls(exchange, Answer(state, requests), prompts, texts, generated)
 

@@ -37,6 +37,7 @@ class ServerState:
         quality_card: of the model, if it has one.
         jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
         warnings: of this process and the engine's, for whoever watches.
+        key_names: of all keys that are let in.
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
 
@@ -52,17 +53,24 @@ class ServerState:
     jobs_folder: Path | None = None
     warnings: RecentWarnings = field(default_factory=RecentWarnings)
     machine: MachineProbe = field(init=False)
+    key_names: tuple[str, ...] = field(init=False)
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
     )
 
     def __post_init__(self) -> None:
         self.machine = MachineProbe(self.engine)
+        self.key_names = tuple(self.config.keys())
         self.engine.observers += [self._take_warnings, self.metrics.take_steps]
 
     def _take_warnings(self, report: StepReport) -> None:
         for line in report.logs:
             self.warnings.add(line)
+
+    @property
+    def several_keys(self) -> bool:
+        """Whether more than one key is let in."""
+        return len(self.key_names) > 1
 
     @property
     def unavailable(self) -> str | None:
@@ -99,17 +107,29 @@ class ServerState:
                 f"the model {name[:100]!r} is not served here; the one that is: {self.model_id!r}"
             )
 
-    def check_queue(self, requests: int = 1) -> None:
-        """Whether that many more requests may come.
+    def has_room(self, requests: int = 1) -> bool:
+        """Whether that many more requests can run or wait."""
+        engine = self.engine
+        slots = 0 if engine.info is None else engine.info.max_num_seqs
+        room = self.config.max_queue + max(0, slots - engine.num_running_sequences)
+        return engine.num_waiting + requests <= room
+
+    def check_queue(self, owner: str, requests: int = 1) -> None:
+        """Whether that many more requests of a key may come.
+
+        When the queue is full, a key that has less than its share of it waiting still gets in.
 
         Raises:
             QueueFullError: too many wait already.
         """
-        engine = self.engine
-        slots = 0 if engine.info is None else engine.info.max_num_seqs
-        room = self.config.max_queue + max(0, slots - engine.num_running_sequences)
-        if engine.num_waiting + requests > room:
-            raise QueueFullError(
-                f"{engine.num_waiting} requests wait already; try again in a moment",
-                retry_after=QUEUE_RETRY_AFTER,
-            )
+        if self.has_room(requests):
+            return
+        own = self.engine.num_waiting_of(owner)
+        if self.several_keys and own + requests <= self.config.max_queue // len(self.key_names):
+            return
+        self.metrics.count_shed(owner)
+        whose = f", {own} of this key" if self.several_keys else ""
+        raise QueueFullError(
+            f"{self.engine.num_waiting} requests wait already{whose}; try again in a moment",
+            retry_after=QUEUE_RETRY_AFTER,
+        )

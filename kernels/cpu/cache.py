@@ -117,6 +117,36 @@ class NativeCache:
         for source, destination in zip(sources, destinations, strict=True):
             ctypes.memmove(base + destination * size, base + source * size, size)
 
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of one open page of all layers; 0 if none is sealed."""
+        return 0 if self._open is None else int(self.struct.open_bytes)
+
+    def read_block(self, block: int, open_page: int = -1) -> bytes:
+        """A block of all layers as it lies in memory, and behind it an open page, if one is named.
+
+        Slots without a token come along: what they hold means nothing.
+        """
+        begin = block * self.block_bytes
+        content = self._mapping.memory[begin : begin + self.block_bytes]
+        if open_page < 0:
+            return content
+        assert self._open is not None
+        begin = open_page * self.open_bytes
+        return content + self._open.memory[begin : begin + self.open_bytes]
+
+    def write_block(
+        self, block: int, content: bytes | bytearray | memoryview, open_page: int = -1
+    ) -> None:
+        """Put back what `read_block` returned, in this block or in another one."""
+        size, view = self.block_bytes, memoryview(content)
+        assert len(view) == size + (self.open_bytes if open_page >= 0 else 0), len(view)
+        self._mapping.memory[block * size : (block + 1) * size] = view[:size]
+        if open_page >= 0:
+            assert self._open is not None
+            begin = open_page * self.open_bytes
+            self._open.memory[begin : begin + self.open_bytes] = view[size:]
+
 
 def page_bytes(library: ctypes.CDLL, format: KVFormat, head_dim: int) -> int:
     """Bytes that 16 tokens of one head take, keys and values.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 def seal_moves(cache: SealedPages, moves: Tensor) -> None:
-    """Seal open pages, (n, 2) int64 open page and block, as `seal` does."""
-    pages, blocks = moves.unbind(1)
+    """Seal open pages, (n, 2) int64 open page and block; a negative page only fills up."""
+    pages, blocks = moves[moves[:, 0] >= 0].unbind(1)
     seal(cache, pages.tolist(), blocks.tolist())
 
 

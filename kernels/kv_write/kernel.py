@@ -79,13 +79,18 @@ def prepare(
     p_cos,
     p_sin,
     eps,
+    p_mean,  # (BLOCK_HEADS, 1), where each head's mean begins
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     HALF: tl.constexpr,  # of the rotated dimensions; 0 is no RoPE
     HAS_NORM: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
     HADAMARD: tl.constexpr,  # size; 0 is none
 ):
-    """Heads after norm, RoPE and Hadamard transform, rounded to their dtype after each."""
+    """Heads after norm, RoPE, less their mean, and Hadamard transform.
+
+    Rounded to their dtype after each.
+    """
     DTYPE: tl.constexpr = p_head.dtype.element_ty
     o_dim = tl.arange(0, HEAD_DIM_PADDED)
     b_in = o_dim < HEAD_DIM
@@ -107,6 +112,10 @@ def prepare(
         b_sin = tl.load(p_sin + o_dim % HALF, mask=b_turned, other=0.0)
         b_sin = tl.where(o_dim < HALF, -b_sin, b_sin)
         b_x = b_x * b_cos[None, :] + b_pair * b_sin[None, :]
+        b_x = b_x.to(DTYPE).to(tl.float32)
+    if HAS_MEAN:
+        b_mask = b_valid[:, None] & b_in[None, :]
+        b_x -= tl.load(p_mean + o_dim[None, :], mask=b_mask, other=0.0)
         b_x = b_x.to(DTYPE).to(tl.float32)
     if HADAMARD > 0:
         b_x = hadamard(b_x, HADAMARD).to(DTYPE).to(tl.float32)
@@ -204,6 +213,7 @@ def kv_write_kernel(
     sin_ptr,
     query_norm_ptr,  # (head_dim,) float32, or None
     key_norm_ptr,
+    key_mean_ptr,  # (num_kv_heads, head_dim) float32, or None
     slot_mapping_ptr,  # (num_tokens,) int64, negative is nowhere
     query_stride,
     key_stride,
@@ -218,6 +228,7 @@ def kv_write_kernel(
     PAGE_ELEMENTS: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_MEAN: tl.constexpr,
     HADAMARD: tl.constexpr,
     HAS_QUERY: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -239,6 +250,9 @@ def kv_write_kernel(
             b_valid = b_head < num_kv_heads
             b_page = slot // PAGE * num_kv_heads + b_head
             token = (slot % PAGE).to(tl.int32)
+            p_mean = key_mean_ptr
+            if HAS_MEAN:
+                p_mean += (b_head * HEAD_DIM)[:, None]
             b_key = prepare(
                 key_ptr + i_token * key_stride + (b_head * HEAD_DIM)[:, None],
                 b_valid,
@@ -246,10 +260,12 @@ def kv_write_kernel(
                 p_cos,
                 p_sin,
                 eps,
+                p_mean,
                 HEAD_DIM,
                 HEAD_DIM_PADDED,
                 HALF,
                 HAS_NORM,
+                HAS_MEAN,
                 HADAMARD,
             )
             p_value = value_ptr + i_token * value_stride + (b_head * HEAD_DIM)[:, None]
@@ -297,10 +313,12 @@ def kv_write_kernel(
             p_cos,
             p_sin,
             eps,
+            None,
             HEAD_DIM,
             HEAD_DIM_PADDED,
             HALF,
             HAS_NORM,
+            False,
             HADAMARD,
         )
         p_output = output_ptr + (i_token * num_heads + b_head)[:, None] * HEAD_DIM + o_dim[None, :]

@@ -85,12 +85,15 @@ def _launch(
     for rows in filter(lambda rows: rows is not None, (query, key, value)):
         assert rows is not None
         assert rows[0].is_contiguous(), rows.stride()
+    # `write_kv` is given keys that have none any more.
+    mean = None if angles is None else cache.key_mean
     fixed = constexprs(
         cache.format,
         num_kv_heads,
         head_dim,
         half=0 if angles is None else angles[0].shape[1],
         has_norm=norms is not None,
+        has_mean=mean is not None,
         has_query=query is not None,
     )
     block = fixed["BLOCK_HEADS"]
@@ -110,6 +113,7 @@ def _launch(
             None if angles is None else angles[1].contiguous(),
             None if norms is None else norms.query,
             None if norms is None else norms.key,
+            mean,
             slot_mapping,
             0 if query is None else query.stride(0),
             key.stride(0),

@@ -46,6 +46,7 @@ class Constexprs(TypedDict):
     PAGE_ELEMENTS: int
     HALF: int
     HAS_NORM: bool
+    HAS_MEAN: bool
     HADAMARD: int
     HAS_QUERY: bool
     BLOCK_HEADS: int
@@ -58,6 +59,7 @@ def constexprs(
     *,
     half: int = 0,
     has_norm: bool = False,
+    has_mean: bool = False,
     has_query: bool = False,
 ) -> Constexprs:
     """What `kv_write_kernel` is specialized for.
@@ -68,6 +70,7 @@ def constexprs(
         head_dim: elements of a head.
         half: half of the rotated dimensions; 0 leaves RoPE out, and the Hadamard transform too.
         has_norm: whether query and key heads are normed.
+        has_mean: whether a mean is taken off the keys.
         has_query: whether there are queries.
     """
     padded = max(DIM_STEP, _power_of_two(head_dim))
@@ -80,6 +83,7 @@ def constexprs(
         "PAGE_ELEMENTS": page_bytes(kv_format.value, head_dim) // element,
         "HALF": half,
         "HAS_NORM": has_norm,
+        "HAS_MEAN": has_mean,
         "HADAMARD": hadamard_size(head_dim) if kv_format.is_rotated and half else 0,
         "HAS_QUERY": has_query,
         "BLOCK_HEADS": min(_power_of_two(num_kv_heads), MAX_WARPS * WARP_ELEMENTS // padded),
@@ -96,11 +100,14 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     """All that is compiled and gated for one compute capability (86 is 8.6)."""
     for kv_format in (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4):
         yield write_signature(SHAPES[0], kv_format)
+    yield write_signature(SHAPES[0], KVFormat.INT8, has_mean=True)  # as open pages are written
     for shape in SHAPES[1:] if capability == MOST_COMPILED else ():
         yield write_signature(shape, KVFormat.INT4)  # what takes most
 
 
-def write_signature(shape: KVWriteShape, kv_format: KVFormat) -> KernelSignature:
+def write_signature(
+    shape: KVWriteShape, kv_format: KVFormat, *, has_mean: bool = False
+) -> KernelSignature:
     """How `kv_write_kernel` is compiled for a layer with BF16 activations."""
     fixed = constexprs(
         kv_format,
@@ -108,6 +115,7 @@ def write_signature(shape: KVWriteShape, kv_format: KVFormat) -> KernelSignature
         shape.head_dim,
         half=shape.rotary_dim // 2,
         has_norm=shape.has_norm,
+        has_mean=has_mean,
         has_query=True,
     )
     types = {
@@ -132,9 +140,12 @@ def write_signature(shape: KVWriteShape, kv_format: KVFormat) -> KernelSignature
         types["head_scales_ptr"] = "*fp32"
     if shape.has_norm:
         types |= {"query_norm_ptr": "*fp32", "key_norm_ptr": "*fp32"}
-    pointers = {"halves_ptr", "head_scales_ptr", "query_norm_ptr", "key_norm_ptr"}
+    if has_mean:
+        types["key_mean_ptr"] = "*fp32"
+    norms = {"query_norm_ptr", "key_norm_ptr", "key_mean_ptr"}
+    pointers = {"halves_ptr", "head_scales_ptr", *norms}
     return KernelSignature(
-        name=f"kv_write {shape.name} bf16 kv {kv_format.value}",
+        name=f"kv_write {shape.name} bf16 kv {kv_format.value}" + (" mean" if has_mean else ""),
         module="appliance.kernels.kv_write.kernel",
         function="kv_write_kernel",
         types=types,

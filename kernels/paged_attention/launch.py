@@ -223,6 +223,9 @@ def check_supported(
     elif block_size != PAGE_TOKENS:
         what = f"block size {block_size}"
         supported = str(PAGE_TOKENS)
+    elif kv_format is KVFormat.K8V4:
+        what = f"KV blocks of {kv_format.value}"
+        supported = ", ".join(form.value for form in KVFormat if form is not kv_format)
     elif dtype not in COMPUTE_NAMES:
         what = f"activation dtype {dtype}"
         supported = ", ".join(map(str, COMPUTE_NAMES))

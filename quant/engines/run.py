@@ -53,15 +53,21 @@ def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) ->
     """
     started = time.monotonic()
     engine, method = options.engine, _METHODS[options.engine]
-    scheme = _check(model_path, options)
+    scheme = _check(options)
     library = _LIBRARIES[engine]
-    instead = f"use --method {method.value} --format {_FORMATS[engine].value}, which needs neither"
+    instead = (
+        f"use --method {method.value} --format {_FORMATS[engine].value}, which needs no library"
+    )
     try:
         version = library.installed()
     except ImportError as error:
         raise QuantizeError(
             f"--engine {engine.value} cannot be imported ({error}); {library.TRIED}; {instead}"
         ) from error
+    if not model_path.is_dir():
+        raise ConfigError(
+            f"--engine {engine.value} reads Hugging Face folders, no GGUF files; {instead}"
+        )
     out = out.resolve()
     check_destination(out, model_path.resolve(), overwrite=options.overwrite)
     calibration = (options.text or CalibrationText()).rows_of(model_path)
@@ -77,14 +83,12 @@ def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) ->
     return _report(out, options, method, time.monotonic() - started, f"{engine.value} {version}")
 
 
-def _check(model_path: Path, options: QuantizeOptions) -> WeightScheme:
+def _check(options: QuantizeOptions) -> WeightScheme:
     engine, method, scheme = options.engine, _METHODS[options.engine], options.scheme
     if options.method not in (Method.RTN, method):
         what = f"does --method {method.value}, not {options.method.value}"
     elif options.format not in (WeightFormat.COMPRESSED_TENSORS, _FORMATS[engine]):
         what = f"writes {_FORMATS[engine].value} folders, not {options.format.value}"
-    elif not model_path.is_dir():
-        what = "reads Hugging Face folders, no GGUF files"
     elif not isinstance(scheme, WeightScheme):
         what = "makes integer weights"
     elif engine is Engine.AUTOAWQ and (scheme.bits, scheme.symmetric) != (4, False):
@@ -109,7 +113,7 @@ def _report(
         out=out,
         architecture=source.spec.architecture,
         method=method.value,
-        scheme=options.scheme,
+        scheme=options.form,
         num_quantized=len(packed),
         quantized_parameters=sum(math.prod(slot.shape) for slot in packed),
         quantized_bytes=sum(size for name, size in sizes.items() if name.startswith(modules)),

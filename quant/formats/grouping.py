@@ -20,10 +20,20 @@ def scales_in_groups(values: Tensor, group_size: int, wanted: int) -> Tensor:
     return values.repeat_interleave(group_size // wanted, dim=1)
 
 
+def zero_points_of(weight: PackedWeight) -> Tensor | None:
+    """Zero points as codes, (out_features, groups) uint8; None if an offset is no multiple."""
+    found = weight.offset.float()
+    if weight.offset_kind is OffsetKind.ADDITIVE:
+        # Of a group of zeros any will do; the middle is what symmetric weights have.
+        found = (-found / weight.scale.float()).nan_to_num(1 << (weight.bits - 1)).round()
+        if not torch.equal(weight.offset, (-found * weight.scale.float()).to(weight.offset.dtype)):
+            return None
+    is_code = (found == found.round()) & (found >= 0) & (found < 1 << weight.bits)
+    return found.to(torch.uint8) if bool(is_code.all()) else None
+
+
 def integer_zero_points(weight: PackedWeight) -> Tensor:
-    """Zero points as codes: (out_features, groups) uint8."""
-    if weight.offset_kind is OffsetKind.ZERO_POINT:
-        return weight.offset.to(torch.uint8)
-    middle = 1 << (weight.bits - 1)
-    assert torch.equal(weight.offset, -middle * weight.scale), "no zero point, but an offset"
-    return torch.full(weight.offset.shape, middle, dtype=torch.uint8)
+    """Zero points of a weight that has them: (out_features, groups) uint8."""
+    found = zero_points_of(weight)
+    assert found is not None, "no zero points, but offsets"
+    return found

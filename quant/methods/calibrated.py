@@ -13,10 +13,12 @@ import torch
 
 from appliance.errors import QuantizeError
 from appliance.kernels.packed import PackedWeight
+from appliance.model.tensors import Role
 from appliance.quant.methods import gptq
 from appliance.quant.methods.fold import scale_inputs
 from appliance.quant.methods.ranges import SHRUNK, choose_steps
 from appliance.quant.scheme import Fp8Scheme
+from appliance.quant.walk.pieces import WeightPieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -137,13 +139,11 @@ def _quantize(
 
 def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:
     """Of each of a layer's four linears, the stored weights and their rows in it."""
-    names = source.family.names
     lengths = {slot.name: slot.shape[0] for slot in source.slots()}
     found = []
-    for stored in (names.qkv, (names.output,), names.gate_up, (names.down,)):
+    for stored in source.family.names.linears(index):
         start, linear = 0, []
-        for part in stored:
-            name = f"{names.in_layer(index, part)}.weight"
+        for name in stored:
             end = start + lengths[name]
             linear.append((name, slice(start, end)))
             start = end
@@ -162,13 +162,18 @@ def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> Wei
 def _norms_and_biases(
     source: ModelSource, index: int, block: Block, parts: list[list[tuple[str, slice]]]
 ) -> dict[str, Tensor | PackedWeight]:
-    """What scales are folded into, as it is stored."""
+    """All of a layer but its linear weights, as it is stored; scales are folded into some."""
     names, offset = source.family.names, source.spec.layers[index].norm.offset
     tensors: dict[str, Tensor | PackedWeight] = {
-        f"{names.in_layer(index, names.attention_norm)}.weight": block.attention_norm.weight
-        - offset,
-        f"{names.in_layer(index, names.mlp_norm)}.weight": block.layer.mlp_norm.weight - offset,
+        slot.name: WeightPieces(source.weights, slot.name).rows(slice(0, slot.shape[0]))
+        for slot in source.slots()
+        if slot.layer == index and slot.role is Role.NORM
     }
+    for part, norm in (
+        (names.attention_norm, block.attention_norm),
+        (names.mlp_norm, block.layer.mlp_norm),
+    ):
+        tensors[f"{names.in_layer(index, part)}.weight"] = norm.weight - offset
     for linear, rows in zip(block.linears(), parts, strict=True):
         if linear.bias is not None:
             for name, where in rows:

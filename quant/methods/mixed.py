@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from appliance.errors import ConfigError
 from appliance.quant.methods import rtn
 from appliance.quant.methods.gptq import output_energy
-from appliance.quant.methods.sensitivity import Variants, linear_names
+from appliance.quant.methods.sensitivity import Variants
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +71,7 @@ def choose_precisions(
     names: list[tuple[str, ...]] = []
     for index in range(len(source.spec.layers)):
         block = variants.block(index)
-        names += linear_names(source, index)
+        names += source.family.names.linears(index)
         moments = variants.observe(block)
         for linear, seen in zip(block.linears(), moments, strict=True):
             whole = linear.weight

@@ -99,12 +99,3 @@ class Variants:
             for index, stream in enumerate(self._streams[1:]):
                 sums[index] += float((weight * (exact - answers(stream))).sum())
         return [max(total / tokens, 0.0) for total in sums]
-
-
-def linear_names(source: ModelSource, index: int) -> list[tuple[str, ...]]:
-    """Of each of a layer's four linears, the weights that are stored."""
-    names = source.family.names
-    return [
-        tuple(f"{names.in_layer(index, part)}.weight" for part in parts)
-        for parts in (names.qkv, (names.output,), names.gate_up, (names.down,))
-    ]

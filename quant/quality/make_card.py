@@ -256,7 +256,9 @@ def _quantizes_inputs(candidate: ModelSource) -> bool:
 
 def _weights_in_words(source: ModelSource) -> str:
     reader = ModelReader(source, torch.device("cpu"), stored_dtype(source))
-    reader.layer(0)
+    is_packed = any(source.weights.packed_bits(slot.name) for slot in source.slots())
+    for index in range(len(source.spec.layers) if is_packed else 1):  # packed ones may be mixed
+        reader.layer(index)
     reader.embedding_and_head()
     return reader.weight_format()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import resource
 from pathlib import Path
 
 import torch
 
-_PROC = Path("/proc/self")
+from appliance.quant.run.memory import peak_ram
+
+_CLEAR = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
@@ -21,7 +21,7 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with contextlib.suppress(OSError):
-            (_PROC / "clear_refs").write_text("5")
+            _CLEAR.write_text("5")
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
@@ -30,10 +30,4 @@ class PeakMemory:
         vram = 0
         if self._device.type == "cuda":
             vram = torch.cuda.max_memory_allocated(self._device)
-        try:
-            found = re.search(r"VmHWM:\s*(\d+) kB", (_PROC / "status").read_text())
-        except OSError:
-            found = None
-        if found is not None:
-            return int(found[1]) * 1024, vram
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, vram
+        return peak_ram(), vram

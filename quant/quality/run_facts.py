@@ -40,7 +40,7 @@ def keep_facts(report: QuantizeReport) -> QuantizeFacts:
     """
     facts = QuantizeFacts(
         method=report.method,
-        scheme=str(report.scheme),
+        scheme=report.scheme,
         calibration=report.calibration,
         calibration_fingerprint=report.calibration_fingerprint,
         seconds=report.seconds,

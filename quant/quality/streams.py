@@ -18,11 +18,10 @@ from appliance.kernels.decoder_cache import allocate_layer
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.kv_write.reference import rotate_and_write_with
 from appliance.kernels.packed_matmul.reference import dense_linear
-from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import LayerBuilder
-from appliance.model.rope import Rope, distinct_ropes
-from appliance.model.step import Step
+from appliance.model.rope import distinct_ropes
 from appliance.quant.quality.card import LayerError
+from appliance.quant.walk.row_steps import BLOCK_SIZE, RowSteps
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
     from appliance.kernels.weight import Weight
     from appliance.model.layers import DecoderLayer
     from appliance.model.norm import Norm
+    from appliance.model.step import Step
     from appliance.quant.quality.weight_sets import WeightSet
 
 FLOAT = torch.float32
 TOKENS_AT_ONCE = 2048  # through a layer
-BLOCK_SIZE = 32  # that every format of the cache has
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +95,8 @@ class Streams:
         spec = variants[0].weights.source.spec
         self._hidden_size = spec.hidden_size
         self._backend = _with_every_cache(device)
-        self._batches: dict[tuple[bool, int], tuple[RaggedBatch, object]] = {}
-        length = windows.shape[1]
-        self._ropes = {
-            id(weights): tuple(
-                Rope.of(kind, length, device) for kind in distinct_ropes(weights.source.spec)
-            )
+        self._steps = {
+            id(weights): RowSteps(weights.source.spec, windows.shape[1], self._backend, device)
             for weights in self._weight_sets()
         }
         self._streams = {variant.name: self._map(folder, variant.name) for variant in variants}
@@ -190,40 +185,20 @@ class Streams:
         self, variant: Variant, kv: LayerPrecision, layer: DecoderLayer, count: int
     ) -> tuple[Step, AnyLayerCache]:
         """Some windows as one step of prompts, and an empty cache that holds them."""
-        length = self._windows.shape[1]
-        width = -(-length // BLOCK_SIZE)
-        key = kv.format.is_sealed, count
-        if key not in self._batches:
-            tables = [tuple(range(i * width, (i + 1) * width)) for i in range(count)]
-            batch = RaggedBatch.of(
-                [length] * count,
-                [length] * count,
-                tables,
-                block_size=BLOCK_SIZE,
-                device=self._device,
-                open_pages=tables if kv.format.is_sealed else None,
-            )
-            self._batches[key] = batch, self._backend.plan_attention(batch, BLOCK_SIZE)
-        batch, work = self._batches[key]
+        steps = self._steps[id(variant.weights)]
+        num_blocks = count * steps.row_blocks
         spec = layer.attention.spec
         cache = allocate_layer(
             self._backend.allocate_cache,
             kv,
-            num_blocks=count * width,
+            num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
-            num_open=count * width,
+            num_open=num_blocks,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             device=self._device,
         )
-        positions = torch.arange(length, device=self._device).repeat(count)
-        ropes = self._ropes[id(variant.weights)]
-        step = Step(
-            batch=batch,
-            attention_work=work,
-            rotations=tuple(rope.rotation(positions) for rope in ropes),
-        )
-        return step, cache
+        return steps.step(count, is_sealed=kv.format.is_sealed), cache
 
 
 class _Relative:

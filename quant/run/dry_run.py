@@ -17,6 +17,7 @@ from appliance.model.tensors import Role
 from appliance.quant.methods.calibrated import quantize_layers
 from appliance.quant.run.memory import MemoryUse, release_unused
 from appliance.quant.run.memory_plan import MIB, plan_memory
+from appliance.quant.run.plan import growth_note
 from appliance.quant.run.writing import PIECE_ELEMENTS, Rounding, units_of
 from appliance.quant.walk.stream import stream_bytes
 from appliance.quant.walk.walk import Walk, tokens_at_once
@@ -80,7 +81,9 @@ def plan_run(
         _check(vram, options.max_vram, "--max-vram")
     disk = 0
     if calibration is not None:
+        ram = max(ram, calibration.peak_ram)
         disk = 2 * stream_bytes(calibration.rows, source.spec.hidden_size)
+    growth = growth_note(source, plan)
     return memory, Plan(
         peak_ram=ram,
         peak_vram=vram,
@@ -88,6 +91,7 @@ def plan_run(
         seconds=seconds,
         measured=is_tried,
         classes=tuple(_classes(source, plan)),
+        notes=() if growth is None else (growth,),
     )
 
 

@@ -37,7 +37,7 @@ class MemoryUse:
         if device.type == "cuda":
             vram = torch.cuda.memory_allocated(device)
             peak_vram = torch.cuda.max_memory_allocated(device)
-        return cls(psutil.Process().memory_info().rss, _peak_ram(), vram, peak_vram)
+        return cls(psutil.Process().memory_info().rss, peak_ram(), vram, peak_vram)
 
 
 def release_unused() -> None:
@@ -47,8 +47,8 @@ def release_unused() -> None:
         trim(0)
 
 
-def _peak_ram() -> int:
-    """High-water mark of resident memory.
+def peak_ram() -> int:
+    """The most bytes of memory that this process had, since it began or the mark was cleared.
 
     The one of getrusage begins with what the parent process had, so it is the second choice.
     """

@@ -202,6 +202,12 @@ class QuantizeOptions:
             raise ConfigError(f"--kv-bits {self.kv_bits:g} is not between 1 and 16")
 
     @property
+    def form(self) -> str:
+        """What weights become, in words."""
+        mixed = "" if self.mixed is None else f", mixed to {self.mixed:g} bits on average"
+        return f"{self.scheme}{mixed}"
+
+    @property
     def needs_text(self) -> bool:
         """Whether the model is shown calibration rows, to choose codes or precisions."""
         return self.method.needs_text or self.mixed is not None or self.kv_bits is not None

@@ -221,7 +221,7 @@ def _start(run: Run, out: Path, units: list[Unit], journal: Journal) -> Start:
         out=str(out),
         architecture=run.source.spec.architecture,
         method=run.options.method.value,
-        scheme=str(run.options.scheme),
+        scheme=run.options.form,
         units=len(units),
         units_done=len(journal.records),
         weight_bytes=sum(unit.nbytes for unit in units),

@@ -191,6 +191,21 @@ def _planned(
     return PlannedTensor(slot.name, slot.role, slot.shape, scheme, stored)
 
 
+def growth_note(source: ModelSource, plan: QuantizePlan) -> str | None:
+    """A line for a person, where the result is larger than what it is made from."""
+    path = source.path
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    before = sum(file.stat().st_size for file in files)
+    after = sum(tensor.nbytes for tensor in plan.tensors)
+    if after <= before:
+        return None
+    return (
+        f"the result is larger than what it is made from: {after / 2**20:,.1f} MiB, and {path.name}"
+        f" has {before / 2**20:,.1f} MiB; serve that as it is, or ask for fewer bits with --bits,"
+        " --mixed or --head"
+    )
+
+
 def stored_dtype(source: ModelSource) -> torch.dtype:
     """float16 where the model is, else bfloat16, whose range holds any model's weights."""
     dtype = source.config.get("dtype", source.config.get("torch_dtype"))

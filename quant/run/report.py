@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from appliance.quant.scheme import LinearScheme
-
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
@@ -19,7 +17,7 @@ class QuantizeReport:
         out: the folder that was written.
         architecture: family of the model.
         method: how codes were chosen.
-        scheme: what was asked for.
+        scheme: what was asked for, in words.
         num_quantized: linear weights that were quantized.
         quantized_parameters: numbers in them.
         quantized_bytes: their codes, scales and zero points.
@@ -37,7 +35,7 @@ class QuantizeReport:
     out: Path
     architecture: str
     method: str
-    scheme: LinearScheme
+    scheme: str
     num_quantized: int
     quantized_parameters: int
     quantized_bytes: int

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from appliance.gguf import GGUFFile
 from appliance.quant.run.memory import MemoryUse
+from appliance.quant.run.plan import growth_note
 from appliance.quant.run.report import QuantizeReport
 from appliance.quant.scheme import WeightScheme
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from appliance.quant.run.journal import Journal
     from appliance.quant.run.options import QuantizeOptions
     from appliance.quant.run.plan import QuantizePlan
-    from appliance.quant.scheme import LinearScheme
     from appliance.quant.text.calibration import Calibration
 
 SHOWN_NOTES = 3
@@ -54,7 +54,7 @@ def report_of(
         out=out,
         architecture=run.source.spec.architecture,
         method=options.method.value,
-        scheme=options.scheme,
+        scheme=options.form,
         num_quantized=len(quantized),
         quantized_parameters=sum(math.prod(tensor.shape) for tensor in quantized),
         quantized_bytes=sum(tensor.nbytes for tensor in quantized),
@@ -64,11 +64,11 @@ def report_of(
             time.monotonic() - run.started, sum(record.seconds for record in journal.records)
         ),
         losses={name: loss for record in journal.records for name, loss in record.losses.items()},
-        peak_ram=max(use.peak_ram, peak_ram),
+        peak_ram=max(use.peak_ram, peak_ram, 0 if calibration is None else calibration.peak_ram),
         peak_vram=max(use.peak_vram, peak_vram),
         notes=(
             *([] if run.kv is None else [str(run.kv)]),
-            *_notes(run.model_path, options.scheme, calibration),
+            *_notes(run, calibration),
             *_first_of(note for record in journal.records for note in record.notes),
             *plan.notes,
         ),
@@ -85,13 +85,11 @@ def _first_of(notes: Iterable[str]) -> Iterator[str]:
         yield f"{len(every) - SHOWN_NOTES} more weights are like these"
 
 
-def _notes(
-    model_path: Path, scheme: LinearScheme, calibration: Calibration | None
-) -> Iterator[str]:
+def _notes(run: Run, calibration: Calibration | None) -> Iterator[str]:
     if calibration is not None:
         yield str(calibration)
-    if model_path.is_file():
-        file = GGUFFile(model_path)
+    if run.model_path.is_file():
+        file = GGUFFile(run.model_path)
         types = {file.type_name(n) for n in file.tensor_names() if len(file.shape(n)) == 2}
         lossy = sorted(types - {"F32", "F16", "BF16"})
         if lossy:
@@ -99,5 +97,9 @@ def _notes(
                 f"re-quantized from {', '.join(lossy)}, so the losses of both add up;"
                 " the 16-bit model it was made from gives a better result"
             )
+    growth = growth_note(run.source, run.plan)
+    if growth is not None:
+        yield growth
+    scheme = run.options.scheme
     if isinstance(scheme, WeightScheme) and not scheme.symmetric:
         yield ("transformers loads zero points only with CompressedTensorsConfig(dequantize=True)")

@@ -26,7 +26,7 @@ from appliance.quant.text.documents import (
     documents_of_dataset,
     sample,
 )
-from appliance.quant.text.self_text import sample_rows
+from appliance.quant.text.self_text import WrittenRows, sample_rows
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -51,12 +51,15 @@ class Calibration:
         source: where the text came from, for people.
         fingerprint: changes with every token of it.
         dropped: documents too short to be of use.
+        peak_ram: most bytes of memory that were in use while a model wrote rows of it; 0 if none
+            did.
     """
 
     rows: Tensor
     source: str
     fingerprint: str
     dropped: int
+    peak_ram: int = 0
 
     def __str__(self) -> str:
         count, length = self.rows.shape
@@ -154,7 +157,7 @@ def default_rows(
     row_tokens, seed = text.row_tokens, text.seed
     wanted = -(-text.num_tokens // row_tokens)
     own = round(OWN_SHARE * wanted)
-    source, written = DEFAULT_TEXT, []
+    source, written = DEFAULT_TEXT, WrittenRows([], 0)
     try:
         written = sample_rows(model_path, own, row_tokens, seed, device=device, max_ram=max_ram)
         source = f"the model's own making ({own} rows) and {DEFAULT_TEXT}"
@@ -164,13 +167,13 @@ def default_rows(
         default_documents(held_out=False),
         tokenizer,
         source=DEFAULT_TEXT,
-        num_tokens=(wanted - len(written)) * row_tokens,
+        num_tokens=(wanted - len(written.rows)) * row_tokens,
         row_tokens=row_tokens,
         seed=seed,
     )
-    rows = torch.tensor(written, dtype=torch.int64).view(len(written), row_tokens)
+    rows = torch.tensor(written.rows, dtype=torch.int64).view(-1, row_tokens)
     rows = torch.cat((topics_rows.rows.view(-1, row_tokens).long(), rows))  # none are floats
-    return Calibration(rows, source, fingerprint(rows), topics_rows.dropped)
+    return Calibration(rows, source, fingerprint(rows), topics_rows.dropped, written.peak_ram)
 
 
 def fingerprint(rows: Tensor) -> str:
@@ -188,6 +191,7 @@ def save_rows(calibration: Calibration, folder: Path) -> None:
         "source": calibration.source,
         "fingerprint": calibration.fingerprint,
         "dropped": str(calibration.dropped),
+        "peak_ram": str(calibration.peak_ram),
     }
     with replace_atomically(folder / ROWS_NAME) as temporary:
         temporary.write_bytes(save({"rows": calibration.rows}, facts))
@@ -203,8 +207,14 @@ def load_rows(folder: Path) -> Calibration:
     try:
         with safe_open(path, "pt") as file:
             facts, rows = file.metadata(), file.get_tensor("rows")
-            return Calibration(rows, facts["source"], facts["fingerprint"], int(facts["dropped"]))
-    except (OSError, SafetensorError) as error:
+            return Calibration(
+                rows,
+                facts["source"],
+                facts["fingerprint"],
+                int(facts["dropped"]),
+                int(facts["peak_ram"]),
+            )
+    except (OSError, SafetensorError, KeyError) as error:
         raise QuantizeError(
             f"{path}, the calibration rows of an unfinished run, cannot be read: {error};"
             " add --restart to begin anew"

@@ -14,6 +14,7 @@ import select
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,12 +23,27 @@ import psutil
 from appliance.errors import ApplianceError, MemoryPlanError, QuantizeError
 
 if TYPE_CHECKING:
+    from appliance.model.source import ModelSource
     from appliance.tokenizer import Tokenizer
 
 AT_ONCE = 32  # rows that are sampled together; others change what a processor rounds
 SHORTEST_WORD = 3  # letters of a row's first token
 WATCHED_EVERY = 0.02  # seconds
+BLOCK_TOKENS = 32  # slots of the cache that are given to a row at once, on any device
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """What a model wrote.
+
+    Attributes:
+        rows: of tokens, all of one length.
+        peak_ram: most bytes of memory that this process and the model's had together.
+    """
+
+    rows: list[list[int]]
+    peak_ram: int
 
 
 def sample_rows(
@@ -38,7 +54,7 @@ def sample_rows(
     *,
     device: str = "cpu",
     max_ram: int | None = None,
-) -> list[list[int]]:
+) -> WrittenRows:
     """Let a model write rows of tokens, each from a word of its vocabulary on.
 
     The same seed gives the same rows on one machine.
@@ -54,7 +70,8 @@ def sample_rows(
     Raises:
         QuantizeError: the model cannot run here; the message says why.
     """
-    left = 0 if max_ram is None else max(1, max_ram - psutil.Process().memory_info().rss)
+    own = psutil.Process().memory_info().rss
+    left = 0 if max_ram is None else max(1, max_ram - own)
     numbers = [str(number) for number in (count, row_tokens, seed, left)]
     child = subprocess.Popen(
         [sys.executable, "-m", __name__, str(model_path.resolve()), device, *numbers],
@@ -77,8 +94,8 @@ def sample_rows(
             f"the model cannot write its own calibration text: {reason}; give a text with"
             " --calibration"
         )
-    rows: list[list[int]] = json.loads(output.splitlines()[-1])
-    return rows
+    written = json.loads(output.splitlines()[-1])
+    return WrittenRows(written["rows"], own + written["peak_ram"])
 
 
 def first_words(tokenizer: Tokenizer, count: int, seed: int) -> list[int]:
@@ -98,8 +115,16 @@ def _sample(
 ) -> list[list[int]]:
     from appliance.engine.request import SamplingParams
     from appliance.llm import LLM
+    from appliance.model.source import open_model
 
-    llm = LLM(model_path, max_model_len=row_tokens, max_num_seqs=AT_ONCE, device=device)
+    llm = LLM(
+        model_path,
+        max_model_len=row_tokens,
+        max_num_seqs=AT_ONCE,
+        device=device,
+        kv_cache_dtype="bf16",
+        kv_cache_memory=_cache_bytes(open_model(Path(model_path)), count, row_tokens),
+    )
     start = llm.tokenizer.encode("", add_special_tokens=True)
     prompts = [[*start, word] for word in first_words(llm.tokenizer, count, seed)]
     length = row_tokens - len(start) - 1
@@ -114,19 +139,30 @@ def _sample(
     ]
 
 
-def _check_weights(model_path: str, max_bytes: int) -> None:
-    """Refuse a model whose weights alone do not fit, before they are read.
+def _cache_bytes(source: ModelSource, count: int, row_tokens: int) -> int:
+    """Of a KV cache that holds all rows which are sampled together, so that none is preempted."""
+    from appliance.model.executor import heads_of
+
+    slots = -(-row_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    elements = sum(2 * num_kv_heads * head_dim for num_kv_heads, head_dim in heads_of(source.spec))
+    return min(count, AT_ONCE) * slots * elements * 2
+
+
+def _check_fits(model_path: str, count: int, row_tokens: int, max_bytes: int) -> None:
+    """Refuse a model that does not fit with its cache, before its weights are read.
 
     Raises:
-        MemoryPlanError: they do not.
+        MemoryPlanError: it does not.
     """
     import torch
 
     from appliance.model.size import estimate_native_bytes
     from appliance.model.source import open_model
 
-    weights = estimate_native_bytes(open_model(Path(model_path)), torch.bfloat16)
-    needed = psutil.Process().memory_info().rss + weights
+    source = open_model(Path(model_path))
+    weights = estimate_native_bytes(source, torch.bfloat16)
+    cache = _cache_bytes(source, count, row_tokens)
+    needed = psutil.Process().memory_info().rss + weights + cache
     if needed > max_bytes:
         raise MemoryPlanError(_too_much(f"at least {needed / MIB:,.0f}", max_bytes))
 
@@ -159,11 +195,12 @@ def _main() -> None:
     threading.Thread(target=_watch, args=(max_bytes,), daemon=True).start()
     try:
         if max_bytes:
-            _check_weights(path, max_bytes)
+            _check_fits(path, count, row_tokens, max_bytes)
         rows = _sample(path, device, count, row_tokens, seed)
+        from appliance.quant.run.memory import peak_ram
     except ApplianceError as error:
         sys.exit(str(error))
-    sys.stdout.write(json.dumps(rows) + "\n")
+    sys.stdout.write(json.dumps({"rows": rows, "peak_ram": peak_ram()}) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.kv_cache import KVFormat
-from appliance.kernels.ragged import RaggedBatch
 from appliance.model.loader import LayerBuilder
-from appliance.model.rope import Rope, distinct_ropes
-from appliance.model.step import Step
+from appliance.model.rope import distinct_ropes
 from appliance.quant.walk.block import Block
 from appliance.quant.walk.pieces import FloatReader
+from appliance.quant.walk.row_steps import BLOCK_SIZE, RowSteps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     from appliance.kernels.backend import Backend
     from appliance.kernels.kv_cache import LayerCache
     from appliance.model.source import ModelSource
-
-BLOCK_SIZE = 32  # which every backend has
+    from appliance.model.step import Step
 
 
 class RowLayers:
@@ -45,9 +43,8 @@ class RowLayers:
         self._row_tokens = row_tokens
         self._backend = backend
         self._device = device
-        kinds = distinct_ropes(source.spec)
-        self._builder = LayerBuilder(backend, torch.float32, kinds)
-        self._ropes = tuple(Rope.of(kind, row_tokens, device) for kind in kinds)
+        self._builder = LayerBuilder(backend, torch.float32, distinct_ropes(source.spec))
+        self._steps = RowSteps(source.spec, row_tokens, backend, device)
 
     def block(self, index: int) -> Block:
         """Read a layer."""
@@ -64,24 +61,13 @@ class RowLayers:
 
     def _step(self, count: int, block: Block) -> tuple[Step, LayerCache]:
         """A step of whole rows, and blocks for one layer of them."""
-        length, attention = self._row_tokens, block.layer.attention.spec
-        width = -(-length // BLOCK_SIZE)
-        tables = [tuple(range(i * width, (i + 1) * width)) for i in range(count)]
-        batch = RaggedBatch.of(
-            [length] * count, [length] * count, tables, block_size=BLOCK_SIZE, device=self._device
-        )
-        positions = torch.arange(length, device=self._device).repeat(count)
-        step = Step(
-            batch=batch,
-            attention_work=self._backend.plan_attention(batch, BLOCK_SIZE),
-            rotations=tuple(rope.rotation(positions) for rope in self._ropes),
-        )
+        attention = block.layer.attention.spec
         cache = self._backend.allocate_cache(
             KVFormat.FP32,
-            num_blocks=count * width,
+            num_blocks=count * self._steps.row_blocks,
             block_size=BLOCK_SIZE,
             num_kv_heads=attention.num_kv_heads,
             head_dim=attention.head_dim,
             device=self._device,
         )
-        return step, cache
+        return self._steps.step(count), cache

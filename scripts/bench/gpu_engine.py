@@ -33,7 +33,14 @@ from appliance.quant.scheme import WeightScheme
 INT4 = WeightScheme(4, 128, symmetric=False)
 INT8 = WeightScheme(8, 128)
 WEIGHTS = {"int4": (INT4, INT8), "bf16": (None, None)}  # of layers and of the head
-PAIRS = (("int4", "bf16"), ("int4", "int8"), ("int4", "fp8"), ("int4", "int4"), ("bf16", "bf16"))
+PAIRS = (
+    ("int4", "bf16"),
+    ("int4", "int8"),
+    ("int4", "fp8"),
+    ("int4", "int4-sealed"),
+    ("int4", "int4-rotated"),
+    ("bf16", "bf16"),
+)
 BATCHES = (1, 4, 16, 32, 64)
 CARD_BYTES = int(0.9 * 24 * 2**30)  # what a server may take on a 24 GiB card
 

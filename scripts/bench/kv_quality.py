@@ -1,7 +1,7 @@
 """What each KV cache costs in quality, beside one of float32: dense float32 weights throughout.
 
     scripts/bench_kv_quality --model smollm2.gguf                   # Python's help topics
-    scripts/bench_kv_quality --text prose.txt --tokens 2048 --windows 512
+    scripts/bench_kv_quality --text prose.txt --tokens 2048 --windows 512 --only fp8 int8
 
 Everything but the cache is float32, and packed weights are dequantized, so that the figures are
 those of the cache alone. Caches are measured bare, FP8 with the scale 1, and with the scales and
@@ -55,10 +55,12 @@ def calibration_rows(tokenizer: Tokenizer, count: int) -> Tensor:
     return torch.tensor([prefix + ids[start : start + body] for start in starts])
 
 
-def caches(measured: Sequence[MeasuredLayer]) -> Caches:
-    """Every format bare and, but for BF16, calibrated."""
+def caches(measured: Sequence[MeasuredLayer], only: Sequence[str]) -> Caches:
+    """Formats, all or some, bare and, but for BF16, calibrated."""
     found: Caches = {}
     for form, name in NAMES.items():
+        if only and name not in only:
+            continue
         found[name] = tuple(LayerPrecision(form) for _ in measured)
         calibrated = tuple(layer.chosen(form).precision() for layer in measured)
         if any(of.key_mean is not None or of.head_scales is not None for of in calibrated):
@@ -88,6 +90,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="default: help topics, held out")
     parser.add_argument("--tokens", type=int, default=4096, help="for each length of windows")
     parser.add_argument("--windows", type=int, nargs="+", default=[224, 512])
+    parser.add_argument("--only", nargs="+", default=[], choices=NAMES.values(), help="caches")
     parser.add_argument("--calibration-rows", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=None, help="also write the JSON here")
@@ -98,7 +101,7 @@ def main() -> None:
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         rows = calibration_rows(tokenizer, options.calibration_rows)
         measured = measure_kv(source, rows, Path(folder), CPU)
-    chosen = caches(measured)
+    chosen = caches(measured, options.only)
     result: dict[str, Any] = {
         "benchmark": "kv_quality",
         "conditions": conditions(),

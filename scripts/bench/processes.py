@@ -32,7 +32,8 @@ class Server:
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, **environment},
+            # What an earlier run left on the disk would answer for this one.
+            env={**os.environ, "APPLIANCE_KV_DISK": "off", **environment},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,

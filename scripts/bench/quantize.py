@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,11 @@ def _quantize(model: Path, out: Path, arguments: list[str], layers: int) -> dict
     command += ["--no-card", *arguments]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
-        _, status, usage = os.wait4(process.pid, 0)
+        peak = 0
+        while not (ended := os.wait4(process.pid, os.WNOHANG))[0]:
+            peak = max(peak, _peak_kibibytes(process.pid))
+            time.sleep(0.02)
+        _, status, usage = ended
         process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
         lines = said.read().splitlines()
@@ -118,12 +124,22 @@ def _quantize(model: Path, out: Path, arguments: list[str], layers: int) -> dict
         "arguments": arguments,
         "cpu_seconds": round(seconds, 1),
         "cpu_seconds_per_layer": round(seconds / layers, 2),
-        "peak_mebibytes": round(usage.ru_maxrss / 1024),
+        "peak_mebibytes": round(peak / 1024),
         "sizes": next((line for line in lines if "bits per quantized weight" in line), "").replace(
             f"{out}: ", ""
         ),
         "notes": [line for line in lines if line.startswith("note: ")],
     }
+
+
+def _peak_kibibytes(pid: int) -> int:
+    """The most that a process has held; `ru_maxrss` of a child begins with what its parent held."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it ended
+        return 0
+    found = re.search(r"VmHWM:\s*(\d+) kB", status)
+    return int(found[1]) if found else 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Server:
                 [sys.executable, "-m", "appliance", "serve", "--port", "0", *arguments],
                 stderr=stream,
                 stdout=stream,
-                env={**os.environ, **environment},
+                env={"APPLIANCE_KV_DISK": "off", **os.environ, **environment},
             )
         self.url = self._wait_for_banner()
         self.client = httpx.Client(base_url=self.url, timeout=60)

@@ -16,6 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from appliance.engine.block_metadata import BlockMetadata
 from appliance.engine.messages import (
     Candidate,
@@ -57,6 +59,7 @@ class EchoSequence:
     output: int = 0
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
+    arrival: float = field(default_factory=time.monotonic)
 
 
 class EchoEngine:
@@ -79,7 +82,7 @@ class EchoEngine:
         self.free = list(reversed(range(self.num_blocks)))
         self.waiting: deque[EchoSequence] = deque()
         self.running: list[EchoSequence] = []
-        self.seen: set[tuple[int, ...]] = set()
+        self.seen: set[tuple[str, tuple[int, ...]]] = set()
         self.steps = self.prompt_tokens = self.generated = self.aborted = 0
         self.slots = list(reversed(range(1, 1000)))
         self.views: list[StepView] = []
@@ -127,6 +130,7 @@ class EchoEngine:
     def step(self) -> StepReport:
         time.sleep(self.step_seconds)
         self.steps += 1
+        expired = self.expire()
         started = []
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting.popleft()
@@ -136,8 +140,9 @@ class EchoEngine:
             if DIE in prompt:
                 os.kill(os.getpid(), signal.SIGKILL)
             self.prompt_tokens += len(prompt)
-            sequence.cached = len(prompt) // 16 * 16 if prompt in self.seen else 0
-            self.seen.add(prompt)
+            content = (sequence.request.cache_salt, prompt)
+            sequence.cached = len(prompt) // 16 * 16 if content in self.seen else 0
+            self.seen.add(content)
             if sequence.request.request_id not in started:
                 started.append(sequence.request.request_id)
         deltas = tuple(
@@ -146,7 +151,23 @@ class EchoEngine:
         self.views.append(StepView(self.steps, 0, len(deltas), len(deltas), self.step_seconds))
         if self.steps == 1:
             logging.getLogger("appliance.echo").warning("the first step of an echo")
-        return StepReport(deltas=deltas, started=tuple(started))
+        return StepReport(deltas=(*expired, *deltas), started=tuple(started))
+
+    def expire(self) -> list[SequenceDelta]:
+        deltas = []
+        for sequence in [*self.waiting, *self.running]:
+            request, age = sequence.request, time.monotonic() - sequence.arrival
+            if sequence in self.running:
+                if age < (request.timeout or age + 1):
+                    continue
+                delta = self.delta(sequence, None, FinishReason.TIMEOUT)
+            else:
+                if age < min(request.timeout or age + 1, request.max_queue_seconds or age + 1):
+                    continue
+                delta = self.delta(sequence, None, FinishReason.ERROR, "waited for too long")
+            deltas.append(msgspec.structs.replace(delta, expired=delta.error is not None))
+            self.finish(sequence)
+        return deltas
 
     def advance(self, sequence: EchoSequence) -> SequenceDelta | None:
         request = sequence.request
@@ -219,6 +240,9 @@ class EchoEngine:
                     hashes=b"".join(bytes([block]) * 16 for block in sequence.blocks[:full]),
                 )
         return Table(request_id=request_id, index=index)
+
+    def close(self) -> None:
+        pass
 
     def stats(self) -> EngineStats:
         return EngineStats(

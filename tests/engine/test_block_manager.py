@@ -5,6 +5,7 @@ import pytest
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.block_metadata import unpack
 from appliance.engine.plan import BlockCopy
+from appliance.engine.prefix_cache import Prefix
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.events import BlockState
@@ -25,8 +26,15 @@ def run(blocks: BlockManager, seq: Sequence, num_tokens: int | None = None) -> N
     if not seq.block_table:
         blocks.attach(seq, blocks.find_prefix(seq))
     num_tokens = seq.num_uncomputed if num_tokens is None else num_tokens
-    assert blocks.allocate(seq, num_tokens) == ()
+    assert blocks.allocate(seq, num_tokens) is not None
+    blocks.settle()
     blocks.commit(seq, num_tokens)
+
+
+def hits(blocks: BlockManager, seq: Sequence) -> list[int]:
+    """Blocks that are hit as a whole."""
+    prefix = blocks.find_prefix(seq)
+    return list(prefix.blocks[: prefix.num_tokens // blocks.block_size])
 
 
 def test_blocks_are_taken_on_demand() -> None:
@@ -58,8 +66,8 @@ def test_a_hit_never_covers_the_last_token() -> None:
     blocks = BlockManager(8, 4)
     run(blocks, first := sequence(range(8)))
     same, longer = sequence(range(8)), sequence(range(9))
-    assert blocks.find_prefix(same) == first.block_table[:1]
-    assert blocks.find_prefix(longer) == first.block_table
+    assert blocks.find_prefix(same) == Prefix(tuple(first.block_table), 7)
+    assert blocks.find_prefix(longer) == Prefix(tuple(first.block_table), 8)
 
 
 def test_only_what_is_computed_can_be_found() -> None:
@@ -67,26 +75,27 @@ def test_only_what_is_computed_can_be_found() -> None:
     first, second = sequence(range(12)), sequence(range(12))
     blocks.find_prefix(first)
     blocks.allocate(first, 12)
-    assert blocks.find_prefix(second) == []
+    assert blocks.find_prefix(second) == Prefix()
     blocks.commit(first, 7)
-    assert blocks.find_prefix(second) == first.block_table[:1]
+    assert blocks.find_prefix(second) == Prefix(tuple(first.block_table[:1]), 4)
     blocks.free(first)
     assert blocks.find_prefix(second) == blocks.find_prefix(first)
-    assert blocks.num_cached == 1
+    assert blocks.find_prefix(second).num_tokens == 7
+    assert blocks.num_cached == 2
 
 
 @pytest.mark.parametrize("salt", ["other", "\0", "''"])
 def test_no_hit_across_salts(salt: str) -> None:
     blocks = BlockManager(8, 4)
     run(blocks, sequence(range(8)))
-    assert blocks.find_prefix(sequence(range(9), salt=salt)) == []
-    assert len(blocks.find_prefix(sequence(range(9)))) == 2
+    assert blocks.find_prefix(sequence(range(9), salt=salt)) == Prefix()
+    assert len(hits(blocks, sequence(range(9)))) == 2
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
     blocks = BlockManager(8, 4, prefix_caching=False)
     run(blocks, seq := sequence(range(9)))
-    assert blocks.find_prefix(sequence(range(9))) == []
+    assert blocks.find_prefix(sequence(range(9))) == Prefix()
     blocks.free(seq)
     assert blocks.num_cached == 0
     assert seq.block_hashes == []
@@ -120,8 +129,8 @@ def test_a_hit_makes_content_recent_again() -> None:
     run(blocks, again)
     blocks.free(again)
     run(blocks, sequence(range(90, 98)))
-    assert blocks.find_prefix(sequence(range(50, 55))) == []
-    assert len(blocks.find_prefix(sequence(range(5)))) == 1
+    assert hits(blocks, sequence(range(50, 55))) == []
+    assert len(hits(blocks, sequence(range(5)))) == 1
 
 
 def test_a_chain_whose_head_another_sequence_indexed_is_evicted_from_its_tail() -> None:
@@ -129,18 +138,18 @@ def test_a_chain_whose_head_another_sequence_indexed_is_evicted_from_its_tail() 
     first, second = sequence([1, 2, 3]), sequence([1, 2, 5, 6], slot=2)
     # Both miss, so both compute the head; only the first copy is indexed.
     for seq in (first, second):
-        assert blocks.find_prefix(seq) == []
+        assert blocks.find_prefix(seq) == Prefix()
     run(blocks, first)
     assert blocks.allocate(second, 4) == ()
     blocks.commit(second, 4)
     blocks.free(first)
     blocks.free(second)
-    assert blocks.num_cached == 2
+    assert blocks.num_cached == 3
     probe = sequence([1, 2, 5, 6, 0])
-    assert len(blocks.find_prefix(probe)) == 2
+    assert len(hits(blocks, probe)) == 2
     filler = sequence(range(70, 80), slot=3)
     assert blocks.allocate(filler, 10) == ()
-    assert len(blocks.find_prefix(probe)) == 1, "the head went before the tail"
+    assert len(hits(blocks, probe)) == 1, "the head went before the tail"
 
 
 def test_content_that_lost_its_indexed_block_is_indexed_again_by_its_twin() -> None:
@@ -153,7 +162,7 @@ def test_content_that_lost_its_indexed_block_is_indexed_again_by_its_twin() -> N
     filler = sequence(range(70, 78), slot=3)
     assert blocks.allocate(filler, 8) == ()  # evicts the first copy of the head
     blocks.free(second)
-    assert len(blocks.find_prefix(sequence([1, 2, 5, 6, 0]))) == 2
+    assert len(hits(blocks, sequence([1, 2, 5, 6, 0]))) == 2
     blocks.check_invariants([filler])
 
 
@@ -197,7 +206,8 @@ def test_findable_content_is_copied_even_by_its_only_holder() -> None:
     blocks.free(parent)
     (copy,) = blocks.allocate(child, 1) or ()
     blocks.commit(child, 1)
-    assert blocks.find_prefix(sequence(range(5))) == [copy.source]
+    blocks.settle()
+    assert hits(blocks, sequence(range(5))) == [copy.source]
     blocks.check_invariants([child])
 
 

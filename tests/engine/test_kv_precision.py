@@ -15,7 +15,7 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.kv_precision import choose_kv
 from appliance.engine.request import Request, SamplingParams
-from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.errors import CheckpointError, ConfigError, UnsupportedModelError
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.model.source import open_model
 from appliance.quant.formats.kv_plan import FILE
@@ -87,10 +87,20 @@ def test_what_is_asked_for_overrides_the_plan_and_takes_its_scales(model: Path) 
     assert choose(folder, "bf16")[0][0].head_scales is None
 
 
-def test_a_plan_that_a_gpu_cannot_serve_becomes_int8_and_is_noted(model: Path) -> None:
-    layers, notes = choose(planned(model, ["int4-sealed", "int8"]), device=torch.device("cuda"))
-    assert {layer.format for layer in layers} == {KVFormat.INT8}
-    assert "int8, not as planned" in notes[0]
+def test_a_gpu_follows_a_plan_but_for_the_form_that_it_has_no_kernel_for(model: Path) -> None:
+    gpu = torch.device("cuda")
+    layers, notes = choose(planned(model, ["int4-sealed", "int8"], mean=3.0), device=gpu)
+    assert [layer.format for layer in layers] == [KVFormat.INT4_SEALED, KVFormat.INT8]
+    assert all(layer.key_mean is not None for layer in layers)
+    assert not notes
+    layers, notes = choose(planned(model, ["k8v4", "int4-sealed"]), device=gpu)
+    assert [layer.format for layer in layers] == [KVFormat.INT8, KVFormat.INT4_SEALED]
+    assert "1 of 2 layers of the KV cache are stored as int8 instead of k8v4" in notes[0]
+
+
+def test_a_form_without_a_kernel_is_refused_where_it_is_asked_for(model: Path) -> None:
+    with pytest.raises(ConfigError, match="k8v4 cannot be had on a GPU"):
+        choose(model, "k8v4", device=torch.device("cuda"))
 
 
 @pytest.mark.parametrize("count", [1, HEADS])

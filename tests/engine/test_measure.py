@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,13 @@ import torch
 
 from appliance.config import EngineConfig
 from appliance.engine.device import HostDevice
-from appliance.engine.device_runner import fixed_bytes
+from appliance.engine.device_runner import fixed_bytes, largest_step
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.measure import MIN_GRAPH_BYTES, graph_allowance, measure_workspace
 from appliance.engine.scheduler import SchedulerLimits
 from appliance.errors import MemoryPlanError
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.sampling import SamplingRows, batched
 
 MIB = 2**20
@@ -47,8 +48,11 @@ class Model:
         self.blocks = 0
         self.asked: tuple[Any, ...] = ()
 
-    def allocate_cache(self, format: KVFormat, *, num_blocks: int, block_size: int) -> None:
+    def allocate_cache(
+        self, layers: Sequence[LayerPrecision], *, num_blocks: int, block_size: int, num_open: int
+    ) -> None:
         self.blocks += num_blocks
+        assert num_open == layers[0].format.is_sealed
 
     def forward(self, *arguments: Any) -> torch.Tensor:
         self.asked = arguments
@@ -56,11 +60,17 @@ class Model:
 
 
 @pytest.mark.parametrize(
-    ("rows", "context", "lengths"),
-    [(64, 100, (64,)), (64, 24, (24, 24, 16)), (49, 24, (1, 24, 24)), (48, 24, (24, 24))],
+    ("kv_format", "rows", "context", "lengths"),
+    [
+        (KVFormat.BF16, 64, 100, (64,)),
+        (KVFormat.BF16, 64, 24, (24, 24, 16)),
+        (KVFormat.BF16, 49, 24, (1, 24, 24)),
+        (KVFormat.BF16, 48, 24, (24, 24)),
+        (KVFormat.INT4_SEALED, 17, 40, (16, 1)),
+    ],
 )
 def test_the_largest_step_is_run_and_its_peak_is_read(
-    rows: int, context: int, lengths: tuple[int, ...]
+    kv_format: KVFormat, rows: int, context: int, lengths: tuple[int, ...]
 ) -> None:
     model, sampled = Model(), []
 
@@ -73,14 +83,16 @@ def test_the_largest_step_is_run_and_its_peak_is_read(
         sample_tokens,
         Meter(500 * MIB, 77 * MIB),
         SchedulerLimits(5, rows, context),
-        kv_format=KVFormat.BF16,
+        kv_layers=[LayerPrecision(kv_format)],
         block_size=16,
     )
     assert found == 77 * MIB
     assert model.blocks == 1
     token_ids, positions, batch, _, wanted = model.asked
     assert len(token_ids) == len(positions) == len(batch.slot_mapping) == rows
-    assert batch.host_query_lens == batch.host_context_lens == lengths
+    assert batch.host_query_lens == lengths
+    assert batch.host_context_lens == ((16, 17) if kv_format.is_sealed else lengths)
+    assert (batch.sealed is not None) == kv_format.is_sealed
     assert int(batch.slot_mapping.max()) < 16
     assert int(positions.max()) < context
     assert wanted.tolist() == [0, 1, 2, 3, 4]
@@ -97,7 +109,7 @@ def test_the_plan_is_made_of_what_was_measured(tiny_llama: Path) -> None:
     engine = load(tiny_llama, Meter(40 * MIB, 30 * MIB), cuda_graphs="off")
     limits = SchedulerLimits(32, 512, 256)
     block = 16 * 2 * 2 * 2 * 32  # bytes: one is spare
-    fixed = fixed_bytes(limits, 512, 16)
+    fixed = fixed_bytes(largest_step(limits, 16, is_sealed=False), 512)
     assert engine.info.workspace_bytes == 30 * MIB + fixed + block
     with_graphs = load(tiny_llama, Meter(40 * MIB, 30 * MIB))
     assert with_graphs.info.workspace_bytes == engine.info.workspace_bytes + graph_allowance(

@@ -15,8 +15,6 @@ from appliance.model.source import open_model
 @pytest.mark.parametrize(
     ("kv_format", "device", "kernels", "said"),
     [
-        (KVFormat.INT4_SEALED, "cuda", "auto", "not served on a GPU yet.*use --kv-cache-dtype"),
-        (KVFormat.K8V4, "cuda", "auto", "not served on a GPU yet"),
         (KVFormat.INT4_SEALED, "cpu", "auto", "--block-size 16 cannot be; leave it out"),
         (KVFormat.FP8, "cpu", "torch", "hold 32 tokens where torch executes the model, not 16"),
     ],

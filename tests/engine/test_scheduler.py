@@ -122,20 +122,20 @@ def test_choices_come_through_the_prefix_cache_when_the_parent_has_ended() -> No
     engine.add(request("a", range(10), sampling=SamplingParams(n=2, max_tokens=1)), now=0.0)
     step(engine)
     plan = step(engine)
-    assert rows(plan) == [("a", 1, 8, 2, True)]
+    assert rows(plan) == [("a", 1, 9, 1, True)]
     assert not engine.has_work
 
 
-def test_the_second_request_with_the_same_prompt_computes_only_its_last_block() -> None:
+def test_the_second_request_with_the_same_prompt_computes_only_its_last_token() -> None:
     engine = scheduler()
     engine.add(request("a", range(12)), now=0.0)
     step(engine)
     engine.add(request("b", range(12)), now=1.0)
     engine.add(request("c", range(12), salt="other"), now=2.0)
-    assert rows(step(engine))[1:] == [("b", 0, 8, 4, True), ("c", 0, 0, 11, False)]
-    assert by_name(engine)["b", 0].num_cached == 8
+    assert rows(step(engine))[1:] == [("b", 0, 11, 1, True), ("c", 0, 0, 12, True)]
+    assert by_name(engine)["b", 0].num_cached == 11
     stats = engine.stats()
-    assert (stats.prefix_queries_total, stats.prefix_hits_total) == (36, 8)
+    assert (stats.prefix_queries_total, stats.prefix_hits_total) == (36, 11)
 
 
 def test_the_latest_gives_way_and_keeps_its_tokens() -> None:
@@ -268,7 +268,7 @@ def test_discarded_plans_start_over() -> None:
     engine.check_invariants()
     assert engine.stats().blocks_active == 0
     assert engine.stats().preemptions_total == 0
-    assert rows(step(engine)) == [("a", 0, 4, 3, True), ("a", 1, 4, 2, True)]
+    assert rows(step(engine)) == [("a", 0, 6, 1, True), ("a", 1, 4, 2, True)]
 
 
 def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:

@@ -254,7 +254,9 @@ class Simulation:
         assert len(destinations) == len(set(destinations))
         assert not sources.intersection(destinations)
         assert all(seq.status is SequenceStatus.WAITING for seq in plan.preempted)
-        if running and not self.in_flight and limits.max_num_batched_tokens >= limits.max_num_seqs:
+        owners = {seq.request.owner for seq in self.scheduler.sequences()}
+        enough = limits.max_num_batched_tokens >= limits.max_num_seqs
+        if running and len(owners) == 1 and not self.in_flight and enough:
             assert running[0] in scheduled, "the first in rank stands still"
         seen["steps"] += 1
         seen["copies"] += len(plan.copies)
@@ -326,6 +328,7 @@ def requests(draw: st.DrawFn, number: int) -> tuple[int, Request]:
         ),
         priority=draw(st.sampled_from([0, 0, 1])),
         cache_salt=draw(st.sampled_from(["", "", "x"])),
+        owner=draw(st.sampled_from(["", "", "a", "b"])),
     )
     return draw(st.integers(0, 25)), request
 

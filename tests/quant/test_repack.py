@@ -20,6 +20,7 @@ from appliance.quant.repack import repack_model
 from appliance.quant.run.options import QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.scheme import WeightScheme
+from appliance.quant.text.calibration import CalibrationText
 
 MakeFolder = Callable[..., Path]
 WORDS = [WeightFormat.AWQ, WeightFormat.GPTQ]
@@ -96,6 +97,38 @@ def test_one_format_is_repacked_into_the_other(make_llama: MakeFolder, tmp_path:
     quantize_model(make_llama(), first, QuantizeOptions(scheme, format=WeightFormat.AWQ))
     repack_model(first, second, WeightFormat.GPTQ)
     assert_same_weights(first, second)
+
+
+@pytest.mark.parametrize("format", WORDS)
+def test_three_bits_are_repacked_in_four(
+    make_llama: MakeFolder, tmp_path: Path, format: WeightFormat
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    quantize_model(make_llama(), first, QuantizeOptions(WeightScheme(3, 32)))
+    repack_model(first, second, format)
+    assert_same_weights(first, second)
+    assert config_of(second)["bits"] == 4
+
+
+def test_ends_that_are_quantized_go_back_to_16_bits_and_that_is_said(
+    make_llama: MakeFolder, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    quantize_model(make_llama(), first, QuantizeOptions(WeightScheme(4, 32), head=8))
+    (note,) = repack_model(first, second, WeightFormat.GPTQ).notes
+    assert note.startswith("lm_head.weight goes from 8 bits back to 16: gptq holds")
+    assert SafetensorsFolder(second).dtype("lm_head.weight") is torch.bfloat16
+
+
+def test_precisions_that_are_mixed_are_no_format_of_repacking(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    rows = CalibrationText(text, num_tokens=96, row_tokens=48)
+    options = QuantizeOptions(WeightScheme(4, 32), mixed=5.5, text=rows)
+    report = quantize_model(model, tmp_path / "first", options)
+    assert report.scheme == "4 bits, groups of 32, symmetric, mixed to 5.5 bits on average"
+    with pytest.raises(ConfigError, match="the same for all layers, not 4 and 8"):
+        repack_model(tmp_path / "first", tmp_path / "second", WeightFormat.GPTQ)
 
 
 def test_a_model_that_is_not_quantized_is_refused(make_llama: MakeFolder, tmp_path: Path) -> None:

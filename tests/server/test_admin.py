@@ -272,18 +272,18 @@ async def test_a_task_of_another_process_is_told_until_it_is_over(
     async with serve() as running:
         running.state.jobs_folder = tmp_path
         feed = watch(running)
-        told: list[tuple[str, int, int]] = []
+        told: list[tuple[str, int, bool]] = []
         with JobFile(tmp_path, "quantize tiny") as job:
             job.update("layers", 3, 30)
             async with asyncio.timeout(10):
                 async for event in feed:
                     if isinstance(event, Job):
-                        told.append((event.stage, event.done, event.total))
+                        told.append((event.stage, event.done, event.ended))
                         if len(told) == 1:
                             job.__exit__(None, None, None)
                         else:
                             break
-        assert told == [("layers", 3, 30), ("layers", 30, 30)]
+        assert told == [("layers", 3, False), ("layers", 3, True)]
         await feed.aclose()
 
 

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 from browser import PHONE, chromium, opened
 
+from appliance.jobs import JobFile
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from playwright.async_api import Page
 
     from tests.server.conftest import Serve
@@ -137,6 +141,34 @@ async def test_the_page_comes_back_when_the_server_does(serve: Serve) -> None:
         running.state.closing = False
         await page.context.set_offline(False)
         await page.locator("#state.ready").wait_for()
+
+
+async def test_a_task_is_shown_with_stage_part_loss_and_time_until_it_ends(
+    serve: Serve, tmp_path: Path
+) -> None:
+    async with (
+        chromium() as browser,
+        serve() as running,
+        opened(browser, running.url) as (page, complaints),
+    ):
+        running.state.jobs_folder = tmp_path
+        tasks = page.locator("#jobs li")
+        with JobFile(tmp_path, "quantize <tiny>") as job:
+            job.update("choosing", 0, 0)
+            await page.get_by_text("quantize <tiny>choosing").wait_for()
+            assert await page.locator("progress").get_attribute("value") is None
+            job.update(
+                "quantizing", 5, 8, seconds_left=3723, part="layer 2", parts_done=3,
+                parts_total=6, loss=0.0123456,
+            )  # fmt: skip
+            await tasks.get_by_text("left").wait_for()
+            assert await tasks.inner_text() == (
+                "quantize <tiny>\nquantizing · 62.5 % · layer 2 · 3 of 6 · loss 0.0123"
+                " · 1:02:03 left"
+            )
+            assert await page.locator("progress").get_attribute("value") == "0.625"
+        await tasks.wait_for(state="detached")
+        assert complaints == []
 
 
 async def test_nothing_is_wider_than_a_phone(serve: Serve) -> None:

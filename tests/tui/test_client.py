@@ -110,7 +110,7 @@ async def test_without_a_key_none_is_sent(event_server: EventServer) -> None:
         (
             Answer((snapshot([FREE]), Delta(epoch=1, runs=(Run(0, 9, FREE),)))),
             Phase.LOST,
-            "a map of 1 blocks",
+            "a map of 1 block",
         ),
     ],
 )

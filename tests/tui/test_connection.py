@@ -83,5 +83,5 @@ async def test_a_restarting_engine_is_told_and_its_old_map_dimmed(
     async with dashboard(event_server) as (app, pilot):
         event_server.send(msgspec.structs.replace(INFO, state="restarting", restarts=1))
         await shown(app, pilot, lambda: not app.state.current)
-        assert "restarting · restarted 1 x" in screen_text(app)
+        assert "restarting · restarted once" in screen_text(app)
         assert palette.owner_hue(1) not in block_map_colors(app)

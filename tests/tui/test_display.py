@@ -61,6 +61,9 @@ async def test_without_colours_letters_tell_states_and_owners(
         for letters in ("*" * 30, "b" * 30, "c" * 30, ":" * 30, "." * 30):
             assert letters in text
         assert ". free 2,048" in text
+        if size == LARGE:
+            for name in ("b chatcmpl-1", "c chatcmpl-2"):
+                assert name in text, "the letters on the map"
         await pilot.press("tab")
         await shown(app, pilot)
         text = "\n".join(strip.text for strip in sent(app))

@@ -54,6 +54,7 @@ async def test_zoom_goes_from_all_blocks_to_letters_and_back(
         assert f"KV blocks by owner, {port.span.start:,} to {port.span.stop - 1:,}" in text
         assert "◆ block 32,768 · free" in text
         assert "." * 20 in text, "a letter for each free block"
+        assert ". free " in text, "and what it means"
         await pilot.press(*["minus"] * 9)
         await shown(app, pilot)
         assert "all blocks; + looks closer" in screen_text(app)
@@ -65,7 +66,7 @@ async def test_the_cursor_tells_what_is_under_it(event_server: EventServer) -> N
         app.change(cursor=600)
         await shown(app, pilot)
         text = screen_text(app)
-        assert "◆ block 600 · active · chatcmpl-1 of anna · 1 references · int8 · changed" in text
+        assert "◆ block 600 · active · chatcmpl-1 of anna · 1 reference · int8 · changed" in text
         await pilot.press("right")
         await shown(app, pilot)
         assert "◆ block 601 · " in screen_text(app)

@@ -50,3 +50,6 @@ def test_counts_rates_shares_and_sizes() -> None:
     assert numbers.size(3 * 2**30) == "3.0 GiB"
     assert numbers.size(1000 * 2**20) == "1.0 GiB"
     assert numbers.size(5 * 2**50) == "5120.0 TiB"
+    assert numbers.counted(0, "block") == "0 blocks"
+    assert numbers.counted(1, "block") == "1 block"
+    assert numbers.counted(2_000, "block") == "2,000 blocks"

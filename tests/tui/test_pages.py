@@ -8,6 +8,7 @@ import pytest
 from appliance.events import Gpu, Job, Log, LogLine, Machine, QualityFact
 from appliance.tui.look import Sort
 from appliance.tui.screens.requests import Filter, RequestsPage
+from appliance.tui.widgets.panel import LongPanel
 from appliance.tui.widgets.requests import columns_for
 from tests.tui.conftest import (
     CACHED,
@@ -44,7 +45,7 @@ async def test_the_table_is_sorted_by_any_column(event_server: EventServer) -> N
         for sort, wanted in {
             Sort.GENERATED: ["2", "3", "1"],
             Sort.SPEED: ["2", "1", "3"],
-            Sort.OWNER: ["1", "3", "2"],
+            Sort.KEY: ["1", "3", "2"],
         }.items():
             while app.look.sort is not sort:
                 await pilot.press("s")
@@ -141,11 +142,24 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
         ),
         notes=("the C library was not built",),
     )
-    job = Job(name="quantize Qwen3-8B", stage="layers", done=3, total=36, seconds_left=75.0)
-    async with dashboard(event_server, size, Answer((info, STATS, job))) as (app, pilot):
+    job = Job(
+        name="quantize Qwen3-8B", stage="quantizing", done=3, total=36, seconds_left=75.0,
+        part="layer 2", parts_done=4, parts_total=38, loss=0.01234,
+    )  # fmt: skip
+    unknown = Job(name="quantize tiny", stage="choosing", done=0, total=0)
+    over = Job(name="quantize old", stage="s", done=1, total=2, ended=True)
+    async with dashboard(event_server, size, Answer((info, STATS, job, unknown, over))) as (
+        app,
+        pilot,
+    ):
         await pilot.press("4")
-        await shown(app, pilot, lambda: app.state.job)
+        await shown(app, pilot, lambda: len(app.state.jobs) == 2)
         text = screen_text(app)
+        assert ("more ↓" in text) == (size == SMALL)
+        await pilot.press("pagedown", "pagedown")
+        await shown(app, pilot)
+        text += screen_text(app)
+        assert app.look.facts_down == max(one.hidden for one in app.screen.query(LongPanel))
         for words in (
             "perplexity",
             "11.53",
@@ -153,6 +167,9 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
             "KL divergence, mean",
             "0.0312",
             "quantize Qwen3-8B",
+            "4 of 38",
+            "loss 0.0123",
+            "quantize tiny",
             "1:15 left",
             "8.3 %",
             "planned of",
@@ -160,6 +177,9 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
         ):
             assert words in text, words
         assert "note: the C library was not built" in text
+        assert "quantize old" not in text
+        await pilot.press(*["pageup"] * 3, "j", "k")
+        assert app.look.facts_down == 0
 
 
 async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) -> None:
@@ -179,12 +199,27 @@ async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) 
         "93%",
         "20.0 GiB",
         "312 W  71 °C",
-        "held down: power cap",
+        "limit: power cap",
         "2,520 MHz",
         "0.42 J/token",
         "silent",
     ):
         assert words in text, words
+
+
+async def test_two_gpus_share_the_room_of_one(event_server: EventServer) -> None:
+    gpus = tuple(
+        Gpu(name=f"card {number}", utilization=number / 10, memory_used_bytes=number * 2**30,
+            power_watts=100.0 * number, throttled=("power cap",) if number == 2 else ())
+        for number in (1, 2)
+    )  # fmt: skip
+    stats = msgspec.structs.replace(STATS, machine=Machine(gpus=gpus))
+    async with dashboard(event_server, LARGE, Answer((INFO, stats))) as (app, pilot):
+        await shown(app, pilot, lambda: app.state.stats)
+        text = screen_text(app)
+    for words in ("card 1", "10%", "1.0 GiB", "100 W", "card 2", "20%", "2.0 GiB", "200 W"):
+        assert words in text, words
+    assert "200 W  power cap" in text
 
 
 async def test_without_a_gpu_processor_and_memory_are_shown(event_server: EventServer) -> None:

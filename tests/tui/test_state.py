@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from appliance.events import (
     BlockTable,
     Delta,
+    Job,
     Log,
     LogLine,
     Run,
@@ -148,6 +149,24 @@ def test_ages_are_told_by_snapshots_and_counted_from_changes() -> None:
     state = reduce(state, snapshot([FREE, FREE, FREE], epoch=2), 110.0)
     assert state.blocks is not None
     assert state.blocks.changed.tolist() == [95.0, 110.0, 100.0]
+
+
+def test_tasks_are_kept_by_name_until_they_end_or_another_connection_begins() -> None:
+    def job(name: str, done: int, *, ended: bool = False) -> Job:
+        return Job(name=name, stage="s", done=done, total=9, ended=ended)
+
+    def known(state: DashboardState) -> list[tuple[str, int]]:
+        return [(one.name, one.done) for one in state.jobs]
+
+    state = DashboardState()
+    for one in (job("a", 1), job("b", 9), job("a", 2), job("c", 9, ended=True)):
+        state = reduce(state, one)
+    assert known(state) == [("a", 2), ("b", 9)]
+    state = reduce(state, job("a", 2, ended=True))
+    assert known(state) == [("b", 9)]
+    state = reduce(state, Connection(Phase.LOST))
+    assert known(state) == [("b", 9)]
+    assert known(reduce(state, LIVE)) == [], "what still goes on is told again"
 
 
 def test_histories_of_differences() -> None:

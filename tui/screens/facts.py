@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 class ModelPage(Page):
     """What is loaded, and its memory."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "app.scroll_facts(-1)", "Up", show=False),
+        Binding("down,j", "app.scroll_facts(1)", "Down", show=False),
+        Binding("pageup", "app.scroll_facts(-10)", "Far up", show=False),
+        Binding("pagedown", "app.scroll_facts(10)", "Far down", show=False),
+    ]
     DEFAULT_CSS = """
     ModelPage {
         ModelPanel, MemoryPanel { width: 1fr; height: 1fr; }

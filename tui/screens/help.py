@@ -28,6 +28,7 @@ _KEYS = (
     ("map: + -", "look closer, down to one block a cell, or from farther away"),
     ("map: arrows", "move the cursor; enter focuses the owner of its block"),
     ("requests:", "s sorts, r reverses, / filters"),
+    ("model, log:", "arrows and page keys scroll"),
     ("ctrl+p", "all commands, and themes"),
     ("? q", "this help, quit"),
 )

@@ -33,23 +33,23 @@ class BlockTablePanel(Panel):
         if sequence is None:
             return [Text("tab chooses a sequence;", palette.MUTED),
                     Text("all others are then dimmed.", palette.MUTED)]  # fmt: skip
-        lines = _facts(sequence, width)
+        lines = _facts(view, sequence, width)
         room = max(0, height - len(lines) - 2)
         if view.table is not None:
             return [*lines, Text(), *_entries(view, view.table, width, room)]
         return [*lines, Text(), *_from_map(view, sequence, room + 1)]
 
 
-def _facts(sequence: SequenceView, width: int) -> list[Text]:
-    hue = palette.owner_hue(sequence.slot)
-    name = Text.assemble(("■ ", hue), (sequence.request_id, f"bold {palette.BRIGHT}"))
+def _facts(view: View, sequence: SequenceView, width: int) -> list[Text]:
+    swatch, hue = view.swatch(sequence)
+    name = Text.assemble((f"{swatch} ", hue), (sequence.request_id, f"bold {palette.BRIGHT}"))
     if sequence.index:
         name.append(f" #{sequence.index}", palette.TEXT)
     name.truncate(width, overflow="ellipsis")
     cached = f"{numbers.count(sequence.cached_tokens)} cached"
     return [
         name,
-        pair("owner", sequence.owner or "-", width),
+        pair("key", sequence.owner or "-", width),
         pair("prompt", numbers.count(sequence.prompt_tokens), width, note=cached),
         pair("generated", numbers.count(sequence.output_tokens), width),
         pair("blocks", numbers.count(sequence.blocks), width, note=sequence.status),

@@ -52,7 +52,7 @@ class Cache(Panel):
 def _prefix_hits(engine: EngineStats, width: int) -> Text:
     looked_up = engine.prefix_queries_total
     value = numbers.percent(engine.prefix_hits_total / looked_up) if looked_up else "-"
-    note = f"{numbers.count(engine.prefix_hits_total)} tokens"
+    note = numbers.counted(engine.prefix_hits_total, "token")
     return pair("prefix hits", value, width, note=note)
 
 

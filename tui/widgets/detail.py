@@ -58,7 +58,9 @@ def block_facts(view: View, blocks: Blocks, block: int) -> list[str]:
     if owner := _owner(view, int(one.owners[0])):
         facts.append(owner)
     if references:
-        facts.append(f"{references}{'+' if references == 255 else ''} references")
+        facts.append(
+            "255+ references" if references == 255 else numbers.counted(references, "reference")
+        )
     names = view.state.info.precisions if view.state.info else ()
     index = int(one.precisions[0])
     if index < len(names):

@@ -62,7 +62,7 @@ def _facts(info: Info) -> list[tuple[str, str]]:
     if info.state != "ready":
         facts.append((info.state, palette.BAD if info.state == "failed" else palette.WARNING))
     if info.restarts:
-        facts.append((f"restarted {info.restarts} x", palette.WARNING))
+        facts.append((f"restarted {_times(info.restarts)}", palette.WARNING))
     facts += [
         (fact, palette.MUTED)
         for fact in (
@@ -75,6 +75,10 @@ def _facts(info: Info) -> list[tuple[str, str]]:
         if fact
     ]
     return facts
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{numbers.count(number)} times"
 
 
 def _connection(view: View, *, with_url: bool) -> Text:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from appliance.tui import numbers, palette
 from appliance.tui.raster import AGE_LIMITS, FREE, LETTERS, PAINT, ColorMode, appearance
+from appliance.tui.widgets.block_map import BlockMap
 from appliance.tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
@@ -29,16 +30,21 @@ class Legend(Lines):
     def reads(self, view: View) -> tuple[object, ...]:
         """The block map, the mode and what the server calls its precisions."""
         precisions = view.state.info.precisions if view.state.info else ()
-        return view.state.blocks, view.mode, precisions, view.lettered
+        return view.state.blocks, view.mode, precisions, self._lettered(view)
+
+    def _lettered(self, view: View) -> bool:
+        """Whether the map above has letters, in a terminal with colours too."""
+        return view.lettered or self.screen.query_one(BlockMap).viewport(view).lettered
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
         """Swatches on the left; on the right how many blocks there are, if it fits."""
         blocks = view.state.blocks
         if blocks is None:
             return []
-        line = Text("  ").join(_entries(view, blocks))
+        line = Text("  ").join(_entries(view, blocks, lettered=self._lettered(view)))
         total = Text(
-            f"{numbers.count(blocks.num_blocks)} blocks of {blocks.block_size} tokens",
+            f"{numbers.counted(blocks.num_blocks, 'block')} of"
+            f" {numbers.counted(blocks.block_size, 'token')}",
             palette.MUTED,
         )
         gap = width - line.cell_len - total.cell_len
@@ -47,11 +53,11 @@ class Legend(Lines):
         return [line]
 
 
-def _entries(view: View, blocks: Blocks) -> list[Text]:
+def _entries(view: View, blocks: Blocks, *, lettered: bool) -> list[Text]:
     counts = blocks.counts()
 
     def entry(color: str, name: str, number: int | None = None) -> Text:
-        swatch = LETTERS[PAINT.index(color)] if view.lettered else _SWATCH
+        swatch = LETTERS[PAINT.index(color)] if lettered else _SWATCH
         words = name if number is None else f"{name} {numbers.count(number)}"
         return Text.assemble((swatch, color), (f" {words}", palette.TEXT))
 
@@ -62,10 +68,10 @@ def _entries(view: View, blocks: Blocks) -> list[Text]:
     match view.mode:
         case ColorMode.OWNER:
             owned = f" owned {numbers.count(counts.active - counts.shared)}"
-            if view.lettered:
-                hues = Text("a-z", palette.TEXT)
-            else:
+            hues = Text("a-z", palette.TEXT)
+            if not view.lettered:
                 hues = Text().join(Text(_SWATCH, hue) for hue in palette.OWNER_HUES)
+                hues.append(" a-z" if lettered else "", palette.TEXT)
             return [free, cached, *swapped, hues.append(owned, palette.TEXT), shared]
         case ColorMode.STATE:
             plain = counts.active - counts.shared - counts.writing

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from appliance.tui.view import View
 
 
+_FULL = 4  # lines of `gpu_lines`
+
+
 class MachinePanel(Panel):
     """A few lines a GPU; quiet where there is none."""
 
@@ -30,13 +33,16 @@ class MachinePanel(Panel):
         if stats is None or stats.machine is None:
             return [pair("the server does not tell", "", width)]
         machine = stats.machine
-        lines = [line for gpu in machine.gpus for line in gpu_lines(gpu, width)]
-        return lines or machine_lines(machine, width)
+        if not machine.gpus:
+            return machine_lines(machine, width)
+        each = max(1, height // len(machine.gpus))
+        short = _short_lines if each < _FULL else gpu_lines
+        return [line for gpu in machine.gpus for line in short(gpu, width)[:each]]
 
 
 def machine_lines(machine: Machine, width: int) -> list[Text]:
     """Processor and memory."""
-    cores = f"of {machine.cpu_cores} cores" if machine.cpu_cores else "cores"
+    cores = f"of {numbers.counted(machine.cpu_cores, 'core')}" if machine.cpu_cores else "cores"
     free = numbers.size(machine.memory_available_bytes)
     total = f"of {numbers.size(machine.memory_total_bytes)}"
     return [
@@ -44,6 +50,24 @@ def machine_lines(machine: Machine, width: int) -> list[Text]:
         pair("engine memory", numbers.size(machine.engine_rss_bytes), width, note="RSS"),
         pair("API memory", numbers.size(machine.api_rss_bytes), width, note="RSS"),
         *([pair("free memory", free, width, note=total)] if machine.memory_total_bytes else []),
+    ]
+
+
+def _short_lines(gpu: Gpu, width: int) -> list[Text]:
+    """What matters most of one GPU, where several share the room."""
+    busy = "-" if gpu.utilization is None else f"{gpu.utilization:.0%}"
+    held = ", ".join(gpu.throttled)
+    facts = (
+        "" if gpu.power_watts is None else f"{gpu.power_watts:.0f} W",
+        "" if gpu.temperature_celsius is None else f"{gpu.temperature_celsius:.0f} °C",
+        held,
+    )
+    used = "-" if gpu.memory_used_bytes is None else numbers.size(gpu.memory_used_bytes)
+    color = palette.WARNING if held else palette.TEXT
+    note = "  ".join(filter(None, facts))
+    return [
+        pair(gpu.name, busy, width, color=HEADLINE),
+        pair("memory", used, width, note=note, color=color),
     ]
 
 
@@ -62,7 +86,5 @@ def gpu_lines(gpu: Gpu, width: int) -> list[Text]:
     clock = "-" if gpu.sm_clock_mhz is None else f"{gpu.sm_clock_mhz:,} MHz"
     held = ", ".join(gpu.throttled)
     color = palette.WARNING if held else palette.TEXT
-    lines.append(
-        pair("clock", clock, width, note=f"held down: {held}" if held else "", color=color)
-    )
+    lines.append(pair("clock", clock, width, note=f"limit: {held}" if held else "", color=color))
     return lines

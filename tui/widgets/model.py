@@ -9,7 +9,7 @@ from rich.text import Text
 
 from appliance.tui import numbers, palette
 from appliance.tui.widgets.machine import gpu_lines, machine_lines
-from appliance.tui.widgets.panel import HEADLINE, Panel, pair
+from appliance.tui.widgets.panel import HEADLINE, LongPanel, pair
 
 if TYPE_CHECKING:
     from appliance.events import Info, Job, QualityFact, Stats
@@ -27,7 +27,7 @@ _CARD = {
 }
 
 
-class ModelPanel(Panel):
+class ModelPanel(LongPanel):
     """What is served, and how."""
 
     TITLE = "Model"
@@ -35,9 +35,9 @@ class ModelPanel(Panel):
 
     def reads(self, view: View) -> tuple[object, ...]:
         """What was loaded."""
-        return view.state.info, view.state.job
+        return view.state.info, view.state.jobs, view.look.facts_down
 
-    def draw(self, view: View, width: int, height: int) -> list[Text]:
+    def all_lines(self, view: View, width: int) -> list[Text]:
         """Names and facts, the quality card, notes, and a long task if one goes on."""
         info = view.state.info
         if info is None:
@@ -48,13 +48,16 @@ class ModelPanel(Panel):
             ("backend", info.backend),
             ("weights", info.weight_format),
             ("KV cache", ", ".join(info.precisions) or info.kv_format),
-            ("context", f"{info.context_length:,} tokens" if info.context_length else ""),
+            (
+                "context",
+                numbers.counted(info.context_length, "token") if info.context_length else "",
+            ),
             ("sequences at once", numbers.count(info.max_num_seqs) if info.max_num_seqs else ""),
             ("loaded in", numbers.duration(info.load_seconds) if info.load_seconds else ""),
             ("restarts", str(info.restarts) if info.restarts else ""),
             ("server version", info.version),
         ]
-        lines = _job(view.state.job, width)
+        lines = [line for job in view.state.jobs for line in _job(job, width)]
         lines.append(pair(info.model, info.state, width, color=HEADLINE))
         lines += [pair(name, value, width) for name, value in facts if value]
         if info.quality:
@@ -76,21 +79,25 @@ def _quality(facts: tuple[QualityFact, ...], width: int) -> list[Text]:
     ]
 
 
-def _job(job: Job | None, width: int) -> list[Text]:
-    """How far a long task is, while it goes on."""
-    if job is None or job.done >= job.total:
-        return []
+def _job(job: Job, width: int) -> list[Text]:
+    """How far a long task is."""
+    share = min(1.0, job.done / job.total) if job.total else 0.0
+    done = round(width * share)
     left = "" if job.seconds_left is None else f"{numbers.clock(job.seconds_left)} left"
-    done = round(width * job.done / job.total)
-    return [
+    amount = numbers.percent(share) if job.total else ""
+    lines = [
         Text(job.name, f"bold {palette.BRIGHT}"),
-        pair(job.stage, numbers.percent(job.done / job.total), width, note=left),
+        pair(job.stage, amount, width, note=left),
         Text.assemble((_BAR * done, palette.ACCENT), (_BAR * (width - done), palette.FAINT)),
-        Text(),
     ]
+    if job.parts_total:
+        parts = f"{job.parts_done:,} of {job.parts_total:,}"
+        loss = "" if job.loss is None else f"loss {job.loss:.3g}"
+        lines.append(pair(job.part or "done", parts, width, note=loss))
+    return [*lines, Text()]
 
 
-class MemoryPanel(Panel):
+class MemoryPanel(LongPanel):
     """The plan beside what is used."""
 
     TITLE = "Memory"
@@ -98,9 +105,9 @@ class MemoryPanel(Panel):
 
     def reads(self, view: View) -> tuple[object, ...]:
         """What was planned, and what is measured."""
-        return view.state.info, view.state.stats
+        return view.state.info, view.state.stats, view.look.facts_down
 
-    def draw(self, view: View, width: int, height: int) -> list[Text]:
+    def all_lines(self, view: View, width: int) -> list[Text]:
         """The plan as a bar with its parts, then what is measured."""
         info, stats = view.state.info, view.state.stats
         lines: list[Text] = []

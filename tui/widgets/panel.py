@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.text import Text
 
 from appliance.tui import palette
 from appliance.tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from appliance.tui.view import View
 
 HEADLINE = f"bold {palette.BRIGHT}"  # style of a panel's main number
 
@@ -26,6 +31,31 @@ class Panel(Lines):
     def on_mount(self) -> None:
         """Put the title into the border."""
         self.border_title = self.TITLE
+
+
+class LongPanel(Panel):
+    """A panel of facts of which there may be more than fit; a subclass says what they are.
+
+    Attributes:
+        hidden: lines that do not fit.
+    """
+
+    hidden = 0
+
+    def all_lines(self, view: View, width: int) -> list[Text]:
+        """The lines, however many."""
+        raise NotImplementedError
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """As many as fit, from where the person has scrolled to."""
+        lines = self.all_lines(view, width)
+        self.hidden = max(0, len(lines) - height)
+        start = min(view.look.facts_down, self.hidden)
+        below = self.hidden - start
+        words = f"{below} more ↓" if below else "↑" if self.hidden else ""
+        if self.border_subtitle != words:
+            self.border_subtitle = words  # each change paints all of the panel anew
+        return lines[start:]
 
 
 def pair(name: str, value: str, width: int, *, note: str = "", color: str = palette.TEXT) -> Text:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from appliance.tui.view import View
 
 _BAR = "━"
+_BAR_HEADING = "   cached, prompt, generated"
 _MIN_BAR = 16  # cells; narrower terminals have none
 
 
@@ -34,7 +35,7 @@ class Column:
 
 _COLUMNS = (
     Column(Sort.REQUEST, 26, right=False),
-    Column(Sort.OWNER, 12, right=False),
+    Column(Sort.KEY, 16, right=False),
     Column(Sort.STATE, 8, right=False),
     Column(Sort.PROMPT, 8),
     Column(Sort.CACHED, 8),
@@ -44,9 +45,9 @@ _COLUMNS = (
     Column(Sort.AGE, 9),
 )
 _MARK = 4  # focus mark and swatch
-_SHORT_REQUEST = 18
+_SHORT_REQUEST, _SHORT_KEY = 18, 12
 # What narrow terminals do without, the first to go first.
-_DISPENSABLE = (Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.OWNER, Sort.SPEED, Sort.AGE)
+_DISPENSABLE = (Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.KEY, Sort.SPEED, Sort.AGE)
 
 
 def columns_for(width: int) -> list[Column]:
@@ -54,6 +55,7 @@ def columns_for(width: int) -> list[Column]:
     columns = list(_COLUMNS)
     if _width_of(columns) > width:
         columns[0] = replace(columns[0], width=_SHORT_REQUEST)
+        columns[1] = replace(columns[1], width=_SHORT_KEY)
     for sort in _DISPENSABLE:
         if _width_of(columns) > width:
             columns = [column for column in columns if column.sort is not sort]
@@ -74,7 +76,7 @@ class RequestTable(Panel):
         look = view.look
         return (
             view.state.sequences, look.focus, look.sort, look.ascending, look.query,
-            view.state.stats is None, view.latest.reduced,
+            view.state.stats is None, view.latest.reduced, view.lettered,
         )  # fmt: skip
 
     def on_click(self, event: Click) -> None:
@@ -147,21 +149,21 @@ def _heading(view: View, width: int) -> Text:
         arrow = ("▲" if view.look.ascending else "▼") if chosen else ""
         color = palette.BRIGHT if chosen else palette.MUTED
         line.append(_fitted(column.sort.value + arrow, column), color)
-    if width - _width_of(columns) >= _MIN_BAR:
-        line.append("   cached, prompt, generated", palette.MUTED)
+    if width - _width_of(columns) >= max(_MIN_BAR, len(_BAR_HEADING)):
+        line.append(_BAR_HEADING, palette.MUTED)
     return line
 
 
 def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
     running = is_running(sequence)
-    hue = palette.owner_hue(sequence.slot) if running else palette.FAINT
+    swatch, hue = view.swatch(sequence)
     focused = SequenceKey.of(sequence) == view.focus
     sibling = f" #{sequence.index}" if sequence.index else ""
     color = palette.TEXT if running else palette.MUTED
-    line = Text.assemble((" ▸" if focused else "  ", palette.BRIGHT), ("■ ", hue))
+    line = Text.assemble((" ▸" if focused else "  ", palette.BRIGHT), (f"{swatch} ", hue))
     values = {
         Sort.REQUEST: sequence.request_id + sibling,
-        Sort.OWNER: sequence.owner or "-",
+        Sort.KEY: sequence.owner or "-",
         Sort.STATE: sequence.status,
         Sort.PROMPT: numbers.count(sequence.prompt_tokens),
         Sort.CACHED: numbers.count(sequence.cached_tokens),

@@ -43,7 +43,7 @@ class Trends(Panel):
             ),
             ("KV cache in use", history.kv_usage, palette.ACTIVE, numbers.percent, 1.0),
             ("prefix hits", history.hit_rate, palette.WRITING, numbers.percent, 1.0),
-            ("requests waiting", history.waiting, palette.BAD, numbers.rate, None),
+            ("requests waiting", history.waiting, palette.BAD, _whole, None),
             ("steps a second", history.steps, palette.TOKENS_OUT, numbers.rate, None),
         ]
         each = max(3, height // len(graphs))
@@ -58,3 +58,7 @@ class Trends(Panel):
             bars = sparkline(shown, width, each - 2, full)
             lines += [heading, *(Text(line, color) for line in bars), Text()]
         return lines
+
+
+def _whole(number: float) -> str:
+    return numbers.count(round(number))

@@ -28,6 +28,7 @@ from appliance.errors import (
     EngineDiedError,
     EngineError,
     EngineUnavailableError,
+    QueueTimeoutError,
     RequestAbortedError,
     RequestError,
 )
@@ -114,7 +115,7 @@ class Generation(AsyncIterator[SequenceDelta]):
 
     def _put(self, delta: SequenceDelta) -> None:
         if delta.error is not None:
-            self._fail((RequestError if delta.refused else EngineError)(delta.error))
+            self._fail(_error_of(delta, delta.error))
         elif self._error is None:
             self._arrived.append(delta)
             self._wake()
@@ -126,6 +127,12 @@ class Generation(AsyncIterator[SequenceDelta]):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _error_of(delta: SequenceDelta, message: str) -> Exception:
+    if delta.expired:
+        return QueueTimeoutError(message)
+    return RequestError(message) if delta.refused else EngineError(message)
 
 
 class EngineClient:
@@ -197,6 +204,11 @@ class EngineClient:
     def num_waiting(self) -> int:
         """Requests that the engine has not started."""
         return sum(not generation.started for generation in self._generations.values())
+
+    def num_waiting_of(self, owner: str) -> int:
+        """Requests of one owner that the engine has not started."""
+        generations = self._generations.values()
+        return sum(not one.started and one.request.owner == owner for one in generations)
 
     @property
     def num_running(self) -> int:

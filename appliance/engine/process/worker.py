@@ -86,6 +86,10 @@ class Engine(Protocol):
         """The blocks of one sequence."""
         ...
 
+    def close(self) -> None:
+        """Keep what is to outlive the process; takes some seconds at most."""
+        ...
+
 
 class LoadEngine(Protocol):
     """`LLMEngine.load`."""
@@ -175,6 +179,7 @@ def run_worker(
     signal.signal(signal.SIGTERM, lambda number, frame: connection.close_reading())
     connection.send(Ready(engine.info))
     Worker(engine, connection, warnings).run()
+    engine.close()
     return 0
 
 

@@ -10,7 +10,7 @@ const KEY = "appliance-key";
 const byId = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en");
 
-const page = { info: null, job: null, map: new BlockMap(byId("map")), messages: [], answering: null };
+const page = { info: null, jobs: new Map(), map: new BlockMap(byId("map")), messages: [], answering: null };
 
 // --- Talking to the server ---------------------------------------------------------------------
 
@@ -72,6 +72,8 @@ async function follow() {
     byId("key-form").hidden = true;
     byId("forget-item").hidden = sessionStorage.getItem(KEY) === null;
     byId("log").replaceChildren(); // the feed begins with all that is kept
+    page.jobs.clear();
+    showJobs();
     for await (const { name, data } of readFrames(response.body)) {
       follow.retry = FIRST_RETRY;
       await take(name, JSON.parse(data));
@@ -103,7 +105,7 @@ async function take(name, event) {
   else if (name === "snapshot") await page.map.take(event);
   else if (name === "delta") page.map.change(event);
   else if (name === "stats") takeStats(event);
-  else if (name === "job") page.job = event.done < event.total ? event : null;
+  else if (name === "job") takeJob(event);
   else if (name === "log") takeLog(event);
 }
 
@@ -137,7 +139,6 @@ function takeStats(stats) {
     Memory: memory(stats.machine),
     Version: info.version,
   };
-  if (page.job) rows[page.job.name] = `${page.job.stage}, ${page.job.done} of ${page.job.total}`;
   for (const gpu of stats.machine?.gpus ?? []) {
     rows[gpu.name] = [
       gpu.utilization === null ? null : `${Math.round(100 * gpu.utilization)} %`,
@@ -159,6 +160,30 @@ function takeStats(stats) {
   byId("map").setAttribute("aria-label", `Block map: ${text}`);
 }
 
+function takeJob(job) {
+  if (job.ended) page.jobs.delete(job.name);
+  else page.jobs.set(job.name, job);
+  showJobs();
+}
+
+function showJobs() {
+  byId("jobs").replaceChildren(...[...page.jobs.values()].map((job) => {
+    const item = document.createElement("li"), bar = document.createElement("progress");
+    if (job.total) bar.value = job.done / job.total; // else it moves to and fro
+    bar.setAttribute("aria-label", job.name);
+    const facts = [
+      job.stage,
+      job.total ? `${((100 * job.done) / job.total).toFixed(1)} %` : "",
+      job.part,
+      job.parts_total ? `${job.parts_done} of ${job.parts_total}` : "",
+      job.loss === null ? "" : `loss ${Number(job.loss.toPrecision(3))}`,
+      job.seconds_left === null ? "" : `${clock(job.seconds_left)} left`,
+    ];
+    item.append(job.name, bar, facts.filter(Boolean).join(" · "));
+    return item;
+  }));
+}
+
 function takeLog({ lines }) {
   byId("log-part").hidden = false;
   const list = byId("log");
@@ -172,6 +197,12 @@ function takeLog({ lines }) {
 
 const rate = (value) => value.toFixed(value < 10 ? 1 : 0);
 const seconds = (one) => (one.count ? `${(1000 * one.p50).toFixed(0)} ms, p99 ${(1000 * one.p99).toFixed(0)} ms` : "");
+const two = (value) => String(value).padStart(2, "0");
+function clock(secondsLeft) {
+  const whole = Math.round(secondsLeft), minutes = Math.floor(whole / 60), hours = Math.floor(minutes / 60);
+  if (whole < 60) return `${whole} s`;
+  return hours ? `${hours}:${two(minutes % 60)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+}
 const mebibytes = (bytes) => `${number.format(Math.round(bytes / 2 ** 20))} MiB`;
 const memory = (machine) => (machine ? `${mebibytes(machine.engine_rss_bytes)} engine, ${mebibytes(machine.api_rss_bytes)} API` : "");
 
@@ -259,7 +290,7 @@ async function answer() {
 }
 
 function showFigures(usage, clock) {
-  const parts = [`${usage.completion_tokens} tokens`];
+  const parts = [`${number.format(usage.completion_tokens)} token${usage.completion_tokens === 1 ? "" : "s"}`];
   const took = (clock.last - clock.first) / 1000;
   if (took > 0 && usage.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / took).toFixed(1)} tokens/s`);
   if (clock.first) parts.push(`first after ${Math.round(clock.first - clock.begin)} ms`);

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -116,6 +118,22 @@ def test_norms_of_heads() -> None:
     torch.testing.assert_close(found.elements, expected.elements, atol=0.0, rtol=2**-7)
     plain = rotate_and_write(fused, *arguments, found, SLOTS)
     assert not torch.allclose(query, plain, rtol=0.05)
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.BF16, KVFormat.INT8, KVFormat.INT4])
+def test_a_mean_is_taken_off_the_keys(kv_format: KVFormat) -> None:
+    random = torch.Generator().manual_seed(3)
+    fused = torch.randn(len(SLOTS), 10, 64, generator=random).bfloat16()
+    angles = torch.randn(len(SLOTS), 32, generator=random)
+    mean = 4 * torch.randn(3, 64, generator=random)
+    plain, found, expected = (empty_cache(kv_format, 3, 64) for _ in range(3))
+    arguments = angles.cos(), angles.sin()
+    rotate_and_write(fused, *arguments, plain, SLOTS)
+    query = rotate_and_write(fused, *arguments, replace(found, key_mean=mean), SLOTS)
+    same = compose(fused, *arguments, replace(expected, key_mean=mean), SLOTS)
+    assert torch.equal(query, same)
+    assert torch.equal(found.pages, expected.pages)
+    assert not torch.equal(found.pages, plain.pages)
 
 
 def test_no_rows() -> None:

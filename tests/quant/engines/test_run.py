@@ -120,10 +120,15 @@ def test_what_a_library_does_not_do_is_refused_first(
         quantize_by_engine(make_llama(), tmp_path / "out", options)
 
 
-def test_a_gguf_file_is_not_for_other_libraries(tmp_path: Path) -> None:
+def test_a_gguf_file_is_not_for_other_libraries_and_a_missing_one_is_told_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "model.gguf"
     path.touch()
-    with pytest.raises(ConfigError, match="no GGUF files"):
+    with pytest.raises(QuantizeError, match="optimum cannot be imported"):
+        quantize_by_engine(path, tmp_path / "out", GPTQ)
+    monkeypatch.setitem(run._LIBRARIES, Engine.OPTIMUM, FakeLibrary())
+    with pytest.raises(ConfigError, match=r"no GGUF files; use --method gptq --format gptq"):
         quantize_by_engine(path, tmp_path / "out", GPTQ)
 
 

@@ -75,7 +75,7 @@ def layer(errors: list[float]) -> MeasuredLayer:
     zero = torch.zeros(2, 1)
     named = dict.fromkeys(MEASURED, 1.0) | dict(zip(CHOICES, errors, strict=True))
     bits = {form: bits_per_element(form, 64) for form in MEASURED}
-    return MeasuredLayer(zero, zero[0], zero, named, {}, 128, bits)
+    return MeasuredLayer(zero, zero, zero, named, {}, 128, bits)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

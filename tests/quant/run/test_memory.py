@@ -24,6 +24,7 @@ from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.plan import make_plan
 from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import CalibrationText
+from appliance.quantize_events import Plan, QuantizeEvent
 
 MIB = 1 << 20
 RUN = """
@@ -111,6 +112,24 @@ def test_too_low_a_ceiling_is_refused_with_the_least_that_would_do(
     least = (int(found[1]) + 20) * MIB
     report = quantize_model(large, tmp_path / "out", options(tmp_path, method, max_ram=least))
     assert report.peak_ram <= least
+
+
+def test_what_the_model_took_to_write_its_text_counts(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = CalibrationText(tmp_path / "letters.txt", num_tokens=1024, row_tokens=512)
+    rows = replace(text.rows_of(large), peak_ram=1 << 40)
+    monkeypatch.setattr(CalibrationText, "rows_of", lambda *_, **__: rows)
+    plans: list[Plan] = []
+
+    def keep(event: QuantizeEvent) -> None:
+        if isinstance(event, Plan):
+            plans.append(event)
+
+    report = quantize_model(large, tmp_path / "out", options(tmp_path, Method.GPTQ), keep)
+    assert report.peak_ram == 1 << 40
+    assert [plan.peak_ram for plan in plans] == [1 << 40]
+    assert plans[0].notes == (), "it is smaller than before"
 
 
 def test_the_result_does_not_depend_on_the_ceiling(large: Path, tmp_path: Path) -> None:

@@ -43,6 +43,8 @@ def test_the_report_says_what_was_made(report: QuantizeReport) -> None:
     files = sum(path.stat().st_size for path in report.out.glob("*.safetensors"))
     assert files == pytest.approx(report.weight_bytes, rel=0.01)
     assert any(note.startswith("re-quantized from Q4_1") for note in report.notes)
+    (larger,) = (note for note in report.notes if note.startswith("the result is larger"))
+    assert "SmolLM2-135M-Instruct.Q4_1.gguf" in larger
 
 
 def test_every_weight_is_the_source_rounded(report: QuantizeReport, smollm2_gguf: Path) -> None:

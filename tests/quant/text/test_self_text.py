@@ -14,7 +14,13 @@ import torch
 from appliance.errors import QuantizeError
 from appliance.quant.text import calibration
 from appliance.quant.text.calibration import CalibrationText
-from appliance.quant.text.self_text import MIB, first_words, sample_rows
+from appliance.quant.text.self_text import (
+    MIB,
+    WrittenRows,
+    _sample,
+    first_words,
+    sample_rows,
+)
 from appliance.tokenizer import Tokenizer
 
 WATCHED = """
@@ -30,9 +36,12 @@ time.sleep(60)
 
 @pytest.mark.model
 def test_the_same_seed_writes_the_same_rows(smollm2_gguf: Path) -> None:
-    first = sample_rows(smollm2_gguf, 3, 24, seed=1)
+    written = sample_rows(smollm2_gguf, 3, 24, seed=1)
+    first = written.rows
     assert [len(row) for row in first] == [24] * 3
-    assert sample_rows(smollm2_gguf, 3, 24, seed=1) == first
+    assert _sample(str(smollm2_gguf), "cpu", 3, 24, 1) == first, "in another process too"
+    weights = smollm2_gguf.stat().st_size
+    assert written.peak_ram > psutil.Process().memory_info().rss / 2 + weights
     words = first_words(Tokenizer.from_path(smollm2_gguf), 3, seed=1)
     assert all(word in row[:2] for word, row in zip(words, first, strict=True))
 
@@ -48,8 +57,8 @@ def test_help_topics_are_the_rest_and_stand_in_for_all(
 ) -> None:
     tokenizer = Tokenizer.from_path(smollm2_gguf)
 
-    def written(model: Path, count: int, row_tokens: int, seed: int, **_: Any) -> list[list[int]]:
-        return [[7] * row_tokens] * count
+    def written(model: Path, count: int, row_tokens: int, seed: int, **_: Any) -> WrittenRows:
+        return WrittenRows([[7] * row_tokens] * count, 123)
 
     def refused(*_: Any, **__: Any) -> list[list[int]]:
         raise QuantizeError("too large")
@@ -60,6 +69,7 @@ def test_help_topics_are_the_rest_and_stand_in_for_all(
     assert rows.rows.shape == (8, 64)
     assert int((rows.rows == 7).all(1).sum()) == 6
     assert "own making" in rows.source
+    assert rows.peak_ram == 123
     few = calibration.default_rows(smollm2_gguf, tokenizer, CalibrationText(None, 128, 64))
     assert few.rows.shape == (2, 64)
     assert few.rows.dtype == torch.int64, "also where no row is of help topics"

@@ -1,0 +1,156 @@
+"""`appliance cache`: the KV cache of long prompts that servers keep on the disk."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from appliance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from appliance.engine.tiers.disk_store import StoredModel
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+cache = typer.Typer(
+    no_args_is_help=True,
+    help="List or remove the KV cache of long prompts that servers keep on the disk.",
+)
+
+Folder = Annotated[Path | None, typer.Option("--kv-disk", help="The folder, if not the usual one.")]
+
+
+@cache.command()
+def ls(
+    kv_disk: Folder = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """List what is kept: each model and KV format, the one used last first."""
+    from appliance.engine.tiers.disk_store import stored_models
+
+    root = _root(kv_disk)
+    models = stored_models(root)
+    if as_json:
+        typer.echo(json.dumps([_as_dict(model) for model in models], indent=2))
+        return
+    if not models:
+        typer.echo(f"nothing is kept in {root}")
+        return
+    rows: list[tuple[str, ...]] = [("id", "model", "KV cache", "blocks", "size", "last used")]
+    rows += [_row(model) for model in models]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+        typer.echo("  ".join(cells).rstrip())
+
+
+@cache.command()
+def du(kv_disk: Folder = None) -> None:
+    """Say how much is kept in all."""
+    from appliance.engine.tiers.disk_store import stored_models
+
+    root = _root(kv_disk)
+    models = stored_models(root)
+    blocks = sum(model.num_blocks for model in models)
+    size = _size(sum(model.num_bytes for model in models))
+    typer.echo(f"{size} in {blocks:,} blocks of {len(models)} models: {root}")
+
+
+@cache.command()
+def rm(
+    ids: Annotated[
+        list[str] | None, typer.Argument(help="Ids as `ls` shows them, or their beginnings.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Of all models.")] = False,
+    older_than: Annotated[
+        str | None, typer.Option(help="Only what was not used for so long, such as 12h or 30d.")
+    ] = None,
+    kv_disk: Folder = None,
+) -> None:
+    """Remove what is kept of some models, or of all; servers may be running."""
+    from appliance.engine.tiers.disk_store import remove_models
+
+    root = _root(kv_disk)
+    if not ids and not everything and older_than is None:
+        raise ConfigError("name ids from `appliance cache ls`, or --all, or --older-than")
+    if ids and everything:
+        raise ConfigError("ids and --all were given; leave one of them out")
+    since = None if older_than is None else time.time() - parse_duration(older_than)
+    chosen = _chosen(root, ids) if ids else None
+    try:
+        blocks, num_bytes = remove_models(root, chosen, older_than=since)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from None
+    typer.echo(f"removed {_size(num_bytes)} in {blocks:,} blocks")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a duration such as 30m, 12h, 7d or 2w.
+
+    Raises:
+        ConfigError: it is not one.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text.lower())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a duration; write it like 30m, 12h, 7d or 2w")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _root(kv_disk: Path | None) -> Path:
+    from appliance.config import kv_dir, load_settings
+
+    if kv_disk is not None:
+        return kv_disk.expanduser()
+    setting = load_settings({}).engine.kv_disk
+    return kv_dir() if setting in ("auto", "off") else Path(setting).expanduser()
+
+
+def _chosen(root: Path, ids: list[str]) -> list[str]:
+    from appliance.engine.tiers.disk_store import stored_models
+
+    known = [model.fingerprint for model in stored_models(root)]
+    chosen = []
+    for one in ids:
+        found = [fingerprint for fingerprint in known if fingerprint.startswith(one.lower())]
+        if len(found) != 1:
+            many = "more than one model's" if found else "no model's"
+            raise ConfigError(f"{one!r} is {many} id; see `appliance cache ls`")
+        chosen += found
+    return chosen
+
+
+def _as_dict(model: StoredModel) -> dict[str, object]:
+    return {
+        "id": model.fingerprint,
+        **{key: model.about.get(key) for key in ("model", "kv_format", "block_size", "backend")},
+        "blocks": model.num_blocks,
+        "bytes": model.num_bytes,
+        "used": model.used,
+    }
+
+
+def _row(model: StoredModel) -> tuple[str, ...]:
+    return (
+        model.fingerprint[:12],
+        str(model.about.get("model", "?")),
+        str(model.about.get("kv_format", "?")),
+        f"{model.num_blocks:,}",
+        _size(model.num_bytes),
+        _age(time.time() - model.used) if model.num_blocks else "-",
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _age(seconds: float) -> str:
+    for unit in ("w", "d", "h", "m"):
+        if seconds >= _UNITS[unit]:
+            return f"{seconds / _UNITS[unit]:.0f}{unit} ago"
+    return "now"

@@ -1,0 +1,68 @@
+"""When requests must have been started, and when they must have ended. Imports no torch."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.engine.request import Request
+    from appliance.engine.sequence import Sequence
+
+_SPARE = 64  # entries of ended sequences that are kept before it is looked for them
+
+
+class Deadlines:
+    """Times at which sequences may have to end, the earliest first."""
+
+    def __init__(self) -> None:
+        # Time, a number so that no two sequences are ever compared, whether it is for the queue.
+        self._heap: list[tuple[float, int, bool, Sequence]] = []
+        self._count = 0
+        self._limit = _SPARE
+
+    def add(self, sequence: Sequence) -> None:
+        """Note the limits of a sequence's request."""
+        request = sequence.request
+        if request.timeout is not None:
+            self._push(sequence.arrival + request.timeout, sequence, in_queue=False)
+        if request.max_queue_seconds is not None:
+            self._push(sequence.arrival + request.max_queue_seconds, sequence, in_queue=True)
+
+    def take(self, now: float) -> list[Sequence]:
+        """Live sequences whose time is over, each once."""
+        over: dict[Sequence, None] = {}
+        while self._heap and self._heap[0][0] <= now:
+            _, _, in_queue, sequence = heapq.heappop(self._heap)
+            if sequence.finish_reason is None and not (in_queue and was_started(sequence)):
+                over[sequence] = None
+        return list(over)
+
+    def _push(self, when: float, sequence: Sequence, *, in_queue: bool) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (when, self._count, in_queue, sequence))
+        if len(self._heap) > self._limit:
+            self._heap = [entry for entry in self._heap if entry[3].finish_reason is None]
+            heapq.heapify(self._heap)
+            self._limit = 2 * len(self._heap) + _SPARE
+
+
+def was_started(sequence: Sequence) -> bool:
+    """Whether anything was computed for the sequence's request."""
+    return any(
+        one is not None and one.first_scheduled is not None for one in (sequence, sequence.parent)
+    )
+
+
+def why_refused(request: Request, waited: float) -> str:
+    """What to tell whoever sent a request that was never started."""
+    timeout, limit = request.timeout, request.max_queue_seconds
+    if limit is None or (timeout is not None and timeout < limit):
+        return (
+            f"the request was not started within its timeout of {timeout:g} s and nothing was "
+            "computed; try again later, or with a longer timeout"
+        )
+    return (
+        f"the request waited {waited:.1f} s, longer than the {limit:g} s that this server lets "
+        "one wait, and nothing was computed; try again later"
+    )

@@ -1,0 +1,269 @@
+"""Blocks' content as files: one folder for each model and KV format, one file for each block.
+
+Several servers may use a folder at once. The time of a file is when it was used last; a sweep
+removes the oldest files of all models until they fit the cap. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.engine.tiers.block_file import (
+    HEADER_BYTES,
+    SUFFIX,
+    ForeignBlockError,
+    read_block_file,
+    write_block_file,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+ABOUT = "about.json"
+KEPT_BY_SWEEP = 0.9  # of the cap, so that not every block sweeps
+MAX_RESERVE = 1 << 30  # bytes that stay free on the file system, or a twentieth of a small one
+STALE_SECONDS = 3600  # age of an unfinished file that nobody writes any more
+_FOLDER = re.compile(r"[0-9a-f]{32}")
+_NAME = re.compile(r"([0-9a-f]{32})" + re.escape(SUFFIX))
+_BATCH = 64  # files looked at before other threads get their turn
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """One model's folder: what it says about itself, and its files."""
+
+    fingerprint: str
+    about: Mapping[str, object]
+    num_blocks: int
+    num_bytes: int
+    used: float  # Unix seconds of the latest use, 0 if it is empty
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """Totals since the store was opened, blocks; and what there is."""
+
+    written: int = 0
+    read: int = 0
+    corrupt: int = 0  # cut, damaged or foreign files, dropped
+    evicted: int = 0
+    bytes_used: int = 0  # of all models, as of the last sweep and what was written since
+
+
+@dataclass(slots=True)
+class DiskStore:
+    """The blocks of one model and KV format.
+
+    Attributes:
+        root: folder of all models.
+        fingerprint: 16 bytes; everything besides the tokens that decides a block's bytes.
+        block_bytes: of one block.
+        capacity: bytes of all files of all models.
+        about: the model, for people.
+    """
+
+    root: Path
+    fingerprint: bytes
+    block_bytes: int
+    capacity: int
+    about: Mapping[str, object]
+    counters: DiskCounters = field(default_factory=DiskCounters)
+    _known: set[bytes] = field(default_factory=set)
+
+    def open(self) -> None:
+        """Make the folder, for this user alone, and see what it holds.
+
+        Raises:
+            OSError: the folder cannot be used.
+        """
+        self._make_folder()
+        for name in os.listdir(self.folder):
+            if found := _NAME.fullmatch(name):
+                self._known.add(bytes.fromhex(found[1]))
+
+    @property
+    def folder(self) -> Path:
+        """Of this model."""
+        return self.root / self.fingerprint.hex()
+
+    def __contains__(self, content: bytes) -> bool:
+        return content in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def read(self, content: bytes) -> bytearray | None:
+        """A block's bytes by its hash; None if it is not there or cannot be trusted."""
+        path = self._path(content)
+        try:
+            data = read_block_file(path, self.fingerprint, content, self.block_bytes)
+        except ForeignBlockError:
+            self.counters.corrupt += 1
+            self._known.discard(content)
+            _unlink(path)
+            return None
+        except OSError as error:
+            self._known.discard(content)
+            self.counters.corrupt += error.errno not in (errno.ENOENT, errno.ENOTDIR)
+            return None
+        self.counters.read += 1
+        return data
+
+    def write(self, content: bytes, data: bytes | bytearray | memoryview, stamp_ns: int) -> None:
+        """Keep a block.
+
+        Raises:
+            OSError: it cannot be written, or the file system is almost full.
+        """
+        space = os.statvfs(self.root)
+        reserve = min(MAX_RESERVE, space.f_blocks * space.f_frsize // 20)
+        if space.f_bavail * space.f_frsize < reserve + len(data):
+            raise OSError(errno.ENOSPC, f"less than {reserve >> 20} MiB would stay free")
+        try:
+            write_block_file(self._path(content), self.fingerprint, content, data, stamp_ns)
+        except FileNotFoundError:  # somebody removed the folder
+            self._make_folder()
+            write_block_file(self._path(content), self.fingerprint, content, data, stamp_ns)
+        self._known.add(content)
+        self.counters.written += 1
+        self.counters.bytes_used += HEADER_BYTES + len(data)
+        if self.counters.bytes_used > self.capacity:
+            self.sweep()
+
+    def touch(self, content: bytes, stamp_ns: int) -> None:
+        """A block was used; one that is gone is forgotten."""
+        try:
+            os.utime(self._path(content), ns=(stamp_ns, stamp_ns))
+        except FileNotFoundError:
+            self._known.discard(content)
+        except OSError:
+            return  # it only looks older than it is
+
+    def sweep(self) -> None:
+        """Count all files of all models, and remove the oldest ones if they exceed the cap."""
+        files = sorted(_files(self.root))
+        total = sum(size for _, size, _ in files)
+        if total > self.capacity:
+            for _, size, path in files:
+                if total <= self.capacity * KEPT_BY_SWEEP:
+                    break
+                total -= size
+                if path.parent == self.folder:
+                    self._known.discard(bytes.fromhex(path.stem))
+                self.counters.evicted += _unlink(path)
+        self.counters.bytes_used = total
+
+    def _make_folder(self) -> None:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        os.chmod(self.folder, 0o700)
+        temporary = self.folder / f".{ABOUT}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(self.about))
+        temporary.replace(self.folder / ABOUT)
+
+    def _path(self, content: bytes) -> Path:
+        return self.folder / f"{content.hex()}{SUFFIX}"
+
+
+def stored_models(root: Path) -> list[StoredModel]:
+    """What a folder holds, the model that was used last first; nothing if there is no folder."""
+    found = []
+    for folder in _folders(root):
+        files = list(_files_of(folder))
+        try:
+            about = json.loads((folder / ABOUT).read_text())
+        except (OSError, ValueError):
+            about = {}
+        found.append(
+            StoredModel(
+                fingerprint=folder.name,
+                about=about if isinstance(about, dict) else {},
+                num_blocks=len(files),
+                num_bytes=sum(size for _, size, _ in files),
+                used=max((stamp for stamp, _, _ in files), default=0) / 1e9,
+            )
+        )
+    return sorted(found, key=lambda model: -model.used)
+
+
+def remove_models(
+    root: Path, fingerprints: Iterable[str] | None = None, *, older_than: float | None = None
+) -> tuple[int, int]:
+    """Remove blocks; a server that uses them finds them gone, and computes them again.
+
+    Args:
+        root: folder of all models.
+        fingerprints: of the models; None means all.
+        older_than: Unix seconds; only blocks that were not used since then.
+
+    Returns:
+        Blocks and bytes removed.
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    wanted = None if fingerprints is None else set(fingerprints)
+    blocks = num_bytes = 0
+    for folder in _folders(root):
+        if wanted is not None and folder.name not in wanted:
+            continue
+        kept = 0
+        for stamp, size, path in _files_of(folder):
+            if older_than is not None and stamp / 1e9 >= older_than:
+                kept += 1
+                continue
+            path.unlink(missing_ok=True)
+            blocks, num_bytes = blocks + 1, num_bytes + size
+        if older_than is None or not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    return blocks, num_bytes
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    if root.is_dir():
+        for entry in sorted(os.listdir(root)):
+            if _FOLDER.fullmatch(entry) and not (root / entry).is_symlink():
+                yield root / entry
+
+
+def _files(root: Path) -> Iterator[tuple[int, int, Path]]:
+    for folder in _folders(root):
+        yield from _files_of(folder)
+
+
+def _files_of(folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """Time of use in nanoseconds, size and path of each block; removes what was left unfinished."""
+    try:
+        entries = os.scandir(folder)
+    except OSError:
+        return
+    with entries:
+        for count, entry in enumerate(entries):
+            try:
+                if _NAME.fullmatch(entry.name):
+                    stat = entry.stat(follow_symlinks=False)
+                    yield stat.st_mtime_ns, stat.st_size, Path(entry.path)
+                elif entry.name.endswith(".tmp"):
+                    stat = entry.stat(follow_symlinks=False)
+                    if stat.st_mtime < time.time() - STALE_SECONDS:
+                        _unlink(Path(entry.path))
+            except FileNotFoundError:
+                continue  # another process was faster
+            if count % _BATCH == 0:
+                time.sleep(0)
+
+
+def _unlink(path: Path) -> bool:
+    try:
+        path.unlink()
+    except OSError:
+        return False
+    return True

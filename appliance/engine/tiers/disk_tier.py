@@ -1,0 +1,206 @@
+"""The disk behind two threads: one writes what it is given, one reads what somebody waits for.
+
+The engine's thread never waits for a file. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence as Sequences
+
+    from appliance.engine.plan import HeldBlock
+    from appliance.engine.sequence import Sequence
+    from appliance.engine.tiers.disk_store import DiskStore
+
+MAX_QUEUED = 8  # blocks on their way to the disk
+PAUSE_SECONDS = 60.0  # without writing after the disk refused
+_NICENESS = 10  # of the thread that writes
+_WEIGHT = 0.2  # of the newest measurement
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class ReadJob:
+    """Blocks of one sequence's chain, to be read one after another.
+
+    Attributes:
+        hashes: what is wanted.
+        sequence: who waits.
+        found: hash and bytes of what could be read, up to the first that could not.
+        cancelled: nobody waits any more.
+    """
+
+    hashes: list[bytes]
+    sequence: Sequence
+    found: list[tuple[bytes, bytearray]] = field(default_factory=list)
+    cancelled: bool = False
+
+
+class DiskTier:
+    """A store of files, used from the engine's thread without waiting.
+
+    Args:
+        store: it, opened.
+
+    Attributes:
+        trouble: why nothing is written, in words; empty if all is well.
+        block_seconds: of a processor, to write one block.
+    """
+
+    def __init__(self, store: DiskStore) -> None:
+        self.trouble = ""
+        self.block_seconds = 0.0
+        self._store = store
+        self._resume = 0.0  # monotonic seconds
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._queued = 0
+        self._written = threading.Condition()
+        self._jobs: SimpleQueue[ReadJob | None] = SimpleQueue()
+        self._read: deque[ReadJob] = deque()
+        self._has_read = threading.Event()
+        self.unfinished: list[ReadJob] = []
+        self._threads = [
+            threading.Thread(target=self._run_writer, name="kv-disk-writer", daemon=True),
+            threading.Thread(target=self._run_reader, name="kv-disk-reader", daemon=True),
+        ]
+        self._tasks.put(store.sweep)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def store(self) -> DiskStore:
+        """Its files, for the numbers."""
+        return self._store
+
+    def __contains__(self, content: bytes) -> bool:
+        return content in self._store
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether it makes sense to hand blocks over."""
+        return not self.trouble or time.monotonic() >= self._resume
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more block can be handed over now."""
+        return self._queued < MAX_QUEUED
+
+    def wait_for_room(self, seconds: float, *, for_all: bool = False) -> bool:
+        """Wait until a block can be handed over, or all are written; False if it took too long."""
+        most = 0 if for_all else MAX_QUEUED - 1
+        with self._written:
+            return self._written.wait_for(lambda: self._queued <= most, seconds)
+
+    def write(self, content: bytes, held: HeldBlock, stamp_ns: int) -> None:
+        """Have a block written; there must be room."""
+        assert self.has_room
+        with self._written:
+            self._queued += 1
+        self._tasks.put(lambda: self._write(content, held, stamp_ns))
+
+    def touch(self, stamps: Sequences[tuple[bytes, int]]) -> None:
+        """Have it noted when blocks were used last, in nanoseconds."""
+        if stamps:
+            self._tasks.put(lambda: self._touch(stamps))
+
+    def read(self, hashes: list[bytes], sequence: Sequence) -> ReadJob:
+        """Have blocks read; `take_read` returns the job when it is done."""
+        job = ReadJob(hashes, sequence)
+        self.unfinished.append(job)
+        self._jobs.put(job)
+        return job
+
+    def take_read(self) -> list[ReadJob]:
+        """Jobs that are done."""
+        self._has_read.clear()
+        done = []
+        while self._read:
+            done.append(self._read.popleft())
+            self.unfinished.remove(done[-1])
+        return done
+
+    def wait_for_read(self, seconds: float) -> None:
+        """Wait until a job is done."""
+        self._has_read.wait(seconds)
+
+    def close(self, seconds: float) -> None:
+        """End both threads; what is not written by then is not kept."""
+        end = time.monotonic() + seconds
+        self._tasks.put(None)
+        self._jobs.put(None)
+        for job in self.unfinished:
+            job.cancelled = True
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _run_writer(self) -> None:
+        # To the scheduler of the system a thread is a process: steps go first.
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except OSError as error:
+                self._say(error.strerror or str(error))
+            except Exception:
+                logger.exception("the thread that writes KV blocks failed")
+                self._say("it failed in a way that nobody thought of, see the log")
+
+    def _write(self, content: bytes, held: HeldBlock, stamp_ns: int) -> None:
+        try:
+            data = held.read()
+            begin = time.thread_time()
+            self._store.write(content, data, stamp_ns)
+            spent = time.thread_time() - begin
+            before = self.block_seconds
+            self.block_seconds = spent if not before else before + _WEIGHT * (spent - before)
+            if self.trouble:
+                self.trouble = ""
+                logger.info("KV blocks are written to %s again", self._store.root)
+        finally:
+            with self._written:
+                self._queued -= 1
+                self._written.notify_all()
+
+    def _say(self, reason: str) -> None:
+        self._resume = time.monotonic() + PAUSE_SECONDS
+        if reason != self.trouble:
+            self.trouble = reason
+            logger.warning(
+                "KV blocks are not written to %s for now: %s; serving goes on, "
+                "and prompts seen from now on are not remembered over a restart",
+                self._store.root,
+                reason,
+            )
+
+    def _touch(self, stamps: Sequences[tuple[bytes, int]]) -> None:
+        for content, stamp_ns in stamps:
+            self._store.touch(content, stamp_ns)
+
+    def _run_reader(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._run(job)
+            except Exception:  # whoever waits must not wait for ever
+                logger.exception("the thread that reads KV blocks failed")
+            self._read.append(job)
+            self._has_read.set()
+
+    def _run(self, job: ReadJob) -> None:
+        for content in job.hashes:
+            data = None if job.cancelled else self._store.read(content)
+            if data is None:
+                return
+            job.found.append((content, data))

@@ -1,0 +1,66 @@
+"""Whole rows of text as steps of a decoder, each kind of step made once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.ragged import RaggedBatch
+from appliance.model.rope import Rope, distinct_ropes
+from appliance.model.step import Step
+
+if TYPE_CHECKING:
+    from appliance.kernels.backend import Backend
+    from appliance.model.spec import DecoderSpec
+
+BLOCK_SIZE = 32  # which every backend and every format of the cache has
+
+
+class RowSteps:
+    """Steps of rows of one length, from their first token on.
+
+    Args:
+        spec: of the decoder.
+        row_tokens: in a row.
+        backend: plans attention.
+        device: where layers compute.
+
+    Attributes:
+        row_blocks: blocks of the cache for each row; those of a step begin with block 0.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, row_tokens: int, backend: Backend, device: torch.device
+    ) -> None:
+        self.row_blocks = -(-row_tokens // BLOCK_SIZE)
+        self._row_tokens = row_tokens
+        self._backend = backend
+        self._device = device
+        self._ropes = tuple(Rope.of(kind, row_tokens, device) for kind in distinct_ropes(spec))
+        self._steps: dict[tuple[int, bool], Step] = {}
+
+    def step(self, count: int, *, is_sealed: bool = False) -> Step:
+        """A step of so many rows; where the cache seals its blocks, each has an open page."""
+        key = count, is_sealed
+        if key not in self._steps:
+            self._steps[key] = self._make(count, is_sealed=is_sealed)
+        return self._steps[key]
+
+    def _make(self, count: int, *, is_sealed: bool) -> Step:
+        length, width = self._row_tokens, self.row_blocks
+        tables = [tuple(range(i * width, (i + 1) * width)) for i in range(count)]
+        batch = RaggedBatch.of(
+            [length] * count,
+            [length] * count,
+            tables,
+            block_size=BLOCK_SIZE,
+            device=self._device,
+            open_pages=tables if is_sealed else None,
+        )
+        positions = torch.arange(length, device=self._device).repeat(count)
+        return Step(
+            batch=batch,
+            attention_work=self._backend.plan_attention(batch, BLOCK_SIZE),
+            rotations=tuple(rope.rotation(positions) for rope in self._ropes),
+        )

@@ -1,0 +1,234 @@
+"""What the disk tier of the KV cache gives after a restart, and what writing to it costs steps.
+
+    scripts/bench_restart                 # the packaged default model, prompts of 2,048 tokens
+    scripts/bench_restart --no-servers    # only the cost for decode steps
+
+Time to the first token of the same long prompts: cold, again from the cache in memory, after a
+restart of the server with the files in the system's page cache, and after another one with those
+pages given up. Then decode steps of one engine that writes behind and one that has no disk, in
+turns, with blocks waiting to be written all the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from conditions import conditions, percentile, spread, write_result
+from load import Endpoint, LoadError, fetch, run_burst
+from processes import Server
+
+from appliance import SamplingParams
+from appliance.engine.engine import LLMEngine
+from appliance.engine.request import Request
+
+VOCABULARY = range(1000, 40000)
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(VOCABULARY, k=length)
+
+
+def body_of(tokens: list[int]) -> dict[str, Any]:
+    return {
+        "prompt": tokens,
+        "max_tokens": 4,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def first_tokens(endpoint: Endpoint, prompts: list[list[int]]) -> list[float]:
+    """Milliseconds to the first token of each, one after another."""
+    found = []
+    for tokens in prompts:
+        burst = await run_burst(endpoint, [[body_of(tokens)]])
+        found.append(1000 * burst.answers[0].first_token)
+    return found
+
+
+async def gauge(endpoint: Endpoint, name: str) -> float:
+    """Sum of a metric over its labels."""
+    _, page = await fetch(endpoint, "/metrics")
+    lines = [line for line in page.decode().splitlines() if line.startswith(name)]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+async def one_server(
+    options: argparse.Namespace, folder: str, prompts: list[list[int]], times: int
+) -> tuple[list[list[float]], dict[str, float]]:
+    """Start a server, send the prompts some times over, and end it once all is written."""
+    endpoint = Endpoint("127.0.0.1", options.port)
+    command = [sys.executable, "-m", "appliance", "serve", "--port", str(options.port)]
+    command += ["--kv-disk", folder, *([options.model] if options.model else [])]
+    server = Server(command, {}, endpoint)
+    try:
+        start = await server.healthy()
+        await first_tokens(endpoint, [prompt_of(40, seed=-1)] * 2)  # warm-up
+        found = [await first_tokens(endpoint, prompts) for _ in range(times)]
+        for _ in range(300):
+            if not await gauge(endpoint, "appliance_kv_disk_pending{"):
+                break
+            await asyncio.sleep(0.1)
+        hits = "appliance_prefix_hit_tokens_total{model_name="
+        _, page = await fetch(endpoint, "/metrics")
+        from_disk = sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in page.decode().splitlines()
+            if line.startswith(hits) and 'tier="disk"' in line
+        )
+    finally:
+        server.stop()
+    return found, {"start_seconds": round(start, 2), "tokens_from_disk": from_disk}
+
+
+def give_pages_up(folder: str) -> None:
+    """Have the system forget what it keeps of the files in memory."""
+    for path in Path(folder).rglob("*.kv"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def time_restarts(options: argparse.Namespace, folder: str) -> dict[str, Any]:
+    prompts = [prompt_of(options.prompt_tokens, seed) for seed in range(options.repeats)]
+    (cold, warm), first = asyncio.run(one_server(options, folder, prompts, times=2))
+    (cached,), second = asyncio.run(one_server(options, folder, prompts, times=1))
+    give_pages_up(folder)
+    (read,), third = asyncio.run(one_server(options, folder, prompts, times=1))
+    cases = {"cold": cold, "warm": warm, "restarted": cached, "restarted_pages_given_up": read}
+    base = statistics.median(cold)
+    sizes = [path.stat().st_size for path in Path(folder).rglob("*.kv")]
+    return {
+        "ttft_ms": {name: spread(values) for name, values in cases.items()},
+        "share_of_cold": {
+            name: round(statistics.median(values) / base, 3) for name, values in cases.items()
+        },
+        "servers": [first, second, third],
+        "files": len(sizes),
+        "megabytes": round(sum(sizes) / 1e6, 1),
+    }
+
+
+def load_engine(options: argparse.Namespace, path: str, folder: str) -> LLMEngine:
+    from appliance.config import EngineConfig
+
+    config = EngineConfig(model=path, kv_disk=folder, threads=options.threads)
+    return LLMEngine.load(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
+
+
+def step_times(
+    engine: LLMEngine, options: argparse.Namespace, batch: int, seed: int
+) -> tuple[list[float], float]:
+    """Decode steps right behind a long prompt, whose blocks are to be written.
+
+    Returns:
+        Seconds of each; those of the processors for all of them, the thread that writes included.
+    """
+
+    def submit(name: str, length: int, max_tokens: int) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        tokens = tuple(prompt_of(length, hash((seed, name))))
+        engine.submit(Request(request_id=name, prompt_token_ids=tokens, sampling=sampling))
+
+    submit("long", options.prompt_tokens, 1)
+    while engine.stats().running or engine.stats().waiting:
+        engine.step()
+    for number in range(batch):
+        submit(f"short{number}", 16, options.max_tokens)
+    seconds, cpu_seconds = [], 0.0
+    while engine.stats().running or engine.stats().waiting:
+        begin, cpu_begin = time.perf_counter(), time.process_time()
+        engine.step()
+        elapsed, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
+        stats = engine.stats()
+        if stats.step_decode_tokens == batch and not stats.step_prefill_tokens:
+            seconds.append(elapsed)
+            cpu_seconds += cpu
+    return seconds, cpu_seconds
+
+
+def time_steps(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
+    from appliance.config import cache_dir
+    from appliance.hub import resolve_model
+    from appliance.progress import ProgressLine
+
+    with ProgressLine() as progress:
+        model = resolve_model(options.model, cache_dir=cache_dir(), progress=progress)
+    engines = {name: load_engine(options, str(model.path), name) for name in ("off", folder)}
+    rows = []
+    for batch in options.batch:
+        found: dict[str, list[list[float]]] = {name: [] for name in engines}
+        cpu: dict[str, float] = dict.fromkeys(engines, 0.0)
+        written = engines[folder].stats().kv_disk_written_total
+        for repeat in range(2 * options.repeats):
+            for name, engine in engines.items():
+                times, seconds = step_times(engine, options, batch, seed=100 * batch + repeat)
+                if repeat:  # the first warms up
+                    found[name].append(times)
+                    cpu[name] += seconds
+        written = engines[folder].stats().kv_disk_written_total - written
+        mean = {name: [statistics.mean(one) for one in runs] for name, runs in found.items()}
+        p99 = {name: [percentile(one, 0.99) for one in runs] for name, runs in found.items()}
+        ratio = [on / off for on, off in zip(mean[folder], mean["off"], strict=True)]
+        tail = [on / off for on, off in zip(p99[folder], p99["off"], strict=True)]
+        rows.append(
+            {
+                "batch": batch,
+                "mean_step_ms_without": spread([1000 * value for value in mean["off"]], 3),
+                "mean_step_ms_writing": spread([1000 * value for value in mean[folder]], 3),
+                "ratio_of_means": spread(ratio, 3),
+                "ratio_of_p99": spread(tail, 3),
+                "ratio_of_cpu_seconds": round(cpu[folder] / cpu["off"], 3),
+                "blocks_written_meanwhile": written,
+            }
+        )
+    for engine in engines.values():
+        engine.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default="", help="default: the packaged model")
+    parser.add_argument("--prompt-tokens", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--port", type=int, default=8091)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--no-servers", action="store_true", help="only time decode steps")
+    parser.add_argument("--no-steps", action="store_true", help="only time restarts")
+    parser.add_argument("--folder", default=None, help="where the files go; default: a temporary")
+    parser.add_argument("--output", type=Path, default=None, help="also write the JSON here")
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "benchmark": "restart",
+        "conditions": conditions(),
+        "prompt_tokens": options.prompt_tokens,
+        "threads": options.threads,
+    }
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-kv-") as folder:
+        try:
+            if not options.no_servers:
+                result["restart"] = time_restarts(options, f"{folder}/servers")
+            if not options.no_steps:
+                result["steps"] = time_steps(options, f"{folder}/steps")
+        except LoadError as error:
+            raise SystemExit(str(error)) from None
+    write_result(options.output, result)
+
+
+if __name__ == "__main__":
+    main()

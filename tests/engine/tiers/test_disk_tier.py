@@ -1,0 +1,319 @@
+"""An engine with a disk: what one remembers the next one finds, and nothing that is wrong."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from appliance.config import EngineConfig
+from appliance.engine.device import HostDevice
+from appliance.engine.engine import LLMEngine
+from appliance.engine.loading import load_parts
+from appliance.engine.request import Request, SamplingParams
+from appliance.engine.tiers import disk_tier, write_behind
+from appliance.engine.tiers.disk_store import DiskStore
+
+
+def load(folder: Path, disk: Path | str, device: HostDevice | None = None, **options: Any) -> Any:
+    settings = {
+        "threads": 1,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "kv_disk": str(disk),
+        **options,
+    }
+    config = EngineConfig(model=str(folder), **settings)
+    return LLMEngine(*load_parts(config, (), None, lambda *_: None, device))
+
+
+@pytest.fixture(autouse=True)
+def short_prompts_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model's context is 256 tokens."""
+    monkeypatch.setattr(write_behind, "MIN_TOKENS", 64)
+
+
+@contextmanager
+def running(folder: Path, disk: Path | str, **options: Any) -> Iterator[LLMEngine]:
+    """An engine that ends in an orderly way, and leaves no thread."""
+    before = threading.active_count()
+    engine = load(folder, disk, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        assert threading.active_count() == before
+
+
+def request(name: str, length: int = 150, *, seed: int = 0, **options: Any) -> Request:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = tuple(torch.randint(3, 512, (length,), generator=generator).tolist())
+    sampling = SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True)
+    return Request(request_id=name, prompt_token_ids=tokens, sampling=sampling, **options)
+
+
+def run(engine: LLMEngine, *requests: Request) -> dict[str, list[int]]:
+    for item in requests:
+        engine.submit(item)
+    answers: dict[str, list[int]] = {}
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            assert delta.error is None
+            answers.setdefault(delta.request_id, []).extend(delta.token_ids)
+        engine._scheduler.check_invariants()
+    assert engine.stats().blocks_active == 0
+    writes = engine._scheduler.tiers.writes
+    if writes is not None:
+        writes.flush(10.0)
+    return answers
+
+
+def files(disk: Path) -> list[Path]:
+    return sorted(disk.rglob("*.kv"))
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8", "int4-rotated", "int4", "k8v4"])
+def test_the_next_engine_goes_on_from_the_disk(tiny_llama: Path, tmp_path: Path, kv: str) -> None:
+    with running(tiny_llama, tmp_path, kv_cache_dtype=kv) as first:
+        expected = run(first, request("a"))
+        size = first.info.block_size
+        assert first.stats().kv_disk_written_total == len(files(tmp_path)) == 169 // size
+    with running(tiny_llama, tmp_path, kv_cache_dtype=kv) as second:
+        assert run(second, request("a")) == expected
+        stats = second.stats()
+        assert stats.prefix_hits_disk_total == 149 // size * size
+        assert stats.prefix_hits_total == stats.prefix_hits_disk_total
+        assert stats.kv_disk_corrupt_total == stats.kv_host_blocks == 0
+        assert run(second, request("a")) == expected
+        assert second.stats().kv_disk_read_total == stats.kv_disk_read_total, "it was in the cache"
+
+
+def test_a_runner_that_looks_ahead_reads_and_writes_too(tiny_llama: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"kernels": "torch", "dtype": "float32"}
+    with running(tiny_llama, tmp_path, device=HostDevice(), **options) as first:
+        expected = run(first, request("a"), request("b", seed=1))
+    with running(tiny_llama, tmp_path, device=HostDevice(), **options) as second:
+        assert run(second, request("a"), request("b", seed=1)) == expected
+        assert second.stats().prefix_hits_disk_total > 0
+
+
+def test_other_formats_and_salts_find_nothing(tiny_llama: Path, tmp_path: Path) -> None:
+    with running(tiny_llama, tmp_path) as first:
+        run(first, request("a", cache_salt="mine"))
+        assert first.stats().kv_disk_written_total > 0
+    with running(tiny_llama, tmp_path) as second:
+        run(second, request("a", cache_salt="yours"), request("b"))
+        assert second.stats().prefix_hits_disk_total == 0
+    with running(tiny_llama, tmp_path, kv_cache_dtype="int8") as third:
+        run(third, request("a", cache_salt="mine"))
+        assert third.stats().prefix_hits_disk_total == 0
+
+
+def test_weights_that_were_written_anew_find_nothing(tiny_llama: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in tiny_llama.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    with running(model, tmp_path / "kv") as first:
+        run(first, request("a"))
+    with running(model, tmp_path / "kv") as same:
+        run(same, request("a"))
+        assert same.stats().prefix_hits_disk_total > 0
+    os.utime(next(model.glob("*.safetensors")), (10**9, 10**9))
+    with running(model, tmp_path / "kv") as other:
+        run(other, request("a"))
+        assert other.stats().prefix_hits_disk_total == 0
+
+
+def test_a_damaged_file_is_dropped_and_what_follows_computed(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    with running(tiny_llama, tmp_path) as first:
+        expected = run(first, request("a"))
+        table = first._scheduler.tiers
+        assert table.disk is not None
+    by_age = sorted(files(tmp_path), key=lambda file: -file.stat().st_mtime_ns)  # head first
+    by_age[5].write_bytes(b"x" + by_age[5].read_bytes()[1:])
+    with running(tiny_llama, tmp_path) as second:
+        assert run(second, request("a")) == expected
+        stats = second.stats()
+        assert stats.prefix_hits_disk_total == 5 * 16
+        assert stats.kv_disk_corrupt_total == 1
+        assert stats.kv_disk_written_total == 1, "the block is written again"
+
+
+def test_short_prompts_are_not_written(tiny_llama: Path, tmp_path: Path) -> None:
+    with running(tiny_llama, tmp_path) as engine:
+        run(engine, request("a", length=30))
+        assert engine.stats().kv_disk_pending == 0
+    assert not files(tmp_path)
+
+
+def test_others_go_ahead_while_one_waits_for_the_disk(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tiny_llama, tmp_path) as first:
+        expected = run(first, request("slow"), request("fast", seed=1, length=40))
+    gate, read = threading.Event(), DiskStore.read
+
+    def slow_read(store: DiskStore, content: bytes) -> bytearray | None:
+        gate.wait(30)
+        return read(store, content)
+
+    monkeypatch.setattr(DiskStore, "read", slow_read)
+    with running(tiny_llama, tmp_path) as second:
+        second.submit(request("slow"))
+        answers = {"slow": [], "fast": []}  # type: dict[str, list[int]]
+        second.step()
+        assert (second.stats().waiting, second.stats().running) == (1, 0)
+        second.submit(request("fast", seed=1, length=40))
+        while len(answers["fast"]) < 20:
+            for delta in second.step().deltas:
+                answers[delta.request_id] += delta.token_ids
+            second._scheduler.check_invariants()
+        assert not answers["slow"]
+        gate.set()
+        while second.has_work:
+            for delta in second.step().deltas:
+                answers[delta.request_id] += delta.token_ids
+        assert answers == expected
+        assert second.stats().prefix_hits_disk_total > 0
+
+
+def test_whoever_ends_while_it_waits_for_the_disk_leaves_nothing(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tiny_llama, tmp_path) as first:
+        run(first, request("a"))
+    gate, read = threading.Event(), DiskStore.read
+
+    def slow_read(store: DiskStore, content: bytes) -> bytearray | None:
+        gate.wait(30)
+        return read(store, content)
+
+    monkeypatch.setattr(DiskStore, "read", slow_read)
+    with running(tiny_llama, tmp_path) as second:
+        second.submit(request("a"))
+        second.step()
+        assert second.abort("a")
+        second._scheduler.check_invariants()
+        gate.set()
+        deadline = time.monotonic() + 10
+        while second._scheduler.tiers.disk.unfinished and time.monotonic() < deadline:  # type: ignore[union-attr]
+            second.step()
+        second._scheduler.check_invariants()
+        assert second.stats().kv_host_blocks == 0
+        assert second._scheduler.tiers.host.room == second._scheduler.tiers.host.capacity
+
+
+def test_a_disk_that_refuses_is_said_once_and_tried_again(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def full(store: DiskStore, content: bytes, data: bytes, stamp_ns: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with running(tiny_llama, tmp_path) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, "write", full)
+            first = run(engine, request("a"))
+            assert run(engine, request("a")) == first
+            run(engine, request("b", seed=1))
+            assert len(caplog.records) == 1
+            assert "No space left on device" in caplog.text
+            assert engine.stats().kv_disk_writing is False
+        disk = engine._scheduler.tiers.disk
+        assert disk is not None
+        assert not disk.is_writing
+        disk._resume = 0.0  # the pause is over
+        run(engine, request("c", seed=2))
+        assert engine.stats().kv_disk_writing is True
+        assert engine.stats().kv_disk_written_total > 0
+
+
+def test_a_thread_that_fails_stops_nobody(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise ValueError("a bug")
+
+    with running(tiny_llama, tmp_path) as engine:
+        expected = run(engine, request("a"))
+    with running(tiny_llama, tmp_path) as engine:
+        monkeypatch.setattr(DiskStore, "read", broken)
+        monkeypatch.setattr(DiskStore, "write", broken)
+        assert run(engine, request("a")) == expected
+        run(engine, request("b", seed=1))
+        assert engine.stats().kv_disk_writing is False
+        assert engine.stats().prefix_hits_disk_total == 0
+    assert "reads KV blocks failed" in caplog.text
+    assert "writes KV blocks failed" in caplog.text
+
+
+def test_a_folder_that_cannot_be_used_is_a_note_and_no_failure(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    engine = load(tiny_llama, tmp_path / "file" / "kv")
+    assert any("not remembered over a restart" in note for note in engine.info.notes)
+    assert run(engine, request("a")) == run(load(tiny_llama, "off"), request("a"))
+
+
+@pytest.mark.parametrize("setting", ["auto", "off"])
+def test_scripts_leave_nothing_on_the_disk_unless_told_to(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    monkeypatch.setenv("APPLIANCE_CACHE_DIR", str(tmp_path))
+    engine = load(tiny_llama, setting)
+    run(engine, request("a"))
+    assert not list(tmp_path.iterdir())
+    assert engine.stats().kv_disk_capacity_bytes == 0
+
+
+def test_busy_steps_write_within_their_share(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a disk that takes long the steps give almost nothing, and idle moments all the rest."""
+    with running(tiny_llama, tmp_path) as engine:
+        writes, disk = engine._scheduler.tiers.writes, engine._scheduler.tiers.disk
+        assert writes is not None
+        assert disk is not None
+        for item in (request("a"), request("b", seed=1, length=20)):
+            engine.submit(item)
+        disk.block_seconds = 10.0
+        while engine._scheduler.has_work:
+            engine.step()
+        assert engine.stats().kv_disk_pending > 0
+        before = len(writes)
+        for _ in range(50):
+            writes.after_step(0.001)
+            disk.block_seconds = 10.0
+        assert before - len(writes) <= write_behind.MAX_BLOCKS_PER_STEP
+        writes.flush(10.0)
+        assert engine.stats().kv_disk_pending == 0
+        assert engine.stats().kv_disk_dropped_total == 0
+
+
+def test_blocks_that_leave_the_cache_before_are_counted(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_tier.DiskTier, "is_writing", property(lambda self: False))
+    block = 16 * 2 * 2 * 2 * 32
+    with running(tiny_llama, tmp_path, kv_cache_memory=16 * block) as engine:
+        run(engine, request("a"))
+        assert engine.stats().kv_disk_pending > 0
+        run(engine, request("b", seed=1))
+        assert engine.stats().kv_disk_dropped_total > 0
+    assert not files(tmp_path)

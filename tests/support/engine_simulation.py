@@ -1,0 +1,240 @@
+"""The whole engine under a virtual clock and a virtual model: one script, replayed and judged.
+
+Every token that comes out is compared with the one right answer, every sequence must end, and
+once nothing is left to do no block may be held.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from load_script import EOS, VOCAB, Event, Script, Setting, ends
+from virtual_runner import Clock, DeviceLostError, VirtualRunner, content_of, next_token
+
+from appliance.engine.block_manager import BlockManager
+from appliance.engine.engine import LLMEngine
+from appliance.engine.messages import EngineInfo
+from appliance.engine.open_pages import num_open_pages
+from appliance.engine.rates import Rates
+from appliance.engine.request import FinishReason
+from appliance.engine.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.tiers.tiers import Tiers, TierSizes
+from appliance.errors import RequestError
+
+if TYPE_CHECKING:
+    from appliance.engine.messages import SequenceDelta
+    from appliance.engine.request import Request
+
+PATIENCE = 300  # steps in which nobody gets a token
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of a request that was accepted, as its client sees it."""
+
+    request: Request
+    index: int
+    last: int  # content of the slot before the next token
+    arrival: float
+    num_tokens: int = 0  # of the answer
+    reason: FinishReason | None = None
+
+
+@dataclass
+class Simulation:
+    """One engine and everybody around it.
+
+    Args:
+        script: what happens.
+        check_every: steps between two looks at all books.
+
+    Attributes:
+        seen: how often what matters came up.
+    """
+
+    script: Script
+    check_every: int = 500
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        setting = self.script.setting
+        limits = SchedulerLimits(
+            setting.max_num_seqs, setting.max_num_batched_tokens, setting.context_length
+        )
+        num_open = num_open_pages(
+            setting.max_num_seqs,
+            setting.max_num_batched_tokens,
+            setting.block_size,
+            plans=1 + setting.depth,
+        )
+        self.clock = Clock()
+        self.moved = 0  # the last step in which anybody got a token
+        self.live: dict[tuple[str, int], Choice] = {}
+        self.blocks = BlockManager(
+            setting.num_blocks,
+            setting.block_size,
+            prefix_caching=setting.prefix_caching,
+            num_open=num_open if setting.sealed else 0,
+        )
+        look_ahead = setting.depth > 0
+        sizes = TierSizes(
+            block_bytes=8,
+            open_bytes=8 if setting.sealed else 0,
+            host_bytes=8 * setting.host_blocks,
+            keeps_evicted=setting.host_keeps_evicted,
+        )
+        # To move a block takes as long as to compute so many tokens.
+        rates = Rates(prefill=1.0, moves=8.0 / setting.tokens_per_move)
+        tiers = Tiers(self.blocks, sizes, rates)
+        self.scheduler = Scheduler(self.blocks, limits, (EOS,), look_ahead=look_ahead, tiers=tiers)
+        self.runner = VirtualRunner(
+            self.blocks,
+            vocab_size=VOCAB,
+            max_rows=setting.max_num_batched_tokens,
+            sealed=setting.sealed,
+            depth=setting.depth,
+            noise=random.Random(self.script.noise),
+            clock=self.clock,
+        )
+        self.engine = LLMEngine(
+            self.scheduler, self.runner, engine_info(setting), clock=self.clock.read
+        )
+
+    def run(self) -> int:
+        """Play the script to its end; how many steps it took."""
+        events, at, step = self.script.events, 0, 0
+        while True:
+            while at < len(events) and events[at].step <= step:
+                self.happen(events[at])
+                at += 1
+            if not self.engine.has_work:
+                if at == len(events):
+                    break
+                step = self.moved = max(step, events[at].step)
+                continue
+            if self.step():
+                self.moved = step
+            step += 1
+            assert step < self.moved + PATIENCE, "there is work, but nobody gets a token"
+            if step % self.check_every == 0:
+                self.scheduler.check_invariants()
+        self.check_end()
+        return self.engine.stats().steps_total
+
+    def happen(self, event: Event) -> None:
+        self.clock.now += event.seconds
+        if event.fault:
+            self.runner.fault = event.fault
+        if event.arrives is not None:
+            self.arrive(event.arrives)
+        if event.leaves is not None:
+            request_id, index = event.leaves
+            gone = [
+                choice
+                for choice in self.live.values()
+                if choice.request.request_id == request_id and index in (None, choice.index)
+            ]
+            assert self.engine.abort(request_id, index) == bool(gone)
+            for choice in gone:
+                self.end(choice, FinishReason.ABORT)
+
+    def arrive(self, request: Request) -> None:
+        setting = self.script.setting
+        length = len(request.prompt_token_ids)
+        fits = length < setting.context_length and length < setting.num_slots
+        try:
+            self.engine.submit(request)
+        except RequestError:
+            assert not fits, "a request was refused that fits"
+            self.seen["refused"] += 1
+            return
+        assert fits, "a request was accepted that can never be served"
+        last = 0
+        for token in request.prompt_token_ids:
+            last = content_of(request.cache_salt, last, token)
+        for index in range(request.sampling.n):
+            choice = Choice(request, index, last, self.clock.now)
+            self.live[request.request_id, index] = choice
+
+    def step(self) -> bool:
+        """Whether anybody got a token, or ended."""
+        try:
+            report = self.engine.step()
+        except DeviceLostError:
+            self.seen["failed steps"] += 1
+            return False
+        for delta in report.deltas:
+            self.receive(delta)
+        return bool(report.deltas)
+
+    def receive(self, delta: SequenceDelta) -> None:
+        choice = self.live.get((delta.request_id, delta.index))
+        assert choice is not None, "an answer goes on behind its end"
+        request = choice.request
+        for token in delta.token_ids:
+            assert token == next_token(choice.last, choice.index, VOCAB), "a wrong token"
+            choice.last = content_of(request.cache_salt, choice.last, token)
+            choice.num_tokens += 1
+            length = len(request.prompt_token_ids) + choice.num_tokens
+            over = ends(request.sampling, token, choice.num_tokens)
+            over = over or length >= self.script.setting.max_tokens
+            assert over == (delta.finish_reason is not None), "it ends where it should not"
+        if delta.finish_reason is not None:
+            assert (delta.finish_reason is FinishReason.ERROR) == (delta.error is not None)
+            is_late = delta.expired or delta.finish_reason is FinishReason.TIMEOUT
+            assert not is_late or self.clock.now >= choice.arrival + first_limit(request)
+            self.end(choice, delta.finish_reason)
+
+    def end(self, choice: Choice, reason: FinishReason) -> None:
+        choice.reason = reason
+        self.seen[f"ended: {reason.value}"] += 1
+        del self.live[choice.request.request_id, choice.index]
+
+    def check_end(self) -> None:
+        assert not self.live, "somebody waits for ever"
+        self.scheduler.check_invariants()
+        stats = self.engine.stats()
+        held = (stats.running, stats.waiting, stats.blocks_active, stats.kv_tokens)
+        assert held == (0, 0, 0, 0), "nothing is left to do, but something is held"
+        assert stats.blocks_cached + stats.blocks_free == self.script.setting.num_blocks
+        self.seen["steps"] += stats.steps_total
+        self.seen["rows"] += self.runner.rows
+        self.seen["preempted"] += stats.preemptions_total
+        self.seen["tokens from the cache"] += stats.prefix_hits_total
+        self.seen["evictions"] += self.blocks.num_evictions
+        self.seen["swapped"] += stats.swaps_total
+        self.seen["blocks out to the host"] += stats.swapped_out_total
+        self.seen["blocks back from the host"] += stats.swapped_in_total
+        self.seen["tokens from the host"] += stats.prefix_hits_host_total
+
+
+def engine_info(setting: Setting) -> EngineInfo:
+    return EngineInfo(
+        model="virtual",
+        architecture="",
+        device="",
+        backend="",
+        weight_format="",
+        kv_format="",
+        context_length=setting.context_length,
+        vocab_size=VOCAB,
+        eos_token_ids=(EOS,),
+        block_size=setting.block_size,
+        num_blocks=setting.num_blocks,
+        max_num_seqs=setting.max_num_seqs,
+        weight_bytes=0,
+        kv_bytes=0,
+        workspace_bytes=0,
+        memory_bytes=0,
+        load_seconds=0.0,
+        fingerprint="",
+    )
+
+
+def first_limit(request: Request) -> float:
+    """Seconds before which a request's time cannot be over."""
+    limits = (request.timeout, request.max_queue_seconds)
+    return min(limit for limit in limits if limit is not None)

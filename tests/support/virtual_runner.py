@@ -1,0 +1,254 @@
+"""A runner that computes nothing but what it reads through block tables, on slots of integers.
+
+A slot holds a hash of the slot before it and of its token, so each depends on all before it, and
+the next token is a hash of the last one. Every slot that a step reads is compared with what the
+sequence's tokens should have left there: a wrong, stale, missing or shared block is seen at once.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.engine.sampler import Sampled
+
+if TYPE_CHECKING:
+    from appliance.engine.block_manager import BlockManager
+    from appliance.engine.plan import BlockMove, Plan, ScheduledSequence
+    from appliance.engine.sequence import Sequence
+
+STEP_SECONDS, ROW_SECONDS = 0.01, 0.001
+JUNK = -1
+BROKEN = Sampled(error="the virtual model broke", broken=True)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Time as the simulation has it, in seconds."""
+
+    now: float = 0.0
+
+    def read(self) -> float:
+        """See `time.monotonic`."""
+        return self.now
+
+
+class DeviceLostError(Exception):
+    """The virtual device failed."""
+
+
+def content_of(salt: str, previous: int, token: int) -> int:
+    """What a slot holds."""
+    return hash((salt != "", len(salt), previous, token))
+
+
+def next_token(content: int, index: int, vocab_size: int) -> int:
+    """What the model says after the last slot; `index` is the choice of the request."""
+    return hash((content, index)) % vocab_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry as a device gets it: nothing of it changes any more."""
+
+    scheduled: ScheduledSequence
+    table: list[int]
+    pages: tuple[int, ...]
+    tokens: list[int]
+
+
+class VirtualRunner:
+    """Runs plans when they are collected, from what they were when they were launched.
+
+    Args:
+        blocks: the books, to see that what is written belongs to one sequence alone.
+        vocab_size: tokens there are.
+        max_rows: of a step.
+        sealed: whether tokens lie in open pages until their block is full.
+        depth: plans in flight when the next one is launched.
+        noise: decides what a failing step leaves behind.
+        clock: goes on with each step.
+
+    Attributes:
+        fault: what goes wrong next: "memory", "launch", "collect" or "nan"; empty is nothing.
+        rows: run so far.
+    """
+
+    has_idle_work = False
+    seconds = 0.0
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        vocab_size: int,
+        max_rows: int,
+        sealed: bool,
+        depth: int,
+        noise: random.Random,
+        clock: Clock,
+    ) -> None:
+        self.depth = depth
+        self.fault = ""
+        self.rows = 0
+        self._blocks = blocks
+        self._size = blocks.block_size
+        self._vocab_size = vocab_size
+        self._max_rows = max_rows
+        self._sealed = sealed
+        self._noise = noise
+        self._clock = clock
+        self._slots = [JUNK] * blocks.num_slots
+        self._pages: dict[int, list[int]] = {}
+        self._truth: dict[Sequence, list[int]] = {}  # contents that a sequence's tokens leave
+        self._latest: dict[Sequence, int] = {}
+        self._flight: deque[tuple[Plan, list[_Entry]]] = deque()
+
+    def launch(self, plan: Plan) -> None:
+        """See `Runner`."""
+        size, references = self._size, self._blocks._references
+        assert 0 < plan.num_tokens <= self._max_rows, "the budget was exceeded"
+        opened = plan.open_pages or ((),) * len(plan.scheduled)
+        assert (plan.open_pages is not None) == self._sealed
+        entries = []
+        for scheduled, pages in zip(plan.scheduled, opened, strict=True):
+            sequence, start, end = scheduled.sequence, scheduled.start, scheduled.end
+            table = sequence.block_table[: -(-end // size)]
+            assert all(references[block] > 0 for block in table), "a free block is referred to"
+            assert all(references[block] == 1 for block in table[start // size :]), "shared"
+            tokens = [] if scheduled.follows else sequence.token_ids[start:end]
+            assert len(tokens) == (0 if scheduled.follows else scheduled.num_tokens)
+            entries.append(_Entry(scheduled, table, pages, tokens))
+        fails = self.fault in ("memory", "launch")
+        for move in plan.saves:
+            if not fails or self._noise.random() < 0.5:
+                move.held.content = self._content_of(move)
+        if fails:
+            self._scribble(plan, entries)
+            fault, self.fault = self.fault, ""
+            raise MemoryError("no memory") if fault == "memory" else DeviceLostError("launch")
+        self._flight.append((plan, entries))
+
+    def collect(self) -> list[Sampled]:
+        """See `Runner`."""
+        plan, entries = self._flight.popleft()
+        self._clock.now += STEP_SECONDS + ROW_SECONDS * plan.num_tokens
+        if self.fault == "collect":
+            self._scribble(plan, entries)
+            self.fault = ""
+            raise DeviceLostError("collect")
+        self._copy(plan)
+        for move in plan.loads:
+            self._load(move)
+        sampled = {}
+        for entry in entries:
+            last = self._run(entry)
+            scheduled = entry.scheduled
+            if scheduled.samples:
+                token = next_token(last, scheduled.sequence.index, self._vocab_size)
+                sampled[scheduled.sequence] = token
+        self._latest = sampled
+        self.rows += plan.num_tokens
+        results = [Sampled(token) for token in sampled.values()]
+        if self.fault == "nan" and results:
+            results[self._noise.randrange(len(results))] = BROKEN
+            self.fault = ""
+        return results
+
+    def discard(self) -> None:
+        """See `Runner`."""
+        self._flight.clear()
+        self._latest = {}
+
+    def idle(self) -> None:
+        """See `Runner`."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended."""
+        self._truth.pop(sequence, None)
+
+    def _copy(self, plan: Plan) -> None:
+        size, slots = self._size, self._slots
+        if not plan.copies:
+            return
+        destinations = {copy.destination for copy in plan.copies}
+        assert len(destinations) == len(plan.copies)
+        assert not destinations & {copy.source for copy in plan.copies}
+        for copy in self._noise.sample(plan.copies, len(plan.copies)):
+            to, origin = copy.destination * size, copy.source * size
+            slots[to : to + size] = slots[origin : origin + size]
+            if self._sealed:
+                self._pages[copy.open_destination] = list(self._page(copy.open_source))
+
+    def _content_of(self, move: BlockMove) -> bytes:
+        first = move.block * self._size
+        parts = self._slots[first : first + self._size]
+        if move.open_page >= 0:
+            parts = parts + self._page(move.open_page)
+        return array("q", parts).tobytes()
+
+    def _load(self, move: BlockMove) -> None:
+        parts = array("q", bytes(move.held.read())).tolist()
+        first = move.block * self._size
+        self._slots[first : first + self._size] = parts[: self._size]
+        if move.open_page >= 0:
+            assert len(parts) == 2 * self._size, "an open page was not saved with its block"
+            self._pages[move.open_page] = parts[self._size :]
+
+    def _page(self, page: int) -> list[int]:
+        return self._pages.setdefault(page, [JUNK] * self._size)
+
+    def _run(self, entry: _Entry) -> int:
+        scheduled, table, size, slots = entry.scheduled, entry.table, self._size, self._slots
+        sequence, start = scheduled.sequence, scheduled.start
+        sealed = start // size * size if self._sealed else start
+        found: list[int] = []
+        for block in table[: -(-sealed // size)]:
+            found += slots[block * size : block * size + size]
+        del found[sealed:]
+        if sealed < start:
+            found += self._page(entry.pages[0])[: start - sealed]
+        truth = self._truth.setdefault(sequence, [])
+        salt = sequence.request.cache_salt
+        tokens = entry.tokens or [self._latest[sequence]]
+        for token in sequence.token_ids[len(truth) : start]:
+            truth.append(content_of(salt, truth[-1] if truth else 0, token))
+        known = truth[:start] if len(truth) > start else truth
+        assert found == known, f"{sequence.request.request_id} reads what it never wrote"
+        previous = truth[start - 1] if start else 0
+        del truth[start:]  # what comes may come for the second time
+        for position, token in enumerate(tokens, start):
+            previous = content_of(salt, previous, token)
+            truth.append(previous)
+            self._write(entry, position, previous)
+        return previous
+
+    def _write(self, entry: _Entry, position: int, value: int) -> None:
+        size = self._size
+        index, offset = divmod(position, size)
+        first = entry.table[index] * size
+        if not self._sealed:
+            self._slots[first + offset] = value
+            return
+        page = self._page(entry.pages[index - entry.scheduled.start // size])
+        page[offset] = value
+        if offset + 1 == size:
+            self._slots[first : first + size] = page
+
+    def _scribble(self, plan: Plan, entries: list[_Entry]) -> None:
+        """A step that fails has done some of its copies and written some of its rows, wrongly."""
+        noise = self._noise
+        for copy in plan.copies:
+            if noise.random() < 0.5:
+                first = copy.destination * self._size
+                self._slots[first : first + self._size] = [JUNK] * self._size
+        for move in plan.loads:
+            if noise.random() < 0.5:
+                self._load(move)
+        for entry in entries:
+            if noise.random() < 0.5:
+                for position in range(entry.scheduled.start, entry.scheduled.end):
+                    self._write(entry, position, JUNK)
