@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from large_model import LETTERS, write_large_model
 from rich.console import Console
 
+from appliance.cli import main
 from appliance.commands.quantize_display import Lines, TerminalDisplay
 from appliance.commands.quantize_job import tell_job
 from appliance.errors import ConfigError
@@ -139,24 +141,47 @@ def test_a_dashboard_is_told_stage_part_loss_and_time(tmp_path: Path) -> None:
     assert (card.parts_done, card.parts_total, card.loss) == (2, 30, None)
 
 
+RunHere = Callable[..., tuple[int, list[str], list[str]]]
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunHere:
+    """Run the command in this process, which has imported all it needs; lines that it wrote."""
+
+    def run(*arguments: str) -> tuple[int, list[str], list[str]]:
+        monkeypatch.setattr(sys, "argv", ["appliance", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        output, errors = capsys.readouterr()
+        return ended.value.code, output.splitlines(), errors.splitlines()
+
+    return run
+
+
 @pytest.fixture
 def command(tmp_path: Path) -> list[str]:
     """Quantize a model of many layers, with lines of JSON."""
-    write_large_model(tmp_path / "model", hidden=128, middle=256, layers=40, vocab=50)
+    write_large_model(tmp_path / "model", hidden=128, middle=256, layers=16, vocab=50)
     (tmp_path / "text.txt").write_text(LETTERS * 800)
     return [
-        sys.executable, "-m", "appliance", "quantize", str(tmp_path / "model"),
+        "quantize", str(tmp_path / "model"),
         "--out", str(tmp_path / "out"), "--method", "gptq", "--json",
         "--calibration", str(tmp_path / "text.txt"), "--calibration-tokens", "1024",
+        "--card-tokens", "256",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_keeps_what_is_done_and_says_so(
-    command: list[str], tmp_path: Path, number: signal.Signals, code: int
+    command: list[str], run_here: RunHere, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-m", "appliance", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     lines = []
@@ -173,37 +198,31 @@ def test_a_signal_keeps_what_is_done_and_says_so(
     failed = decode_event(output.splitlines()[-1])
     assert isinstance(failed, Failed)
     assert failed.units_done >= 2
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    events = [decode_event(line) for line in result.stdout.splitlines()]
+    status, told, said = run_here(*command)
+    assert status == 0, said
+    events = [decode_event(line) for line in told]
     assert isinstance(events[0], Start)
     assert events[0].units_done == failed.units_done
     assert isinstance(events[-2], Done)
     made = events[-1]
     assert isinstance(made, CardWritten)
     assert json.loads(Path(made.path).read_bytes())["comparison"]
-    assert f"mean KLD {made.kld_mean:.4f}" in result.stderr
-    assert "quantized 280 weights" in result.stderr
+    assert f"mean KLD {made.kld_mean:.4f}" in "\n".join(said)
+    assert "quantized 112 weights" in "\n".join(said)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out", "text.txt"]
 
 
-def test_a_dry_run_prints_the_plan(command: list[str], tmp_path: Path) -> None:
-    result = subprocess.run(
-        [*command, "--dry-run", "--max-ram", "4GiB"], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    plan = json.loads(result.stdout)
+def test_a_dry_run_prints_the_plan(command: list[str], run_here: RunHere, tmp_path: Path) -> None:
+    status, (line,), said = run_here(*command, "--dry-run", "--max-ram", "8GiB")
+    assert status == 0, said
+    plan = json.loads(line)
     assert plan["event"] == "plan"
     assert plan["measured"]
     assert not (tmp_path / "out").exists()
 
 
-def test_a_ceiling_that_is_too_low_is_one_line(command: list[str]) -> None:
-    result = subprocess.run(
-        [*command, "--max-ram", "50MiB"], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 4
-    (line,) = result.stderr.splitlines()
+def test_a_ceiling_that_is_too_low_is_one_line(command: list[str], run_here: RunHere) -> None:
+    status, (*_, last), (line,) = run_here(*command, "--max-ram", "50MiB")
+    assert status == 4
     assert "is the least that would do" in line
-    (*_, last) = result.stdout.splitlines()
     assert isinstance(decode_event(last), Failed)

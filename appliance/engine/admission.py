@@ -13,6 +13,7 @@ from appliance.engine.sequence import SequenceStatus
 from appliance.engine.waiting import WaitingQueue
 
 if TYPE_CHECKING:
+    from appliance.engine.beam_groups import BeamGroups
     from appliance.engine.block_manager import BlockManager
     from appliance.engine.counters import Counters
     from appliance.engine.draft import Draft
@@ -28,9 +29,10 @@ class Admission:
     Args:
         blocks: the KV cache's books.
         counters: where prefix hits are counted.
-        tiers: what continues a prefix that is in the cache.
         accounts: of all owners.
+        tiers: what continues a prefix that is in the cache.
         max_num_seqs: sequences that run at once.
+        beams: beam searches, whose sequences start together.
 
     Attributes:
         waiting: sequences that hold no blocks.
@@ -40,19 +42,26 @@ class Admission:
         self,
         blocks: BlockManager,
         counters: Counters,
-        tiers: Tiers,
         accounts: Accounts,
+        tiers: Tiers,
         max_num_seqs: int,
+        beams: BeamGroups,
     ) -> None:
         self.waiting = WaitingQueue(accounts)
         self._blocks = blocks
         self._counters = counters
         self._tiers = tiers
+        self._beams = beams
         self._slots = list(range(max_num_seqs, 0, -1))  # 0 is nobody's
         # Of the step that is being planned.
         self._num_promised: int | None = None
         self._num_started = 0  # blocks that those which started have still to get
         self._blocked: list[Sequence] = []
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether one more sequence can run, if there are blocks for it."""
+        return bool(self._slots)
 
     def begin_step(self) -> None:
         """Forget who found no room in the last one."""
@@ -77,23 +86,30 @@ class Admission:
         if not may_overtake(sequence, self._blocked):
             return None
         if self._num_promised is None:
-            missing = sum(map(self._blocks.num_missing, running))
+            growing = [one for one in running if one not in self._beams.held]
+            missing = sum(map(self._blocks.num_missing, growing))
             self._num_promised = missing + len(running)
-        if not self._start_table(sequence, self._num_promised, draft):
+        members = self._beams.members(sequence)
+        num_promised = self._num_promised + self._beams.num_beside(sequence)
+        if len(members) > len(self._slots) or not self._start_table(sequence, num_promised, draft):
             self._blocked.append(sequence)
             return None
         for other in self._blocked:
             other.num_overtaken += 1
         lane.overtake(sequence)
-        self.waiting.remove(sequence)
-        sequence.status = SequenceStatus.RUNNING
-        lane.account.num_running += 1
-        insort(running, sequence, key=rank)
-        if sequence.first_scheduled is None:
-            sequence.first_scheduled = now
-            if sequence.index == 0:
-                draft.started.append(sequence.request.request_id)
-        self._num_promised += 1
+        for member in members:
+            self.waiting.remove(member)
+            member.status = SequenceStatus.RUNNING
+            if member is not sequence:
+                member.slot = self._slots.pop()
+            insort(running, member, key=rank)
+            if member.first_scheduled is None:
+                member.first_scheduled = now
+                if member.index == 0:
+                    draft.started.append(member.request.request_id)
+        self._beams.start(sequence)
+        lane.account.num_running += len(members)
+        self._num_promised += len(members)
         return sequence
 
     def release(self, sequence: Sequence) -> None:
@@ -108,16 +124,16 @@ class Admission:
         if self._can_fork(sequence):
             return sequence.num_prompt_tokens
         num_tokens = self._blocks.find_prefix(sequence).num_tokens
-        return max(num_tokens, self._tiers.num_held(sequence))
+        return max(num_tokens, self._tiers.num_ready(sequence))
 
-    @staticmethod
-    def _can_fork(sequence: Sequence) -> bool:
+    def _can_fork(self, sequence: Sequence) -> bool:
         parent = sequence.parent
         return (
             parent is not None
             and sequence.first_scheduled is None
             and parent.status is SequenceStatus.RUNNING
             and parent.num_computed >= sequence.num_prompt_tokens
+            and not self._tiers.is_loading(parent)  # what it has of them is not there yet
         )
 
     def _start_table(self, sequence: Sequence, num_promised: int, draft: Draft) -> bool:

@@ -53,6 +53,7 @@ class BlockManager:
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks that stand in more than one block table.
         num_evictions: blocks whose cached content was given up, ever.
+        index: which block holds what; nobody else changes it.
         on_evict: called with hash and block before the content of a full block is given up.
         loading: active blocks whose content is still outside, see `block_loads`.
     """
@@ -77,14 +78,15 @@ class BlockManager:
         self.num_evictions = 0
         self.on_evict: Callable[[bytes, int], None] | None = None
         self._prefix_caching = prefix_caching
-        self._index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
+        self.index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
         self._open = OpenPages(num_open)
         self._references = [0] * num_blocks
         self._filled = [0] * num_blocks  # slots that hold a token
         self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._cached_open: OrderedDict[int, None] = OrderedDict()  # of these with an open page
-        self._sources: list[int] = []  # of copies, that no block table refers to any more
+        self._copied: set[int] = set()  # sources of the copies of the plan that is being made
+        self._sources: list[int] = []  # those of them that no block table refers to any more
         self.loading: set[int] = set()
 
     @property
@@ -129,20 +131,23 @@ class BlockManager:
 
         The last token is never part of a hit: it must be run to get logits.
         """
-        finds = self._prefix_caching or sequence.num_kept
-        return self._index.find(sequence) if finds else Prefix()
+        if not (self._prefix_caching or sequence.num_kept):
+            return Prefix()
+        return self.index.find(sequence)
 
     def without_copy(self, prefix: Prefix) -> Prefix:
         """As much of a prefix as can be attached and written behind without a copy."""
-        if not self._needs_copy(prefix):
-            return prefix
+        return self.whole(prefix) if self._needs_copy(prefix) else prefix
+
+    def whole(self, prefix: Prefix) -> Prefix:
+        """The full blocks of a prefix."""
         num_full = prefix.num_tokens // self.block_size
         return Prefix(prefix.blocks[:num_full], num_full * self.block_size)
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start a sequence's block table with blocks that `find_prefix` returned just now."""
         if prefix.num_tokens % self.block_size and not self._needs_copy(prefix):
-            self._index.remove(prefix.blocks[-1])  # it goes on where another ended
+            self.index.remove(prefix.blocks[-1])  # it goes on where another ended
         self._share(sequence, prefix.blocks)
         sequence.num_computed = prefix.num_tokens
 
@@ -154,22 +159,20 @@ class BlockManager:
         last = prefix.blocks[-1]
         return bool(self._references[last]) or self._filled[last] != num_tokens
 
-    def num_found(self, hashes: list[bytes]) -> int:
-        """Blocks at the start of a chain that are in the cache."""
-        missing = (index for index, one in enumerate(hashes) if self._index.get(one) is None)
-        return next(missing, len(hashes))
-
-    def block_of(self, content: bytes) -> int | None:
-        """The block indexed under a hash."""
-        return self._index.get(content)
-
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         """Make the sequence's `block_hashes` cover its first `num_blocks` full blocks."""
-        self._index.extend_hashes(sequence, num_blocks)
+        self.index.extend_hashes(sequence, num_blocks)
 
     def open_page(self, block: int) -> int:
         """The open page of a block, or -1."""
         return self._open.get(block)
+
+    def num_held(self, sequence: Sequence) -> int:
+        """Tokens whose content is there: a last block that was to be copied may hold nothing."""
+        num_full, num_last = divmod(sequence.num_computed, self.block_size)
+        if num_last and self._filled[sequence.block_table[num_full]] < num_last:
+            return sequence.num_computed - num_last
+        return sequence.num_computed
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let `child` share the blocks of the first `num_tokens` tokens, equal in both.
@@ -195,11 +198,15 @@ class BlockManager:
         """
         table = sequence.block_table
         first = sequence.num_computed // self.block_size
+        if num_new_tokens == 1 and first < len(table):  # most answers, in most steps
+            block = table[first]
+            if self._references[block] == 1 and block not in self.index:
+                return ()
         num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
         kept = [
             index
             for index in range(first, min(num_blocks, len(table)))
-            if self._references[table[index]] > 1 or table[index] in self._index
+            if self._references[table[index]] > 1 or table[index] in self.index
         ]
         num_appended = max(0, num_blocks - len(table))
         if not (kept or num_appended):
@@ -211,10 +218,8 @@ class BlockManager:
         table.extend(self._take(sequence) for _ in range(num_appended))
         for index, copy in zip(kept, copies, strict=True):
             table[index] = copy.destination
-            if self._references[copy.source] > 1:
-                self._let_go(copy.source, sequence.slot)
-            else:
-                self._sources.append(copy.source)
+            self._copied.add(copy.source)
+            self._let_go(copy.source, sequence.slot)
         return copies
 
     def settle(self) -> None:
@@ -222,6 +227,7 @@ class BlockManager:
 
         Before that it could become the destination of another of the plan's copies.
         """
+        self._copied.clear()
         while self._sources:
             self._let_go(self._sources.pop(), 0)
 
@@ -231,6 +237,12 @@ class BlockManager:
         first = sequence.num_computed // size
         end = sequence.num_computed + num_tokens
         sequence.num_computed = end
+        if num_tokens == 1 and end % size:  # most answers, in most steps
+            block = sequence.block_table[first]
+            if self._filled[block] < size:
+                self.kv_tokens += end % size - self._filled[block]
+                self._filled[block] = end % size
+                return
         for index in range(first, self.blocks_for(end)):
             block = sequence.block_table[index]
             filled, before = min(end - index * size, size), self._filled[block]
@@ -241,9 +253,9 @@ class BlockManager:
             if (filled == size) != (before == size):
                 self._record_active(block, self.metadata.owner(block))
         if self._prefix_caching and end // size > first:
-            self._index.extend_hashes(sequence, end // size)
+            self.index.extend_hashes(sequence, end // size)
             for index in range(first, end // size):
-                self._index.add(sequence, index, sequence.block_table[index], size)
+                self.index.add(sequence, index, sequence.block_table[index], size)
 
     def open_pages(
         self, scheduled: Iterable[ScheduledSequence]
@@ -271,14 +283,14 @@ class BlockManager:
         """Take all blocks from a sequence; those with findable content stay as cache."""
         table = sequence.block_table
         keeps = self._prefix_caching or sequence.num_kept
-        num_full, num_last = divmod(sequence.num_computed, self.block_size)
+        num_full, num_last = divmod(self.num_held(sequence), self.block_size)
         # Tail before head, so that eviction shortens a chain and never cuts it in the middle.
         for index in reversed(range(len(table))):
             if not keeps:
                 pass
             elif index < num_full:
                 self._touch(sequence, index)
-            elif index == num_full and num_last >= self._index.min_partial:
+            elif self._prefix_caching and index == num_full and num_last >= self.index.min_partial:
                 self._keep_last(sequence, index, num_last)
             self._let_go(table[index], sequence.slot)
         table.clear()
@@ -286,23 +298,19 @@ class BlockManager:
 
     def _touch(self, sequence: Sequence, index: int) -> None:
         """Keep a chain whole where the index holds, or has lost, an equal block of another's."""
-        indexed = self._index.get(sequence.block_hashes[index])
+        indexed = self.index.get(sequence.block_hashes[index])
         if indexed is None:
-            self._index.add(sequence, index, sequence.block_table[index], self.block_size)
+            self.index.add(sequence, index, sequence.block_table[index], self.block_size)
         elif indexed in self._cached:
             self._cached.move_to_end(indexed)
 
     def _keep_last(self, sequence: Sequence, index: int, num_tokens: int) -> None:
-        """Index a block that is not full, if it is the sequence's own and was ever written.
-
-        One that was to be copied by a step that failed holds nothing.
-        """
+        """Index a block that is not full, if it is the sequence's own."""
         block = sequence.block_table[index]
-        own = self._references[block] == 1 and block not in self._index
-        if own and self._filled[block] >= num_tokens:
+        if self._references[block] == 1 and block not in self.index:
             self.kv_tokens -= self._filled[block] - num_tokens
             self._filled[block] = num_tokens
-            self._index.add(sequence, index, block, num_tokens)
+            self.index.add(sequence, index, block, num_tokens)
 
     def _share(self, sequence: Sequence, blocks: Sequences[int]) -> None:
         assert not sequence.block_table
@@ -335,7 +343,7 @@ class BlockManager:
         """Give up the content of a cached block."""
         del self._cached[block]
         self._cached_open.pop(block, None)
-        content = self._index.remove(block)
+        content = self.index.remove(block)
         if self.on_evict is not None and self._filled[block] == self.block_size:
             self.on_evict(content, block)
         self._open.release(block)
@@ -356,6 +364,10 @@ class BlockManager:
 
     def _let_go(self, block: int, slot: int) -> None:
         """Drop the reference that the sequence of a slot has to a block."""
+        if self._references[block] == 1 and block in self._copied:
+            self._copied.remove(block)
+            self._sources.append(block)
+            return
         references = self._references[block] - 1
         self._references[block] = references
         owner = self.metadata.owner(block)
@@ -367,7 +379,7 @@ class BlockManager:
         else:
             self.kv_tokens -= self._filled[block]
             self.loading.discard(block)
-            if block in self._index:
+            if block in self.index:
                 self._cached[block] = None
                 if block in self._open:
                     self._cached_open[block] = None

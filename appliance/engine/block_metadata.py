@@ -122,8 +122,13 @@ class BlockMetadata:
     ) -> None:
         """Assert that the words say what each block is; `owners` has all that would be right."""
         fields = unpack(self.words)
-        for block in range(len(self.words)):
-            assert fields.state[block] == states[block], block
-            assert fields.references[block] == min(references.get(block, 0), _MAX_REFERENCES)
-            assert fields.precision[block] == precisions[block], block
-            assert int(fields.owner[block]) in owners[block], block
+        words = zip(
+            *(fields.state.tolist(), fields.references.tolist()),
+            *(fields.precision.tolist(), fields.owner.tolist()),
+            strict=True,
+        )
+        for block, (state, count, precision, owner) in enumerate(words):
+            assert state == states[block], block
+            assert count == min(references.get(block, 0), _MAX_REFERENCES), block
+            assert precision == precisions[block], block
+            assert owner in owners[block], block

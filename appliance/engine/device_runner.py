@@ -97,8 +97,8 @@ class DeviceRunner(Generic[AnyCache]):
         self._cache = cache
         self._sampler = sampler
         self._device = device
-        self._moves = moves or HostMoves(cache, Rates())
         self._spare = Spare(num_blocks, num_open or None)
+        self._moves = moves or HostMoves(cache, Rates())
         self.graphs = GraphCache(device, buckets(limits.max_num_seqs), graph_bytes)
         largest = largest_step(limits, cache.block_size, is_sealed=num_open > 0)
         # The last token of a sequence never needs a slot.

@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from appliance.engine.adjustments import AdjustmentList
+from appliance.engine.beam_search import num_candidates
 from appliance.engine.messages import Candidate, TokenLogprobs
-from appliance.engine.sampler import BANNED, BROKEN, Sampled
+from appliance.engine.plan import Continuations
+from appliance.engine.sampler import BANNED, BROKEN, Sampled, candidates_of
 from appliance.kernels.sampling.adjust import adjust
 
 if TYPE_CHECKING:
@@ -71,6 +73,21 @@ class _Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class _Candidates:
+    """What may follow the rows of beams, likeliest first."""
+
+    places: dict[int, tuple[int, int]]  # of a row, and how many count
+    scores: Tensor  # (num_beams, most of them) float32
+    token_ids: Tensor  # int64
+
+    def of(self, row: int) -> tuple[Candidate, ...]:
+        """Those of one row."""
+        place, count = self.places[row]
+        ids, scores = self.token_ids[place, :count], self.scores[place, :count]
+        return candidates_of(ids.tolist(), scores.tolist())
+
+
+@dataclass(frozen=True, slots=True)
 class SampledRows:
     """What a step sampled, on its way to the host."""
 
@@ -78,6 +95,7 @@ class SampledRows:
     tokens: Tensor  # (num_rows,) int64
     largest: dict[int, Tensor]  # rows that were adjusted: their largest logit before, a scalar
     logprobs: _Logprobs | None
+    candidates: _Candidates | None = None
 
     def read(self) -> list[Sampled]:
         """One result per entry, once an event recorded after the copies has come."""
@@ -90,7 +108,12 @@ class SampledRows:
 
     def _result(self, row: int, entry: ScheduledSequence, token_id: int) -> Sampled:
         if token_id >= 0:
-            return Sampled(token_id, self._report(row, entry, token_id))
+            report = self._report(row, entry, token_id)
+            beam = None
+            if self.candidates is not None and row in self.candidates.places:
+                top = () if report is None else report.top
+                beam = Continuations(self.candidates.of(row), top)
+            return Sampled(token_id, report, continuations=beam)
         if row in self.largest and bool(self.largest[row].isfinite()):
             return BANNED
         return BROKEN
@@ -157,6 +180,7 @@ class DeviceSampler:
         ]
         index = self._device.send(torch.tensor(reported)) if reported else None
         raw = None if index is None else torch.log_softmax(logits[index], dim=-1)
+        candidates = self._candidates(logits, entries)
         largest = {}
         if adjustments.changed:
             drawn = None
@@ -173,4 +197,29 @@ class DeviceSampler:
             top, top_ids = raw.topk(most)
             fetch = self._device.fetch
             logprobs = _Logprobs(reported, fetch(chosen), fetch(top), fetch(top_ids))
-        return SampledRows(entries, self._device.fetch(tokens), largest, logprobs)
+        return SampledRows(entries, self._device.fetch(tokens), largest, logprobs, candidates)
+
+    def _candidates(
+        self, logits: Tensor, entries: Sequences[ScheduledSequence]
+    ) -> _Candidates | None:
+        """As `Sampler` does: log probabilities, then bias and bans."""
+        rows = [
+            row
+            for row, entry in enumerate(entries)
+            if entry.sequence.request.sampling.use_beam_search
+        ]
+        if not rows:
+            return None
+        scores = torch.log_softmax(logits[self._device.send(torch.tensor(rows))], dim=-1)
+        adjustments = AdjustmentList(self._eos_token_ids)
+        places = {}
+        for place, row in enumerate(rows):
+            sequence, end = entries[row].sequence, entries[row].end
+            adjustments.add(place, sequence, end - sequence.num_prompt_tokens)
+            sampling = sequence.request.sampling
+            places[row] = (place, num_candidates(sampling, self._eos_token_ids))
+        if adjustments.changed:
+            adjust(scores, adjustments.send(self._device))
+        most = min(max(count for _, count in places.values()), scores.shape[-1])
+        values, token_ids = scores.topk(most)
+        return _Candidates(places, self._device.fetch(values), self._device.fetch(token_ids))

@@ -46,8 +46,8 @@ class Draft:
         entry = self.entries.pop(sequence, None)
         if entry is not None:
             self.budget += entry.num_tokens
-            self.copies.pop(sequence, None)
-            self.loads.pop(sequence, None)
+        self.copies.pop(sequence, None)
+        self.loads.pop(sequence, None)
 
     def num_rows(self, sequence: Sequence) -> int:
         """Rows of a sequence."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.beam_search import num_candidates
 from appliance.engine.deadlines import was_started, why_refused
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Table
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
-    from appliance.engine.plan import Plan, Update
+    from appliance.engine.plan import BeamAnswer, Plan, Update
     from appliance.engine.request import Request
     from appliance.engine.runner import Runner
     from appliance.engine.sampler import Sampled
@@ -63,6 +64,7 @@ class LLMEngine:
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
+        self._expired: list[SequenceDelta] = []  # to be told with the next report
         self._last_end = 0.0
         self._step_seconds = 0.0
         self._num_steps = 0
@@ -96,7 +98,7 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        serving = self._scheduler.has_work or bool(self._in_flight)
+        serving = self._scheduler.has_work or bool(self._in_flight or self._expired)
         return serving or self._runner.has_idle_work or self._has_writes
 
     def submit(self, request: Request) -> None:
@@ -113,6 +115,13 @@ class LLMEngine:
                     f"token id {token_id} is outside the vocabulary of {self.info.vocab_size}",
                     param="logit_bias" if token_id in request.sampling.logit_bias else "prompt",
                 )
+        needed = num_candidates(request.sampling, self.info.eos_token_ids)
+        if request.sampling.use_beam_search and needed > self.info.vocab_size:
+            raise RequestError(
+                f"so many beams and stop tokens need a vocabulary of {needed} tokens, and this "
+                f"model has {self.info.vocab_size}; ask for fewer beams",
+                param="best_of",
+            )
         if request.sampling.seed is None:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
@@ -129,31 +138,31 @@ class LLMEngine:
         If it is interrupted, as by Ctrl-C, nothing of what is in flight is remembered and the next
         steps repeat it.
         """
-        begin, now = time.perf_counter(), self._clock()
-        expired = tuple(_overdue(sequence, now) for sequence in self._scheduler.expire(now))
+        begin = now = self._clock()
+        self._expired += [_overdue(sequence, now) for sequence in self._scheduler.expire(now)]
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
-            if not expired:
+            if not self._expired:
                 self._idle()
-            return StepReport(deltas=expired)
+            return self._report()
         try:
             if launched is not None:
                 self._runner.launch(launched)
                 self._in_flight.append((launched, begin))
                 if len(self._in_flight) <= self._runner.depth:
-                    return StepReport(deltas=expired, started=started)
+                    return self._report(started=started)
             sampled = self._runner.collect()
         except MemoryError as error:
             self._discard_plans()
-            return self._without_memory(launched, error, expired)
+            return self._without_memory(launched, error)
         except BaseException:
             self._discard_plans()
             raise
         plan, begun = self._in_flight.popleft()
         load = plan.load
         deltas = self._commit(plan, sampled)
-        end = time.perf_counter()
+        end = self._clock()
         self._step_seconds = end - begin
         self._scheduler.observe(load, end - max(begun, self._last_end))
         self._last_end = end
@@ -164,6 +173,12 @@ class LLMEngine:
             tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
         if tiers.writes is not None:
             tiers.writes.after_step(self._step_seconds)
+        return self._report(deltas, started)
+
+    def _report(
+        self, deltas: tuple[SequenceDelta, ...] = (), started: tuple[str, ...] = ()
+    ) -> StepReport:
+        expired, self._expired = self._expired, []
         return StepReport(deltas=(*expired, *deltas), started=started)
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
@@ -176,9 +191,16 @@ class LLMEngine:
         }
         self._nan_logits += sum(result.broken for result in failing.values())
         failed = [self._fail(sequence, result.error) for sequence, result in failing.items()]
-        updates = self._scheduler.commit(plan, [result.token_id for result in sampled])
+        continuations = {
+            sequence: result.continuations
+            for sequence, result in results.items()
+            if result.continuations is not None
+        }
+        tokens = [result.token_id for result in sampled]
+        updates = self._scheduler.commit(plan, tokens, continuations)
         deltas = [self._delta(update, results[update.sequence]) for update in updates]
-        return (*deltas, *failed)
+        found = [self._found(answer) for answer in self._scheduler.take_answers()]
+        return (*deltas, *found, *failed)
 
     @property
     def _has_writes(self) -> bool:
@@ -257,18 +279,14 @@ class LLMEngine:
                 )
         return Table(request_id=request_id, index=index)
 
-    def _without_memory(
-        self, plan: Plan | None, error: MemoryError, expired: tuple[SequenceDelta, ...]
-    ) -> StepReport:
+    def _without_memory(self, plan: Plan | None, error: MemoryError) -> StepReport:
         """End the sequences that made a step too large: those in prefill, if there are any."""
         assert plan is not None, "steps run out of memory when they are launched"
         large = [entry.sequence for entry in plan.scheduled if entry.num_tokens > 1]
         failed = large or [entry.sequence for entry in plan.scheduled]
         logger.error("a step of %d rows failed: %s", plan.num_tokens, error)
-        return StepReport(
-            deltas=(*expired, *(self._fail(sequence, str(error)) for sequence in failed)),
-            started=plan.started,
-        )
+        deltas = tuple(self._fail(sequence, str(error)) for sequence in failed)
+        return self._report(deltas, plan.started)
 
     def _fail(self, sequence: Sequence, message: str | None) -> SequenceDelta:
         self._scheduler.finish(sequence, FinishReason.ERROR)
@@ -283,7 +301,6 @@ class LLMEngine:
     def _delta(update: Update, sampled: Sampled) -> SequenceDelta:
         sequence = update.sequence
         first = sequence.num_output_tokens == 1
-        waited = sequence.first_scheduled - sequence.arrival if sequence.first_scheduled else 0.0
         return SequenceDelta(
             request_id=sequence.request.request_id,
             index=sequence.index,
@@ -291,8 +308,30 @@ class LLMEngine:
             logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
             finish_reason=update.finish_reason,
             num_cached_tokens=sequence.num_cached,
-            queue_seconds=waited if first else None,
+            queue_seconds=_waited(sequence) if first else None,
         )
+
+    @staticmethod
+    def _found(answer: BeamAnswer) -> SequenceDelta:
+        """A whole answer of a beam search, which shows nothing before its end."""
+        sequence = answer.sequence
+        reported = sequence.request.sampling.logprobs is not None
+        return SequenceDelta(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs if reported else None,
+            finish_reason=answer.finish_reason,
+            num_cached_tokens=sequence.num_cached,
+            queue_seconds=_waited(sequence) if sequence.index == 0 else None,
+            cumulative_logprob=answer.cumulative_logprob,
+        )
+
+
+def _waited(sequence: Sequence) -> float:
+    """Seconds in the queue, until its first step."""
+    first = sequence.first_scheduled
+    return 0.0 if first is None else first - sequence.arrival
 
 
 def _overdue(sequence: Sequence, now: float) -> SequenceDelta:

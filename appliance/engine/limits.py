@@ -42,6 +42,44 @@ def check_prompt(num_tokens: int, *, context_length: int, cache_tokens: int) -> 
         )
 
 
+def check_beams(num_tokens: int, width: int, *, max_num_seqs: int, blocks: tuple[int, int]) -> None:
+    """Refuse a beam search that can never run.
+
+    Args:
+        num_tokens: length of the prompt.
+        width: beams.
+        max_num_seqs: sequences that run at once.
+        blocks: of the KV cache: how many, and the token slots of each.
+
+    Raises:
+        RequestError: there are not enough sequences or blocks for all beams at once.
+    """
+    if width > max_num_seqs:
+        raise RequestError(
+            f"a beam search of width {width} runs {width} sequences at once, and this engine runs "
+            f"at most {max_num_seqs}; ask for fewer beams or raise --max-num-seqs",
+            param="best_of",
+        )
+    num_blocks, block_size = blocks
+    if max_beam_tokens(num_tokens, width, block_size, num_blocks) <= num_tokens:
+        shared = num_tokens // block_size
+        raise RequestError(
+            f"{width} beams after a prompt of {num_tokens} tokens need at least {shared + width} "
+            f"KV cache blocks of {block_size} tokens, and there are {num_blocks}; ask for fewer "
+            "beams, shorten the prompt or give the server more KV cache memory",
+            param="best_of",
+        )
+
+
+def max_beam_tokens(num_tokens: int, width: int, block_size: int, num_blocks: int) -> int:
+    """Most tokens of one beam, prompt and answer together, that all beams can have at once.
+
+    Beams share the prompt's full blocks for certain, and nothing else.
+    """
+    shared = num_tokens // block_size
+    return (shared + (num_blocks - shared) // width) * block_size + 1
+
+
 def reason_to_finish(
     sequence: Sequence, eos_token_ids: frozenset[int], max_tokens: int
 ) -> FinishReason | None:
@@ -54,12 +92,11 @@ def reason_to_finish(
     """
     sampling = sequence.request.sampling
     token_id = sequence.token_ids[-1]
-    num_output_tokens = sequence.num_output_tokens
     ends = token_id in sampling.stop_token_ids or (
         token_id in eos_token_ids and not sampling.ignore_eos
     )
     # The first min_tokens tokens end nothing: the sampler bans what would.
-    if ends and num_output_tokens > sampling.min_tokens:
+    if ends and sequence.num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
     if is_full(sequence, len(sequence.token_ids), max_tokens):
         return FinishReason.LENGTH

@@ -72,6 +72,7 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     expired: bool = False  # the error is that it waited for too long and was not started
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     queue_seconds: float | None = None  # on the first delta: waiting time in the engine
+    cumulative_logprob: float | None = None  # of an answer of beam search, which is one delta
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):

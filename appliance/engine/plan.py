@@ -8,11 +8,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from appliance.engine.block_metadata import MAX_OWNER
 
 if TYPE_CHECKING:
+    from appliance.engine.messages import Candidate, TokenLogprobs
     from appliance.engine.request import FinishReason
     from appliance.engine.sequence import Sequence
 
@@ -90,8 +91,7 @@ class BlockMove:
     open_page: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """Rows [start, start + num_tokens) of a sequence's token ids run in this step.
 
     Attributes:
@@ -196,8 +196,7 @@ class Plan:
         return sum(entry.samples for entry in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(NamedTuple):
     """The token that a step added to a sequence, and why it was the last one, if it was.
 
     A token that ends the answer (end of sequence, stop token) is part of the sequence and of the
@@ -207,3 +206,35 @@ class Update:
     sequence: Sequence
     token_id: int
     finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuations:
+    """What may follow a beam: the likeliest tokens, likeliest first.
+
+    Attributes:
+        candidates: with the log probabilities that the search goes by; banned tokens left out.
+        top: as many as the request wants to be told of, with the model's log probabilities.
+    """
+
+    candidates: tuple[Candidate, ...]
+    top: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BeamAnswer:
+    """One of the answers that a beam search ends with.
+
+    Attributes:
+        sequence: whose index is the answer's place, 0 for the best.
+        token_ids: the whole answer, with the token that ends it.
+        logprobs: of each token.
+        cumulative_logprob: natural logarithm of the answer's probability.
+        finish_reason: why it ended.
+    """
+
+    sequence: Sequence
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    cumulative_logprob: float
+    finish_reason: FinishReason

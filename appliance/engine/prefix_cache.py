@@ -101,18 +101,23 @@ class PrefixCache:
         """Blocks that hold a sequence's first tokens, its very last token left out."""
         size, limit = self._block_size, len(sequence.token_ids) - 1
         self.extend_hashes(sequence, limit // size)
-        found: list[int] = []
-        for content in sequence.block_hashes[: limit // size]:
-            block = self._blocks.get(content)
-            if block is None:
-                break
-            found.append(block)
+        found = self.find_full(sequence.block_hashes[: limit // size])
         first = len(found) * size
         tokens = array(_TOKEN, sequence.token_ids[first : min(first + size, limit)]).tobytes()
         block, num_tokens = self._find_start(self._chain(sequence, len(found)), tokens)
         if num_tokens:
             found.append(block)
         return Prefix(tuple(found), first + num_tokens)
+
+    def find_full(self, hashes: list[bytes]) -> list[int]:
+        """Blocks of the longest indexed start of a chain."""
+        found: list[int] = []
+        for content in hashes:
+            block = self._blocks.get(content)
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def get(self, content: bytes) -> int | None:
         """The block indexed under a hash."""

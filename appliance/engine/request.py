@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 from enum import Enum
+from typing import Literal
 
 import msgspec
 
 from appliance.errors import RequestError
 
 MAX_N = 8
+MAX_BEST_OF = 16
+MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256
@@ -37,6 +40,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Args:
         n: answers per prompt; they share the prompt's blocks.
+        best_of: run so many, answer with the `n` that have the highest log probability per token,
+            best first. With beam search it is the beam width. None means `n`.
+        use_beam_search: search for the likeliest answers, best first, instead of sampling them.
+            `temperature` and whatever else shapes a random choice are to be left out.
+        length_penalty: of beam search; a finished answer's log probability is divided by its
+            tokens to this power before answers are compared, so more favours longer ones.
+        early_stopping: of beam search; True ends it once as many answers as beams are finished,
+            False when the best beam is no better than the worst of these for its length,
+            "never" when it cannot become better. All three as transformers defines them.
         max_tokens: most tokens to generate; None means as many as the context holds.
         min_tokens: end-of-sequence and stop tokens are banned before this many.
         temperature: 0 is greedy.
@@ -62,6 +74,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -81,6 +97,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         self._check_range("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            self._check_range("best_of", self.best_of, 1, MAX_BEST_OF)
+            if self.best_of < self.n:
+                raise RequestError(
+                    f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n",
+                    param="best_of",
+                )
+        self._check_beam_search()
         if self.max_tokens is not None:
             self._check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         self._check_range("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
@@ -115,6 +139,39 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f"each stop string must have 1 to {MAX_STOP_LENGTH} characters", param="stop"
                 )
 
+    def _check_beam_search(self) -> None:
+        self._check_range(
+            "length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+        )
+        if not self.use_beam_search:
+            for name, value in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != value:
+                    raise RequestError(
+                        f"{name} belongs to beam search; set use_beam_search too", param=name
+                    )
+            return
+        if self.early_stopping not in (True, False, "never"):
+            raise RequestError(
+                'early_stopping must be true, false or "never"', param="early_stopping"
+            )
+        if self.num_sequences < 2:
+            raise RequestError(
+                "beam search needs at least 2 beams; best_of says how many (or n, without it)",
+                param="best_of",
+            )
+        # A temperature of 1 is the default, so it may just not have been given.
+        for name, neutral in (
+            *(("temperature", (0.0, 1.0)), ("top_k", (0,)), ("top_p", (1.0,)), ("min_p", (0.0,))),
+            ("repetition_penalty", (1.0,)),
+            *(("presence_penalty", (0.0,)), ("frequency_penalty", (0.0,))),
+        ):
+            if getattr(self, name) not in neutral:
+                raise RequestError(
+                    f"{name} does not go with beam search, which takes the likeliest answers as"
+                    f" they are; leave {name} out",
+                    param=name,
+                )
+
     @staticmethod
     def _check_range(name: str, value: float, low: float, high: float) -> None:
         if not (math.isfinite(value) and low <= value <= high):
@@ -125,6 +182,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if num_output_tokens < len(self.forced):
             return {self.forced[num_output_tokens]: FORCE}
         return self.logit_bias
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for one prompt; of beam search, its width."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_choices(self) -> int:
+        """Choices that the engine reports; the best of several are chosen from these."""
+        return self.n if self.use_beam_search else self.num_sequences
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether more answers are sampled than the client gets."""
+        return self.num_choices > self.n
 
     @property
     def has_penalties(self) -> bool:
@@ -150,6 +222,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_seconds: float | None = None  # from its arrival to its start
     cache_salt: str = ""  # prefixes are shared only between equal salts
     owner: str = ""  # name of the API key, for the dashboard and fairness; never the key
+    stop_pieces: dict[int, bytes] = {}  # for beam search with stop strings, see `stop_pieces`
 
     def __post_init__(self) -> None:
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:

@@ -5,13 +5,16 @@ Reads sequences, never changes them.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from appliance.engine.beam_search import num_candidates
 from appliance.engine.messages import Candidate, TokenLogprobs
+from appliance.engine.plan import Continuations
 from appliance.kernels.sampling import SamplingRows
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     broken: bool = False  # the model's fault, not the request's
+    continuations: Continuations | None = None  # of a beam
 
 
 BANNED = Sampled(error="logit_bias and min_tokens together ban every token")
@@ -50,6 +54,12 @@ def uniform_number(seed: int, index: int, position: int) -> float:
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
         x ^= x >> 31
     return (x >> 11) / 2**53
+
+
+def candidates_of(token_ids: list[int], logprobs: list[float]) -> tuple[Candidate, ...]:
+    """Tokens with their log probabilities, those that are banned left out."""
+    pairs = zip(token_ids, logprobs, strict=True)
+    return tuple(Candidate(*pair) for pair in pairs if math.isfinite(pair[1]))
 
 
 class ChooseTokens(Protocol):
@@ -88,19 +98,23 @@ class Sampler:
             alone: NaN from the model, or every token banned by the request itself.
         """
         raw_logprobs = self._raw_logprobs(logits, sequences)
+        candidates = self._candidates(logits, sequences)
         adjusted = [i for i, sequence in enumerate(sequences) if self._is_adjusted(sequence)]
         usable = {row for row in adjusted if bool(logits[row].amax().isfinite())}
         for row in adjusted:
             self._adjust(logits[row], sequences[row])
         tokens = self._choose_tokens(logits, self._rows(sequences, logits.device))
-        return [
-            Sampled(token_id, self._report(raw_logprobs.get(row), sequence, token_id))
-            if token_id >= 0
-            else BANNED
-            if row in usable
-            else BROKEN
-            for row, (sequence, token_id) in enumerate(zip(sequences, tokens, strict=True))
-        ]
+        results = []
+        for row, (sequence, token_id) in enumerate(zip(sequences, tokens, strict=True)):
+            if token_id < 0:
+                results.append(BANNED if row in usable else BROKEN)
+                continue
+            report = self._report(raw_logprobs.get(row), sequence, token_id)
+            beam = None
+            if row in candidates:
+                beam = Continuations(candidates[row], () if report is None else report.top)
+            results.append(Sampled(token_id, report, continuations=beam))
+        return results
 
     @staticmethod
     def _is_adjusted(sequence: Sequence) -> bool:
@@ -156,6 +170,23 @@ class Sampler:
         if not rows:
             return {}
         return dict(zip(rows, torch.log_softmax(logits[rows], dim=-1), strict=True))
+
+    def _candidates(
+        self, logits: Tensor, sequences: Sequences[Sequence]
+    ) -> dict[int, tuple[Candidate, ...]]:
+        """What may follow each beam: log probabilities, then bias and bans, as transformers."""
+        rows = [i for i, s in enumerate(sequences) if s.request.sampling.use_beam_search]
+        if not rows:
+            return {}
+        scores = torch.log_softmax(logits[rows], dim=-1)
+        counts = []
+        for place, row in enumerate(rows):
+            if self._is_adjusted(sequences[row]):
+                self._adjust(scores[place], sequences[row])
+            counts.append(num_candidates(sequences[row].request.sampling, self._eos_token_ids))
+        best = scores.topk(min(max(counts), scores.shape[-1]))
+        pairs = zip(rows, counts, best.indices.tolist(), best.values.tolist(), strict=True)
+        return {row: candidates_of(ids[:count], found[:count]) for row, count, ids, found in pairs}
 
     @staticmethod
     def _report(logprobs: Tensor | None, sequence: Sequence, token_id: int) -> TokenLogprobs | None:

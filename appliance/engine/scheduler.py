@@ -8,30 +8,30 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from appliance.engine.admission import Admission
+from appliance.engine.beam_groups import BeamGroups
 from appliance.engine.counters import Counters
 from appliance.engine.deadlines import Deadlines
 from appliance.engine.draft import Draft
 from appliance.engine.fairness import Accounts
-from appliance.engine.limits import check_prompt, is_full, reason_to_finish
+from appliance.engine.limits import check_beams, check_prompt, is_full, reason_to_finish
 from appliance.engine.plan import Plan, ScheduledSequence, StepLoad, Update
 from appliance.engine.plan import SchedulerLimits as SchedulerLimits
 from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
-from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
+from appliance.engine.scheduler_invariants import check_scheduler
 from appliance.engine.sequence import Sequence, SequenceStatus
-from appliance.engine.step_budget import StepBudget
-from appliance.engine.tiers.tiers import Tiers, TierSizes
-from appliance.engine.turns import lines_of, share_rows
+from appliance.engine.tiers.tiers import Tiers
+from appliance.engine.turns import PromptTurns
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from appliance.engine.block_manager import BlockManager
+    from appliance.engine.plan import BeamAnswer, Continuations
     from appliance.engine.request import Request
     from appliance.stats import EngineStats
 
@@ -69,12 +69,13 @@ class Scheduler:
         self._max_tokens = min(limits.context_length, blocks.num_slots + 1)
         self._requests: dict[str, list[Sequence]] = {}  # live sequences only
         self._counters = Counters()
-        self.tiers = tiers or Tiers(blocks, TierSizes(block_bytes=1), Rates())
         self._accounts = Accounts()
-        self._step_budget = StepBudget()
+        self.tiers = tiers or Tiers.nowhere(blocks)
+        self._beams = BeamGroups(blocks, self._eos_token_ids, limits.context_length)
         self._admission = Admission(
-            blocks, self._counters, self.tiers, self._accounts, limits.max_num_seqs
+            blocks, self._counters, self._accounts, self.tiers, limits.max_num_seqs, self._beams
         )
+        self._turns = PromptTurns(self._admission, blocks, self._accounts, self._extend)
         self._waiting = self._admission.waiting
         self._running: list[Sequence] = []  # in the order of rank
         self._look_ahead = look_ahead
@@ -104,7 +105,8 @@ class Scheduler:
 
         Raises:
             ContextLengthError: the prompt leaves no room for an answer in the context.
-            RequestError: the prompt is empty or as large as the KV cache, or the id is taken.
+            RequestError: the prompt is empty or as large as the KV cache, the id is taken, or
+                there is no room for so many beams.
         """
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id} is in use; choose another")
@@ -114,15 +116,25 @@ class Scheduler:
             context_length=self._limits.context_length,
             cache_tokens=self._blocks.num_slots,
         )
+        num_sequences = request.sampling.num_sequences
+        if request.sampling.use_beam_search:
+            check_beams(
+                num_tokens,
+                num_sequences,
+                max_num_seqs=self._limits.max_num_seqs,
+                blocks=(self._blocks.num_blocks, self._blocks.block_size),
+            )
         # Two requests of one clock tick still have an order.
         self._last_arrival = max(now, math.nextafter(self._last_arrival, math.inf))
         parent = Sequence(request, arrival=self._last_arrival)
         children = [
             Sequence(request, index=index, arrival=self._last_arrival, parent=parent)
-            for index in range(1, request.sampling.n)
+            for index in range(1, num_sequences)
         ]
         self._requests[request.request_id] = [parent, *children]
-        self._accounts.open(request.owner, request.sampling.n)
+        self._accounts.open(request.owner, num_sequences)
+        if request.sampling.use_beam_search:
+            self._beams.add(request, [parent, *children])
         self._queue(parent)
         self._waiting.park(parent, children)
         for sequence in (parent, *children):
@@ -145,7 +157,10 @@ class Scheduler:
         return over
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, or one choice of it, in whatever phase; False if it was not live."""
+        """End a request, or one choice of it, in whatever phase; False if it was not live.
+
+        Beams end together.
+        """
         ending = [
             sequence
             for sequence in self._requests.get(request_id, ())
@@ -157,9 +172,15 @@ class Scheduler:
         return bool(ending)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence, in whatever phase; nothing happens if it has ended already."""
-        if sequence.status is SequenceStatus.FINISHED:
-            return
+        """End one sequence, in whatever phase; nothing happens if it has ended already.
+
+        A beam takes its siblings with it.
+        """
+        if sequence.status is not SequenceStatus.FINISHED:
+            for member in self._beams.dissolve(sequence):
+                self._end(member, reason)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         was_reading = self.tiers.forget(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self._stop(sequence)
@@ -194,7 +215,7 @@ class Scheduler:
             self._extend(sequence, 1, draft)
         self._accounts.charge(draft.entries)
         if draft.budget and (prompts or self._waiting):
-            self._plan_prompts(prompts, draft, now)
+            self._turns.plan(prompts, draft, self._running, now)
         self._blocks.settle()
         if not draft.entries:
             return None
@@ -204,16 +225,22 @@ class Scheduler:
         self._counters.last_plan = plan = draft.finished(self._blocks, self.tiers.take_saves())
         return plan
 
-    def commit(self, plan: Plan, token_ids: list[int]) -> list[Update]:
+    def commit(
+        self,
+        plan: Plan,
+        token_ids: list[int],
+        continuations: Mapping[Sequence, Continuations] | None = None,
+    ) -> list[Update]:
         """Record that a plan was run.
 
         Args:
             plan: the oldest one in flight.
             token_ids: one for each scheduled sequence that samples, in the plan's order; those of
-                sequences that ended meanwhile are ignored.
+                sequences that ended meanwhile are ignored, and those of beams.
+            continuations: what may follow each beam among them.
 
         Returns:
-            One update for each sequence that got a token.
+            One update for each sequence that got a token; none for beams, see `take_answers`.
         """
         assert len(token_ids) == plan.num_samples
         tokens = iter(token_ids)
@@ -233,14 +260,23 @@ class Scheduler:
             self._blocks.commit(sequence, entry.num_tokens)
             if token_id is None:
                 continue
-            sequence.token_ids.append(token_id)
             self._counters.generation_tokens += 1
+            if sequence.request.sampling.use_beam_search:
+                assert continuations is not None
+                if self._beams.take(sequence, continuations[sequence]):
+                    self.finish(sequence, FinishReason.STOP)
+                continue
+            sequence.token_ids.append(token_id)
             self._waiting.unpark(sequence)
             reason = reason_to_finish(sequence, self._eos_token_ids, self._max_tokens)
             if reason is not None:
                 self.finish(sequence, reason)
             updates.append(Update(sequence, token_id, reason))
         return updates
+
+    def take_answers(self) -> list[BeamAnswer]:
+        """The answers of the beam searches that have ended since the last call."""
+        return self._beams.take_answers()
 
     def discard_plans(self) -> None:
         """Forget all plans in flight: their steps failed and nothing of them runs any more.
@@ -253,7 +289,7 @@ class Scheduler:
             self.tiers.discard(sequence)
             if sequence.status is SequenceStatus.FINISHED:
                 self._admission.release(sequence)
-            else:
+            elif sequence.status is SequenceStatus.RUNNING:  # else it went with a sibling
                 self._requeue(sequence)
         self.tiers.discard_saves()
 
@@ -265,44 +301,15 @@ class Scheduler:
                 if not self._may_run(sequence):
                     continue
                 num_left = self._num_left(sequence)
+            elif sequence in self._beams.held:
+                continue
             else:
                 num_left = len(sequence.token_ids) - sequence.num_computed
             if num_left == 1:
                 decodes.append(sequence)
-            else:
+            elif num_left:  # a beam that waits for its siblings has nothing to do
                 prompts.append((sequence, num_left))
         return decodes, prompts
-
-    def _plan_prompts(self, prompts: list[tuple[Sequence, int]], draft: Draft, now: float) -> None:
-        """Give rows to running prompts and to those that may start, in turns."""
-        rows = draft.budget
-        if draft.entries:
-            context = sum([entry.start for entry in draft.entries.values()])
-            start = max([sequence.num_computed for sequence, _ in prompts], default=0)
-            rows = min(rows, self._step_budget.prompt_rows(len(draft.entries), context, start))
-        self._admission.begin_step()
-        lines = lines_of(prompts, self._waiting.lanes(), self._accounts)
-        given = share_rows(
-            rows,
-            lines,
-            lambda lane: self._admission.start(lane, draft, self._running, now),
-        )
-        wanted = dict(prompts)
-        for sequence, num_tokens in given.items():
-            if sequence not in wanted:
-                copies = self._blocks.allocate(sequence, num_tokens)
-                assert copies is not None, "started without the blocks for it"
-                draft.add(sequence, num_tokens, copies)
-        for sequence in wanted:
-            if sequence in given:
-                self._extend(sequence, given[sequence], draft)
-        # Where someone lacked blocks, those who have some go on, or nobody would ever free any.
-        rows -= sum(given[sequence] for sequence in given if sequence in draft.entries)
-        for sequence, num_left in prompts:
-            if rows and sequence not in draft.entries:
-                self._extend(sequence, min(rows, num_left), draft)
-                rows -= draft.num_rows(sequence)
-        self._accounts.refund(given, draft.entries)
 
     def _extend(self, sequence: Sequence, num_left: int, draft: Draft) -> None:
         """Give a running sequence its next rows, at the cost of later ones if blocks run out.
@@ -316,17 +323,22 @@ class Scheduler:
         if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
             return
         while (copies := self._blocks.allocate(sequence, num_before + num_tokens)) is None:
-            victim = choose_victim(self._running, sequence, self._in_flight)
+            spared = self._beams.spared(sequence, self._in_flight)
+            victim = choose_victim(self._running, sequence, spared)
             if victim is None:
                 self._starved = min(self._starved or rank(sequence), rank(sequence))
                 return
-            draft.take_back(victim)
-            draft.preempted.append(victim)
-            self.tiers.discard(victim)
-            self.tiers.keep(victim)
+            members = self._beams.members(victim)
+            for member in members:
+                self.tiers.discard(member)
+            if len(members) == 1:
+                self.tiers.keep(victim)
             self._requeue(victim)
-            victim.num_preemptions += 1
-            self._counters.preemptions += 1
+            for member in members:
+                draft.take_back(member)
+                draft.preempted.append(member)
+                member.num_preemptions += 1
+                self._counters.preemptions += 1
         draft.add(sequence, num_tokens, copies, before)
 
     def _may_run(self, sequence: Sequence) -> bool:
@@ -345,10 +357,18 @@ class Scheduler:
         return len(sequence.token_ids) + in_flight[0].samples - in_flight[0].end
 
     def _requeue(self, sequence: Sequence) -> None:
-        """Take the blocks of a running sequence; its tokens stay and are computed again later."""
-        self._stop(sequence)
-        sequence.status = SequenceStatus.WAITING
-        self._queue(sequence)
+        """Take the blocks of a running sequence; its tokens stay and are computed again later.
+
+        A beam's siblings go with it.
+        """
+        self._beams.lose(sequence)
+        leader, *others = self._beams.members(sequence)
+        for member in (leader, *others):
+            self._stop(member)
+            member.status = SequenceStatus.WAITING
+        self._queue(leader)
+        if others:
+            self._waiting.park(leader, others)
 
     def _queue(self, sequence: Sequence) -> None:
         """Have a sequence wait, first for what the disk has of it."""
@@ -365,7 +385,7 @@ class Scheduler:
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn how long a step took, for the number of prompt rows beside answers."""
-        self._step_budget.observe(load, seconds)
+        self._turns.budget.observe(load, seconds)
 
     def stats(self) -> EngineStats:
         """The scheduler's share of the snapshot; times are the engine's to add."""
@@ -377,24 +397,4 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Assert that every live sequence is in exactly one place and the books agree."""
-        waiting, running = [*self._waiting, *self.tiers.reading], self._running
-        ended = [seq for seq in self._in_flight if seq.status is SequenceStatus.FINISHED]
-        assert all(seq.status is SequenceStatus.RUNNING for seq in running)
-        assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
-        assert not any(seq.block_table for seq in waiting)
-        assert running == sorted(running, key=rank)
-        assert set(self._in_flight) <= {*running, *ended}
-        for seq, entries in self._in_flight.items():
-            assert 0 < len(entries) <= 1 + self._look_ahead
-            assert all(a.end == b.start for a, b in pairwise(entries))
-            if seq.status is SequenceStatus.RUNNING:
-                assert entries[0].start == seq.num_computed
-                assert len(seq.token_ids) >= entries[0].end
-        assert len(waiting) == len(self._waiting) + len(self.tiers.reading)
-        self.tiers.check_invariants()
-        assert len({*running, *waiting}) == len(running) + len(waiting)
-        assert {*running, *waiting} == set(self.sequences())
-        self._accounts.check_invariants(list(self._waiting.queued()), running)
-        holders = [*running, *ended]
-        self._admission.check_invariants(holders, self._limits.max_num_seqs)
-        self._blocks.check_invariants(holders)
+        check_scheduler(self)

@@ -7,7 +7,8 @@ A model of what a step costs, learned from steps as they are measured:
 
 Its coefficients are never negative. Older steps count less, and each kind of step (answers only,
 prompts only, both) forgets by itself, so that an hour without prompts does not unlearn what one
-costs. Imports no torch and knows neither sequences nor blocks.
+costs. Steps of the other kinds make it fade only, so that newer ones of its own outweigh
+it. Imports no torch and knows neither sequences nor blocks.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ from appliance.engine.plan import StepLoad
 from appliance.engine.policy import DECODE_SLOWDOWN, MIN_PROMPT_ROWS
 
 _SIZE = 6  # coefficients
-_FORGET = 1 - 1 / 64  # what is left of the weight of a step when the next one of its kind comes
+_FORGET = 1 - 1 / 48  # what is left of the weight of a step when the next one of its kind comes
+_FADE = 1 - 1 / 128  # and when one of another kind comes
 _CONTEXT = 1024.0  # tokens in one unit of context, so that all features are of like size
 _OUTLIER = 3.0  # a step that took more than this many times what was expected counts as if so many
 _TRUSTED = 8  # steps of a kind before outliers are told by them
 _SWEEPS = 8  # of coordinate descent
 _FIT_EVERY = 8  # steps
+# How much better a coefficient must explain than the others to be believed: of what costs the
+# same in many steps, the number of rows is the likelier reason than that there are some.
+_DOUBT = (0.0, 0.0, 0.01, 0.02, 0.0, 0.02)
+_PROMPTS, _BOTH = (False, True), (True, True)  # kinds: answers in a step? prompts?
+_YOUNG = 64  # steps in which it is fitted whenever it is asked: to fit takes longer than to plan
 
 
 def _features(load: StepLoad) -> tuple[float, ...]:
@@ -49,6 +56,7 @@ class _Moments:
     )
     targets: list[float] = field(default_factory=lambda: [0.0] * _SIZE)
     count: int = 0
+    last: int = 0  # number of the latest step of this kind
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
         # Errors are taken relative to the time of a step, so that short ones count as long ones.
@@ -76,7 +84,8 @@ class StepBudget:
         self._min_rows = min_rows
         self._coefficients = [0.0] * _SIZE
         self._kinds: dict[tuple[bool, bool], _Moments] = {}
-        self._num_new = 0  # steps since the last fit
+        self._num_steps = 0
+        self._num_new = 0  # of these since the last fit
         self._most_rows = min_rows  # that were seen beside answers
 
     def observe(self, load: StepLoad, seconds: float) -> None:
@@ -93,7 +102,9 @@ class StepBudget:
         if moments.count >= _TRUSTED:
             seconds = min(seconds, _OUTLIER * max(self.seconds(load), 1e-6))
         moments.add(_features(load), seconds)
-        if all(kind):
+        self._num_steps += 1
+        moments.last = self._num_steps
+        if kind == _BOTH:
             self._most_rows = max(self._most_rows, load.prompt_rows)
         self._num_new += 1
         if self._num_new >= _FIT_EVERY:
@@ -113,7 +124,7 @@ class StepBudget:
         """
         if not self._kinds:
             return sys.maxsize
-        if self._num_new:
+        if self._num_new and self._num_steps < _YOUNG:
             self._fit()
         base = self.seconds(StepLoad(num_answers, context))
         *_, fixed, linear, work = self._coefficients
@@ -138,17 +149,21 @@ class StepBudget:
     def _fit(self) -> None:
         """Least squares over the kinds, by coordinate descent from the last solution on."""
         self._num_new = 0
-        kinds = self._kinds.values()
-        products = [
-            [sum(values) for values in zip(*rows, strict=True)]
-            for rows in zip(*(kind.products for kind in kinds), strict=True)
-        ]
-        targets = [sum(values) for values in zip(*(k.targets for k in kinds), strict=True)]
+        products = [[0.0] * _SIZE for _ in range(_SIZE)]
+        targets = [0.0] * _SIZE
+        both = self._kinds.get(_BOTH)
+        for kind, moments in self._kinds.items():
+            if kind == _PROMPTS and both is not None and both.count >= _TRUSTED:
+                continue  # rows cost less where there are many of them than beside answers
+            weight = _FADE ** (self._num_steps - moments.last)
+            rows = (*moments.products, moments.targets)
+            for total, row in zip((*products, targets), rows, strict=True):
+                total[:] = [one + weight * other for one, other in zip(total, row, strict=True)]
         found = self._coefficients
         for _ in range(_SWEEPS):
-            # What grows with rows explains before what does not.
             for index in (4, 1, 5, 2, 0, 3):
                 row, own = products[index], products[index][index]
                 if own > 0:
                     rest = targets[index] - sum(map(float.__mul__, row, found))
-                    found[index] = max(0.0, found[index] + rest / own)
+                    value = found[index] + rest / own
+                    found[index] = max(0.0, value / (1 + _DOUBT[index]))

@@ -1,6 +1,6 @@
-"""How a step's prompt rows are divided: in turns, by priority and owner. Imports no torch.
+"""How many rows of a step prompts get, and which: in turns, by priority and owner.
 
-Whose turn it is and how large one may be says `policy`.
+Imports no torch. Whose turn it is and how large one may be says `policy`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,95 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from appliance.engine.policy import TURNS, turn
+from appliance.engine.step_budget import StepBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from appliance.engine.admission import Admission
+    from appliance.engine.block_manager import BlockManager
+    from appliance.engine.draft import Draft
     from appliance.engine.fairness import Account, Accounts
     from appliance.engine.sequence import Sequence
     from appliance.engine.waiting import Lane
+
+
+class PromptTurns:
+    """The part of planning that is about prompts, those that run and those that may start.
+
+    Args:
+        admission: lets waiting sequences start.
+        blocks: the KV cache's books.
+        accounts: of all owners.
+        extend: gives a running sequence rows, as many as fit, at the cost of others.
+
+    Attributes:
+        budget: how many rows there are beside answers.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        blocks: BlockManager,
+        accounts: Accounts,
+        extend: Callable[[Sequence, int, Draft], None],
+    ) -> None:
+        self.budget = StepBudget()
+        self._admission = admission
+        self._blocks = blocks
+        self._accounts = accounts
+        self._extend = extend
+
+    def plan(
+        self,
+        prompts: list[tuple[Sequence, int]],
+        draft: Draft,
+        running: list[Sequence],
+        now: float,
+    ) -> None:
+        """Give rows to prompts.
+
+        Args:
+            prompts: running sequences in the order of rank, each with the rows it wants.
+            draft: the step, with the rows of all answers in it.
+            running: all running sequences in the order of rank; those that start are added.
+            now: monotonic seconds.
+        """
+        admission = self._admission
+        lanes = admission.waiting.lanes() if admission.has_slots else ()
+        if not (prompts or lanes):
+            return
+        rows = self._rows(prompts, draft)
+        admission.begin_step()
+        given = share_rows(
+            rows,
+            lines_of(prompts, lanes, self._accounts),
+            lambda lane: admission.start(lane, draft, running, now),
+        )
+        wanted = dict(prompts)
+        for sequence, num_tokens in given.items():
+            if sequence not in wanted:
+                copies = self._blocks.allocate(sequence, num_tokens)
+                assert copies is not None, "started without the blocks for it"
+                draft.add(sequence, num_tokens, copies)
+        for sequence in wanted:
+            if sequence in given:
+                self._extend(sequence, given[sequence], draft)
+        # Where someone lacked blocks, those who have some go on, or nobody would ever free any.
+        rows -= sum(given[sequence] for sequence in given if sequence in draft.entries)
+        for sequence, num_left in prompts:
+            if rows and sequence not in draft.entries:
+                self._extend(sequence, min(rows, num_left), draft)
+                rows -= draft.num_rows(sequence)
+        self._accounts.refund(given, draft.entries)
+
+    def _rows(self, prompts: list[tuple[Sequence, int]], draft: Draft) -> int:
+        """Rows that prompts may have in this step."""
+        if not draft.entries:
+            return draft.budget
+        context = sum([entry.start for entry in draft.entries.values()])
+        start = max([sequence.num_computed for sequence, _ in prompts], default=0)
+        return min(draft.budget, self.budget.prompt_rows(len(draft.entries), context, start))
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,7 @@ CHUNKS = "appliance.chunks"
 _BACKLOG = 512
 # Bytes that may lie unsent in the kernel, and again as many before it. What reads slowly is given
 # less, as with a dashboard's feed, only if it is seen to: by default megabytes fit in between.
-_UNSENT_BYTES = 16 * 1024
+_UNSENT_BYTES = 4 * 1024
 
 
 def bind(config: ServerConfig) -> socket.socket:

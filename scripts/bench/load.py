@@ -47,6 +47,7 @@ class Endpoint:
 class Answer:
     """One request as its client saw it, in seconds; a chunk is an event that carries text."""
 
+    begin: float = 0.0  # when it was sent, by `time.perf_counter`
     first_token: float = 0.0
     gaps: list[float] = field(default_factory=list)
     total: float = 0.0
@@ -211,7 +212,7 @@ def _answer(transcript: _Transcript, max_tokens: int) -> Answer:
     if (status := transcript.status()) != 200:
         body = b"".join(data for _, data in transcript.body())
         raise LoadError(f"{status}: {body[:500]!r}")
-    answer = Answer(total=transcript.seconds())
+    answer = Answer(begin=transcript.begin, total=transcript.seconds())
     last = transcript.begin
     for moment, data in transcript.events():
         if data == b"[DONE]":

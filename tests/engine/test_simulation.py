@@ -21,7 +21,7 @@ def test_every_request_gets_the_right_answer_whatever_happens(
     assert seen["steps"] >= STEPS
     for name in ("preempted", "failed steps", "evictions", "tokens from the cache", "refused"):
         assert seen[name] >= 10, f"the loads hardly touch something: {seen}"
-    for reason in ("stop", "length", "abort", "error"):
+    for reason in ("stop", "length", "abort", "error", "timeout"):
         assert seen[f"ended: {reason}"] >= 50
 
 
@@ -30,7 +30,7 @@ def test_a_script_runs_the_same_each_time(caplog: pytest.LogCaptureFixture) -> N
     runs = [Simulation(script_of(seed=3, era=5)) for _ in range(2)]
     assert runs[0].run() == runs[1].run()
     assert runs[0].seen == runs[1].seen
-    assert runs[0].now == runs[1].now
+    assert runs[0].clock == runs[1].clock
 
 
 def test_a_failure_is_found_again_and_cut_down_to_a_few_events(

@@ -163,7 +163,7 @@ async def test_a_task_is_shown_with_stage_part_loss_and_time_until_it_ends(
             )  # fmt: skip
             await tasks.get_by_text("left").wait_for()
             assert await tasks.inner_text() == (
-                "quantize <tiny>\nquantizing · 62.5 % · 3 of 6 · layer 2 · loss 0.0123"
+                "quantize <tiny>\nquantizing · 62.5 % · layer 2 · 3 of 6 · loss 0.0123"
                 " · 1:02:03 left"
             )
             assert await page.locator("progress").get_attribute("value") == "0.625"

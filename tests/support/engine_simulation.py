@@ -12,21 +12,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from load_script import EOS, VOCAB, Event, Script, Setting, ends
-from virtual_runner import DeviceLostError, VirtualRunner, content_of, next_token
+from virtual_runner import Clock, DeviceLostError, VirtualRunner, content_of, next_token
 
 from appliance.engine.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import EngineInfo
 from appliance.engine.open_pages import num_open_pages
+from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
     from appliance.engine.messages import SequenceDelta
     from appliance.engine.request import Request
 
-STEP_SECONDS = 0.01
 PATIENCE = 300  # steps in which nobody gets a token
 
 
@@ -37,6 +38,7 @@ class Choice:
     request: Request
     index: int
     last: int  # content of the slot before the next token
+    arrival: float
     num_tokens: int = 0  # of the answer
     reason: FinishReason | None = None
 
@@ -68,7 +70,7 @@ class Simulation:
             setting.block_size,
             plans=1 + setting.depth,
         )
-        self.now = 0.0
+        self.clock = Clock()
         self.moved = 0  # the last step in which anybody got a token
         self.live: dict[tuple[str, int], Choice] = {}
         self.blocks = BlockManager(
@@ -78,7 +80,16 @@ class Simulation:
             num_open=num_open if setting.sealed else 0,
         )
         look_ahead = setting.depth > 0
-        self.scheduler = Scheduler(self.blocks, limits, (EOS,), look_ahead=look_ahead)
+        sizes = TierSizes(
+            block_bytes=8,
+            open_bytes=8 if setting.sealed else 0,
+            host_bytes=8 * setting.host_blocks,
+            keeps_evicted=setting.host_keeps_evicted,
+        )
+        # To move a block takes as long as to compute so many tokens.
+        rates = Rates(prefill=1.0, moves=8.0 / setting.tokens_per_move)
+        tiers = Tiers(self.blocks, sizes, rates)
+        self.scheduler = Scheduler(self.blocks, limits, (EOS,), look_ahead=look_ahead, tiers=tiers)
         self.runner = VirtualRunner(
             self.blocks,
             vocab_size=VOCAB,
@@ -86,9 +97,10 @@ class Simulation:
             sealed=setting.sealed,
             depth=setting.depth,
             noise=random.Random(self.script.noise),
+            clock=self.clock,
         )
         self.engine = LLMEngine(
-            self.scheduler, self.runner, engine_info(setting), clock=lambda: self.now
+            self.scheduler, self.runner, engine_info(setting), clock=self.clock.read
         )
 
     def run(self) -> int:
@@ -113,7 +125,7 @@ class Simulation:
         return self.engine.stats().steps_total
 
     def happen(self, event: Event) -> None:
-        self.now += event.seconds
+        self.clock.now += event.seconds
         if event.fault:
             self.runner.fault = event.fault
         if event.arrives is not None:
@@ -144,18 +156,16 @@ class Simulation:
         for token in request.prompt_token_ids:
             last = content_of(request.cache_salt, last, token)
         for index in range(request.sampling.n):
-            self.live[request.request_id, index] = Choice(request, index, last)
+            choice = Choice(request, index, last, self.clock.now)
+            self.live[request.request_id, index] = choice
 
     def step(self) -> bool:
         """Whether anybody got a token, or ended."""
-        before = self.runner.rows
         try:
             report = self.engine.step()
         except DeviceLostError:
             self.seen["failed steps"] += 1
             return False
-        finally:
-            self.now += STEP_SECONDS * (1 + 0.1 * (self.runner.rows - before))
         for delta in report.deltas:
             self.receive(delta)
         return bool(report.deltas)
@@ -173,8 +183,9 @@ class Simulation:
             over = over or length >= self.script.setting.max_tokens
             assert over == (delta.finish_reason is not None), "it ends where it should not"
         if delta.finish_reason is not None:
-            expected = FinishReason.ERROR if delta.error else delta.finish_reason
-            assert delta.finish_reason is expected
+            assert (delta.finish_reason is FinishReason.ERROR) == (delta.error is not None)
+            is_late = delta.expired or delta.finish_reason is FinishReason.TIMEOUT
+            assert not is_late or self.clock.now >= choice.arrival + first_limit(request)
             self.end(choice, delta.finish_reason)
 
     def end(self, choice: Choice, reason: FinishReason) -> None:
@@ -194,6 +205,10 @@ class Simulation:
         self.seen["preempted"] += stats.preemptions_total
         self.seen["tokens from the cache"] += stats.prefix_hits_total
         self.seen["evictions"] += self.blocks.num_evictions
+        self.seen["swapped"] += stats.swaps_total
+        self.seen["blocks out to the host"] += stats.swapped_out_total
+        self.seen["blocks back from the host"] += stats.swapped_in_total
+        self.seen["tokens from the host"] += stats.prefix_hits_host_total
 
 
 def engine_info(setting: Setting) -> EngineInfo:
@@ -217,3 +232,9 @@ def engine_info(setting: Setting) -> EngineInfo:
         load_seconds=0.0,
         fingerprint="",
     )
+
+
+def first_limit(request: Request) -> float:
+    """Seconds before which a request's time cannot be over."""
+    limits = (request.timeout, request.max_queue_seconds)
+    return min(limit for limit in limits if limit is not None)

@@ -32,6 +32,9 @@ class Setting:
     prefix_caching: bool
     sealed: bool
     depth: int
+    host_blocks: int
+    host_keeps_evicted: bool
+    tokens_per_move: int
 
     @property
     def num_slots(self) -> int:
@@ -117,7 +120,7 @@ def _setting(rng: random.Random) -> Setting:
     block_size = rng.choice([1, 2, 4, 4, 8, 16])
     max_num_seqs = rng.choice([1, 2, 3, 4, 6])
     length = rng.choice([24, 48, 80])  # what one sequence comes to at most
-    slots = int(length * rng.choice([0.8, 1.0, 2.0, 4.0]))
+    slots = int(length * rng.choice([0.8, 1.0, 1.5, 3.0]))
     return Setting(
         num_blocks=max(2, -(-slots // block_size)),
         block_size=block_size,
@@ -127,6 +130,9 @@ def _setting(rng: random.Random) -> Setting:
         prefix_caching=rng.random() < 0.85,
         sealed=rng.random() < 0.3,
         depth=rng.choice([0, 0, 1]),
+        host_blocks=rng.choice([0, 4, 20, 100]),
+        host_keeps_evicted=rng.random() < 0.5,
+        tokens_per_move=rng.choice([1, 1, 1000]),
     )
 
 
@@ -176,4 +182,6 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=salt,
         owner=rng.choice(OWNERS),
+        timeout=rng.choice([None, None, None, None, 0.2, 1.0, 4.0]),
+        max_queue_seconds=rng.choice([None, None, None, 0.3, 3.0]),
     )

@@ -8,6 +8,7 @@ sequence's tokens should have left there: a wrong, stale, missing or shared bloc
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,11 +17,23 @@ from appliance.engine.sampler import Sampled
 
 if TYPE_CHECKING:
     from appliance.engine.block_manager import BlockManager
-    from appliance.engine.plan import Plan, ScheduledSequence
+    from appliance.engine.plan import BlockMove, Plan, ScheduledSequence
     from appliance.engine.sequence import Sequence
 
+STEP_SECONDS, ROW_SECONDS = 0.01, 0.001
 JUNK = -1
 BROKEN = Sampled(error="the virtual model broke", broken=True)
+
+
+@dataclass(slots=True)
+class Clock:
+    """Time as the simulation has it, in seconds."""
+
+    now: float = 0.0
+
+    def read(self) -> float:
+        """See `time.monotonic`."""
+        return self.now
 
 
 class DeviceLostError(Exception):
@@ -57,6 +70,7 @@ class VirtualRunner:
         sealed: whether tokens lie in open pages until their block is full.
         depth: plans in flight when the next one is launched.
         noise: decides what a failing step leaves behind.
+        clock: goes on with each step.
 
     Attributes:
         fault: what goes wrong next: "memory", "launch", "collect" or "nan"; empty is nothing.
@@ -75,6 +89,7 @@ class VirtualRunner:
         sealed: bool,
         depth: int,
         noise: random.Random,
+        clock: Clock,
     ) -> None:
         self.depth = depth
         self.fault = ""
@@ -85,6 +100,7 @@ class VirtualRunner:
         self._max_rows = max_rows
         self._sealed = sealed
         self._noise = noise
+        self._clock = clock
         self._slots = [JUNK] * blocks.num_slots
         self._pages: dict[int, list[int]] = {}
         self._truth: dict[Sequence, list[int]] = {}  # contents that a sequence's tokens leave
@@ -106,7 +122,11 @@ class VirtualRunner:
             tokens = [] if scheduled.follows else sequence.token_ids[start:end]
             assert len(tokens) == (0 if scheduled.follows else scheduled.num_tokens)
             entries.append(_Entry(scheduled, table, pages, tokens))
-        if self.fault in ("memory", "launch"):
+        fails = self.fault in ("memory", "launch")
+        for move in plan.saves:
+            if not fails or self._noise.random() < 0.5:
+                move.held.content = self._content_of(move)
+        if fails:
             self._scribble(plan, entries)
             fault, self.fault = self.fault, ""
             raise MemoryError("no memory") if fault == "memory" else DeviceLostError("launch")
@@ -115,11 +135,14 @@ class VirtualRunner:
     def collect(self) -> list[Sampled]:
         """See `Runner`."""
         plan, entries = self._flight.popleft()
+        self._clock.now += STEP_SECONDS + ROW_SECONDS * plan.num_tokens
         if self.fault == "collect":
             self._scribble(plan, entries)
             self.fault = ""
             raise DeviceLostError("collect")
         self._copy(plan)
+        for move in plan.loads:
+            self._load(move)
         sampled = {}
         for entry in entries:
             last = self._run(entry)
@@ -159,6 +182,21 @@ class VirtualRunner:
             slots[to : to + size] = slots[origin : origin + size]
             if self._sealed:
                 self._pages[copy.open_destination] = list(self._page(copy.open_source))
+
+    def _content_of(self, move: BlockMove) -> bytes:
+        first = move.block * self._size
+        parts = self._slots[first : first + self._size]
+        if move.open_page >= 0:
+            parts = parts + self._page(move.open_page)
+        return array("q", parts).tobytes()
+
+    def _load(self, move: BlockMove) -> None:
+        parts = array("q", bytes(move.held.read())).tolist()
+        first = move.block * self._size
+        self._slots[first : first + self._size] = parts[: self._size]
+        if move.open_page >= 0:
+            assert len(parts) == 2 * self._size, "an open page was not saved with its block"
+            self._pages[move.open_page] = parts[self._size :]
 
     def _page(self, page: int) -> list[int]:
         return self._pages.setdefault(page, [JUNK] * self._size)
@@ -207,6 +245,9 @@ class VirtualRunner:
             if noise.random() < 0.5:
                 first = copy.destination * self._size
                 self._slots[first : first + self._size] = [JUNK] * self._size
+        for move in plan.loads:
+            if noise.random() < 0.5:
+                self._load(move)
         for entry in entries:
             if noise.random() < 0.5:
                 for position in range(entry.scheduled.start, entry.scheduled.end):

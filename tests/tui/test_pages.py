@@ -199,7 +199,7 @@ async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) 
         "93%",
         "20.0 GiB",
         "312 W  71 °C",
-        "held down: power cap",
+        "limit: power cap",
         "2,520 MHz",
         "0.42 J/token",
         "silent",

@@ -1,76 +1,213 @@
-"""Every page as it looks, compared with what was approved: delete a file to approve it anew."""
+"""Every screen as it looks, compared with what was approved: delete a file to approve it anew.
+
+The smallest size is kept with its colours too: below the text a letter for the style of each cell.
+"""
 
 from __future__ import annotations
 
+import re
+import string
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 
-from appliance.events import Log, LogLine, Machine, QualityFact
+from appliance.events import Event, Gpu, Info, Job, Log, LogLine, Machine, QualityFact
 from appliance.stats import StepView
+from appliance.tui.display import Colors, Display
 from tests.tui.conftest import INFO, STATS, Answer, EventServer, page, sequence, sequences, snapshot
-from tests.tui.piloting import CELLS, LARGE, SMALL, dashboard, screen_text, shown
+from tests.tui.piloting import CELLS, LARGE, SMALL, TRUECOLOR, dashboard, screen_text, shown
 from tests.tui.test_controls import TABLE
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from rich.style import Style
+
     from appliance.tui.app import DashboardApp
 
 APPROVED = Path(__file__).parent / "snapshots"
 HUGE = (240, 67)
-PAGES = {"1": "overview", "2": "map", "3": "requests", "4": "model", "5": "log", "?": "help"}
+SIZES = pytest.mark.parametrize(
+    "size", [SMALL, LARGE, HUGE], ids=lambda size: "x".join(map(str, size))
+)
 MACHINE = Machine(
     cpu_cores=16, cpu_used=5.5, engine_rss_bytes=3 * 2**30, api_rss_bytes=2**27,
     memory_total_bytes=64 * 2**30, memory_available_bytes=20 * 2**30,
 )  # fmt: skip
-ALL = Answer(
-    (
-        msgspec.structs.replace(
-            INFO,
-            memory_bytes=8 * 2**30,
-            workspace_bytes=2**28,
-            quality=(QualityFact(name="perplexity", value=11.53, note="WikiText"),),
-        ),
-        snapshot(CELLS),
-        sequences(
-            sequence(1, tokens_per_second=12.5, computed_tokens=1300),
-            sequence(2, owner="codex", output_tokens=9),
-            sequence(0, "waiting", request_id="cmpl-next", blocks=0, prompt_tokens=300),
-        ),
-        Log(lines=(LogLine(time=0.0, level="ERROR", source="engine", message="out of luck"),)),
-        msgspec.structs.replace(
-            STATS, machine=MACHINE, steps=(StepView(1, 384, 2, 3, 0.02), StepView(2, 0, 3, 3, 0.01))
-        ),
-    )
+GPU = Gpu(
+    name="RTX 4090", utilization=0.93, memory_used_bytes=20 * 2**30,
+    memory_total_bytes=24 * 2**30, power_watts=312.0, power_limit_watts=450.0,
+    temperature_celsius=71.0, sm_clock_mhz=2520, throttled=("power cap",), joules_per_token=0.42,
+)  # fmt: skip
+JOB = Job(
+    name="quantize Qwen3-8B", stage="quantizing", done=3, total=36, seconds_left=75.0,
+    part="layer 2", parts_done=4, parts_total=38, loss=0.01234,
+)  # fmt: skip
+STEPS = (StepView(1, 384, 2, 3, 0.02), StepView(2, 0, 3, 3, 0.01))
+NUMBERS = msgspec.structs.replace(STATS, machine=MACHINE, steps=STEPS)
+ALL: tuple[Event, ...] = (
+    msgspec.structs.replace(
+        INFO,
+        memory_bytes=8 * 2**30,
+        workspace_bytes=2**28,
+        quality=(QualityFact(name="perplexity", value=11.53, note="WikiText"),),
+    ),
+    snapshot(CELLS),
+    sequences(
+        sequence(1, tokens_per_second=12.5, computed_tokens=1300),
+        sequence(2, owner="codex", output_tokens=9),
+        sequence(0, "waiting", request_id="cmpl-next", blocks=0, prompt_tokens=300),
+    ),
+    Log(lines=(LogLine(time=0.0, level="ERROR", source="engine", message="out of luck"),)),
+    NUMBERS,
+)
+WITH_GPU: tuple[Event, ...] = (
+    *ALL,
+    JOB,
+    msgspec.structs.replace(NUMBERS, machine=msgspec.structs.replace(MACHINE, gpus=(GPU,))),
+)
+FOREIGN: tuple[Event, ...] = (
+    Info(protocol=0, version="", model="Qwen/Qwen3-8B", state="ready", context_length=0),
+    STATS,
 )
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE, HUGE], ids=lambda size: "x".join(map(str, size)))
-@pytest.mark.parametrize("key", PAGES, ids=PAGES.get)
-async def test_a_page_looks_as_approved(
-    event_server: EventServer, monkeypatch: pytest.MonkeyPatch, key: str, size: tuple[int, int]
+@dataclass(frozen=True)
+class Screen:
+    """One to look at: the keys that lead there from the one before it."""
+
+    name: str
+    keys: str
+    changes: dict[str, object] = field(default_factory=dict)  # of how the person looks
+
+
+SCREENS = (
+    Screen("overview", "1"),
+    Screen("requests", "3"),
+    Screen("filter", "slash c o d e x enter"),
+    Screen("model", "4"),
+    Screen("log", "5"),
+    Screen("help", "question_mark"),
+    Screen("request", "escape 3 escape"),
+    Screen("detail", "tab"),
+    Screen("abort", "x"),
+    Screen("map", "escape 2"),
+    Screen("state", "c"),
+    Screen("references", "c"),
+    Screen("precision", "c"),
+    Screen("zoomed", "c c plus plus plus plus plus plus", {"cursor": 1030}),
+)
+
+
+@SIZES
+async def test_every_screen_looks_as_approved(
+    event_server: EventServer, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr("appliance.tui.widgets.log.time.localtime", lambda when: (0,) * 9)
-    path = "/admin/v1/sequences/chatcmpl-1/0/blocks"
-    event_server.pages[path] = page(msgspec.json.encode(TABLE))
-    async with dashboard(event_server, size, ALL) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats)
-        await pilot.press("question_mark" if key == "?" else key)
-        if key == "2":
-            await pilot.press("tab")
-            await shown(app, pilot, lambda: app.state.table)
-        await shown(app, pilot)
-        await pilot.pause(0.1)
-        look = text_of(app).replace(event_server.url, "http://127.0.0.1:8080".ljust(20))
-    approved = APPROVED / f"{PAGES[key]}-{'x'.join(map(str, size))}.txt"
-    if not approved.exists():
-        approved.parent.mkdir(exist_ok=True)
-        approved.write_text(look)
-        pytest.fail(f"{approved.name} was not there: look at it, then run again")
-    assert look == approved.read_text()
+    found = [one async for one in Tour(event_server, monkeypatch, ALL).looks(size, SCREENS)]
+    check(found, size)
 
 
-def text_of(app: DashboardApp) -> str:
-    """The screen without spaces at the ends of lines."""
-    return "\n".join(line.rstrip() for line in screen_text(app).splitlines()) + "\n"
+@SIZES
+@pytest.mark.parametrize(
+    ("events", "screens", "display"),
+    [
+        (WITH_GPU, (Screen("gpu", "1"), Screen("task", "4")), TRUECOLOR),
+        (FOREIGN, (Screen("foreign", "1"),), TRUECOLOR),
+        (ALL, (Screen("letters", "1"), Screen("letters-focus", "3 tab")), Display(Colors.NONE)),
+    ],
+    ids=["gpu", "foreign", "letters"],
+)
+async def test_other_servers_and_terminals_look_as_approved(
+    event_server: EventServer,
+    monkeypatch: pytest.MonkeyPatch,
+    size: tuple[int, int],
+    events: tuple[Event, ...],
+    screens: tuple[Screen, ...],
+    display: Display,
+) -> None:
+    tour = Tour(event_server, monkeypatch, events, display)
+    check([one async for one in tour.looks(size, screens)], size)
+
+
+class Tour:
+    """A walk through the dashboard of one server."""
+
+    def __init__(
+        self,
+        server: EventServer,
+        monkeypatch: pytest.MonkeyPatch,
+        events: tuple[Event, ...],
+        display: Display = TRUECOLOR,
+    ) -> None:
+        monkeypatch.setattr("appliance.tui.widgets.log.time.localtime", lambda when: (0,) * 9)
+        server.pages["/admin/v1/sequences/chatcmpl-1/0/blocks"] = page(msgspec.json.encode(TABLE))
+        self._server, self._answer, self._display = server, Answer(events), display
+
+    async def looks(
+        self, size: tuple[int, int], screens: tuple[Screen, ...]
+    ) -> AsyncIterator[tuple[str, str]]:
+        """Name and look of each screen in turn."""
+        async with dashboard(self._server, size, self._answer, display=self._display) as opened:
+            app, pilot = opened
+            await shown(app, pilot, lambda: app.state.stats)
+            for screen in screens:
+                await pilot.press(*screen.keys.split())
+                if screen.changes:
+                    app.change(**screen.changes)
+                if app.look.focus is not None:
+                    await shown(app, pilot, lambda: app.state.table)
+                await shown(app, pilot)
+                await pilot.pause(0.1)
+                yield screen.name, self._look(app, with_styles=size == SMALL)
+
+    def _look(self, app: DashboardApp, *, with_styles: bool) -> str:
+        text = screen_text(app).replace(self._server.url, "http://127.0.0.1:8080".ljust(20))
+        text = re.sub(r"changed \d[^│]*", lambda found: "changed".ljust(len(found[0])), text)
+        lines = [line.rstrip() for line in text.splitlines()]
+        return "\n".join([*lines, *(styles_of(app) if with_styles else ())]) + "\n"
+
+
+def styles_of(app: DashboardApp) -> Iterator[str]:
+    """The screen with a letter for the style of each cell, and below it what they stand for."""
+    letters: dict[str, str] = {}
+    alphabet = iter(string.ascii_letters + string.digits)
+    for strip in app.screen._compositor.render_strips():
+        line = ""
+        for segment in strip:
+            # Of a space only the background is seen.
+            style = described(segment.style, inked=bool(segment.text.strip()))
+            if style not in letters:
+                letters[style] = next(alphabet)
+            line += letters[style] * segment.cell_length
+        yield line
+    yield from (f"{letter} {style}" for style, letter in letters.items())
+
+
+def described(style: Style | None, *, inked: bool) -> str:
+    """A style in words."""
+    assert style is not None
+    ground = style.bgcolor.name if style.bgcolor else "nothing"
+    if not inked and not style.reverse:
+        return f"on {ground}"
+    words = [style.color.name if style.color else "plain", "on", ground]
+    words += [word for word in ("bold", "reverse") if getattr(style, word)]
+    return " ".join(words)
+
+
+def check(looks: list[tuple[str, str]], size: tuple[int, int]) -> None:
+    """Compare with the approved ones; what was never approved is written, and must be looked at."""
+    new, other = [], []
+    for name, look in looks:
+        approved = APPROVED / f"{name}-{'x'.join(map(str, size))}.txt"
+        if not approved.exists():
+            approved.parent.mkdir(exist_ok=True)
+            approved.write_text(look)
+            new.append(approved.name)
+        elif look != approved.read_text():
+            other.append((look, approved))
+    assert not new, f"{new} were not there: look at them, then run again"
+    for look, approved in other:
+        assert look == approved.read_text(), approved.name

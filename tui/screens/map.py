@@ -25,9 +25,9 @@ class MapPage(Page):
     """Looks at single blocks."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("plus,equals_sign", "app.zoom(1)", "Closer", key_display="+"),
-        Binding("minus", "app.zoom(-1)", "Farther", key_display="-"),
-        Binding("left,h", "app.move(-1, 0)", "Cursor", key_display="←↓↑→"),
+        Binding("plus,equals_sign", "app.zoom(1)", "Zoom", key_display="+ -"),
+        Binding("minus", "app.zoom(-1)", "Farther", show=False),
+        Binding("left,h", "app.move(-1, 0)", "Left", show=False),
         Binding("right,l", "app.move(1, 0)", "Right", show=False),
         Binding("up,k", "app.move(0, -1)", "Up", show=False),
         Binding("down,j", "app.move(0, 1)", "Down", show=False),

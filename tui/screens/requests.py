@@ -17,6 +17,8 @@ from appliance.tui.widgets.requests import RequestTable
 if TYPE_CHECKING:
     from textual.app import ComposeResult
 
+    from appliance.tui.view import View
+
 
 class Filter(Input):
     """One line to type what the table must contain."""
@@ -41,6 +43,9 @@ class RequestsPage(Page):
         Binding("r", "app.reverse_sort", "Reverse", show=False),
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("x", "app.abort", "Abort"),
+        # Not shown here: narrow terminals have no room for all.
+        Binding("c", "app.next_mode", "Colours", show=False),
+        Binding("left_square_bracket", "app.rewind(5)", "Back", show=False),
     ]
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012  (typed by Textual)
         (0, "-tiny"), (MIN_WIDTH, "-narrow"), (152, "-wide"),
@@ -55,17 +60,24 @@ class RequestsPage(Page):
         }}
         Filter.-used, Filter:focus {{ display: block; }}
         StatusLine {{ display: none; }}
-        &.-narrow RequestDetail {{ display: none; }}
+        &.-narrow #body {{ layout: vertical; }}
+        &.-narrow RequestDetail {{ width: 100%; height: 12; display: none; }}
+        &.-narrow.-focused RequestDetail {{ display: block; }}
     }}
     """
 
     def body(self) -> ComposeResult:
-        """The table, the detail beside it, and the filter below."""
-        with Horizontal():
+        """The table, the detail beside it or below, and the filter."""
+        with Horizontal(id="body"):
             with Vertical():
                 yield RequestTable()
                 yield Filter(placeholder="filter: id, key, state, model", id="filter")
             yield RequestDetail()
+
+    def paint(self, view: View, *, panels: bool = True) -> None:
+        """Show another view; a narrow terminal has the detail only while there is any."""
+        self.set_class(view.focused is not None, "-focused")
+        super().paint(view, panels=panels)
 
     def action_filter(self) -> None:
         """Let the person type."""

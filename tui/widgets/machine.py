@@ -86,7 +86,5 @@ def gpu_lines(gpu: Gpu, width: int) -> list[Text]:
     clock = "-" if gpu.sm_clock_mhz is None else f"{gpu.sm_clock_mhz:,} MHz"
     held = ", ".join(gpu.throttled)
     color = palette.WARNING if held else palette.TEXT
-    lines.append(
-        pair("clock", clock, width, note=f"held down: {held}" if held else "", color=color)
-    )
+    lines.append(pair("clock", clock, width, note=f"limit: {held}" if held else "", color=color))
     return lines

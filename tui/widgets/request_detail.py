@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from appliance.tui.view import View
 
 
+_WIDE = 70  # cells; enough for two columns
+
+
 class RequestDetail(Panel):
     """Names and numbers; the prompt only where the server was started to show it."""
 
@@ -31,24 +34,33 @@ class RequestDetail(Panel):
         slots = one.blocks * info.block_size if info else 0
         held = min(slots, one.computed_tokens)
         each = info.kv_bytes / info.num_blocks if info and info.num_blocks else 0
-        lines = [
-            *wrapped(one.request_id, width, f"bold {palette.BRIGHT}"),
-            pair("choice", str(one.index), width),
-            pair("key", one.owner or "-", width),
-            pair("model", one.model or (info.model if info else "-"), width),
-            pair("state", one.status, width, color=HEADLINE),
-            pair("age", numbers.clock(one.age_seconds), width),
-            pair("prompt", numbers.count(one.prompt_tokens), width, note="tokens"),
-            pair("from the cache", numbers.count(one.cached_tokens), width, note="tokens"),
-            pair("generated", numbers.count(one.output_tokens), width, note="tokens"),
-            pair("tokens a second", numbers.rate(one.tokens_per_second), width),
-            pair("preempted", numbers.count(one.preemptions), width),
-            pair("blocks", numbers.count(one.blocks), width),
+        columns = 2 if width >= _WIDE else 1
+        room = width // columns - (columns - 1)
+        facts = [
+            pair("choice", str(one.index), room),
+            pair("key", one.owner or "-", room),
+            pair("model", one.model or (info.model if info else "-"), room),
+            pair("state", one.status, room, color=HEADLINE),
+            pair("age", numbers.clock(one.age_seconds), room),
+            pair("prompt", numbers.count(one.prompt_tokens), room, note="tokens"),
+            pair("from the cache", numbers.count(one.cached_tokens), room, note="tokens"),
+            pair("generated", numbers.count(one.output_tokens), room, note="tokens"),
+            pair("tokens a second", numbers.rate(one.tokens_per_second), room),
+            pair("preempted", numbers.count(one.preemptions), room),
+            pair("blocks", numbers.count(one.blocks), room),
         ]
         if slots and one.blocks:
-            lines.append(pair("of their slots in use", numbers.percent(held / slots), width))
+            facts.append(pair("of their slots in use", numbers.percent(held / slots), room))
         if each and one.blocks:
-            lines.append(pair("KV memory", numbers.size(round(each * one.blocks)), width))
+            facts.append(pair("KV memory", numbers.size(round(each * one.blocks)), room))
+        rows = -(-len(facts) // columns)
+        beside = [[fact] for fact in facts[:rows]]
+        for row, fact in zip(beside, facts[rows:], strict=False):
+            row.append(fact)
+        lines = [
+            *wrapped(one.request_id, width, f"bold {palette.BRIGHT}"),
+            *(Text("  ").join(row) for row in beside),
+        ]
         if one.prompt:
             lines += [Text(), *wrapped(one.prompt, width, palette.TEXT)]
         elif info is not None and not info.prompts_shown:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from appliance.tui.view import View
 
 _BAR = "━"
+_BAR_HEADING = "   cached, prompt, generated"
 _MIN_BAR = 16  # cells; narrower terminals have none
 
 
@@ -147,8 +148,8 @@ def _heading(view: View, width: int) -> Text:
         arrow = ("▲" if view.look.ascending else "▼") if chosen else ""
         color = palette.BRIGHT if chosen else palette.MUTED
         line.append(_fitted(column.sort.value + arrow, column), color)
-    if width - _width_of(columns) >= _MIN_BAR:
-        line.append("   cached, prompt, generated", palette.MUTED)
+    if width - _width_of(columns) >= max(_MIN_BAR, len(_BAR_HEADING)):
+        line.append(_BAR_HEADING, palette.MUTED)
     return line
 
 

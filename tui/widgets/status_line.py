@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from rich.text import Text
@@ -38,12 +39,17 @@ class StatusLine(Lines):
 
 
 def _load(stats: Stats) -> list[tuple[str, str]]:
+    gpus = stats.machine.gpus if stats.machine is not None else ()
+    use = [gpu.utilization for gpu in gpus if gpu.utilization is not None]
+    watts = [gpu.power_watts for gpu in gpus if gpu.power_watts is not None]
     return [
         (numbers.rate(stats.generation_tokens_per_second), "out/s"),
         (numbers.rate(stats.prompt_tokens_per_second), "in/s"),
         (numbers.count(stats.requests_running), "running"),
         (numbers.count(stats.requests_waiting), "waiting"),
         (numbers.percent(stats.engine.kv_usage), "KV"),
+        *([(f"{fmean(use):.0%}", "GPU")] if use else []),
+        *([(f"{sum(watts):.0f}", "W")] if watts else []),
     ]
 
 

@@ -17,6 +17,7 @@ from appliance.engine.block_loads import confirm_loads, load_blocks
 from appliance.engine.plan import BlockMove, HeldBlock
 from appliance.engine.policy import should_swap
 from appliance.engine.prefix_cache import Prefix
+from appliance.engine.rates import Rates
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.host_store import HostStore
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.engine.block_manager import BlockManager
-    from appliance.engine.rates import Rates
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
     from appliance.engine.tiers.write_behind import WriteBehind
@@ -107,6 +107,11 @@ class Tiers:
         self._saves: list[BlockMove] = []
         blocks.on_evict = self._evicted
 
+    @classmethod
+    def nowhere(cls, blocks: BlockManager) -> Tiers:
+        """No tiers: what leaves the cache is gone."""
+        return cls(blocks, TierSizes(block_bytes=1), Rates())
+
     @property
     def reading(self) -> tuple[Sequence, ...]:
         """Sequences that wait for the disk."""
@@ -117,7 +122,7 @@ class Tiers:
 
         If by recomputing, nothing is done.
         """
-        blocks, num_tokens = self._blocks, sequence.num_computed
+        blocks, num_tokens = self._blocks, self._blocks.num_held(sequence)
         num_full, num_last = divmod(num_tokens, blocks.block_size)
         last_room = self._last_room if num_last else 0
         num_bytes = (num_full + last_room) * self._sizes.block_bytes
@@ -147,7 +152,7 @@ class Tiers:
         self._blocks.extend_hashes(sequence, num_blocks)
         chain = sequence.block_hashes[:num_blocks]
         wanted = []
-        for content in chain[self._blocks.num_found(chain) :]:
+        for content in chain[len(self._blocks.index.find_full(chain)) :]:
             if self.host.get(content) is None:
                 if content not in self.disk:
                     break
@@ -175,7 +180,7 @@ class Tiers:
             self._kept.setdefault(sequence, _Kept()).hashes += job.hashes
             yield sequence
 
-    def num_held(self, sequence: Sequence) -> int:
+    def num_ready(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that were read or kept for it, outside the cache or not."""
         kept = self._kept.get(sequence)
         return 0 if kept is None else len(kept.hashes) * self._blocks.block_size
@@ -245,6 +250,10 @@ class Tiers:
             confirm_loads(self._blocks, sequence, loading.first)
             if loading.kept is not None:
                 self._release(loading.kept)
+
+    def is_loading(self, sequence: Sequence) -> bool:
+        """Whether a plan that is not committed yet brings some of a sequence's blocks."""
+        return sequence in self._loading
 
     def discard(self, sequence: Sequence) -> None:
         """The plan that was to load a sequence's blocks, if any was, does not run."""

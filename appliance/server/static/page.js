@@ -174,8 +174,8 @@ function showJobs() {
     const facts = [
       job.stage,
       job.total ? `${((100 * job.done) / job.total).toFixed(1)} %` : "",
-      job.parts_total ? `${job.parts_done} of ${job.parts_total}` : "",
       job.part,
+      job.parts_total ? `${job.parts_done} of ${job.parts_total}` : "",
       job.loss === null ? "" : `loss ${Number(job.loss.toPrecision(3))}`,
       job.seconds_left === null ? "" : `${clock(job.seconds_left)} left`,
     ];

@@ -1,0 +1,189 @@
+"""Beam search over one prompt: which beams grow, which answers are finished, when it is over.
+
+Decides as transformers' `generate(num_beams=...)` does, so that both find the same answers. Knows
+nothing of blocks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.engine.messages import Candidate, TokenLogprobs
+from appliance.engine.request import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from appliance.engine.plan import Continuations
+    from appliance.engine.request import Request, SamplingParams
+
+
+def num_candidates(sampling: SamplingParams, eos_token_ids: Collection[int]) -> int:
+    """Continuations of a beam that have to be looked at.
+
+    As many as there are beams go on at most, and tokens that end the answer come on top. Stop
+    strings may be ended by any token, so there are some to spare.
+    """
+    return 2 * sampling.num_sequences + len({*eos_token_ids, *sampling.stop_token_ids})
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """The last token of an answer that may grow, and through `before` all others.
+
+    Attributes:
+        score: sum of the log probabilities that the search goes by, which `logit_bias` is part of.
+        num_tokens: of the answer.
+        token_id: the last one.
+        logprob: what the model thinks of that token, whatever the bias.
+        top: the likeliest tokens in its place, as far as they are reported.
+        before: the beam that it has grown from; None at the prompt.
+        tail: the last bytes of the text, as far as a stop string may begin there.
+    """
+
+    score: float = 0.0
+    num_tokens: int = 0
+    token_id: int = -1
+    logprob: float = 0.0
+    top: tuple[Candidate, ...] = ()
+    before: Beam | None = None
+    tail: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished answer."""
+
+    beam: Beam
+    score: float  # with the length penalty
+    reason: FinishReason
+
+    def path(self) -> list[Beam]:
+        """A beam for each token, in their order."""
+        path, beam = [], self.beam
+        while beam.before is not None:
+            path.append(beam)
+            beam = beam.before
+        return path[::-1]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The answer, with the token that ends it."""
+        return tuple(beam.token_id for beam in self.path())
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Natural logarithm of the probability of the whole answer."""
+        return math.fsum(beam.logprob for beam in self.path())
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of each token."""
+        return tuple(
+            TokenLogprobs(Candidate(beam.token_id, beam.logprob), beam.top) for beam in self.path()
+        )
+
+
+class BeamSearch:
+    """The search for one request.
+
+    Args:
+        request: what was asked.
+        eos_token_ids: tokens that end an answer, unless the request ignores them.
+        max_tokens: most tokens of an answer.
+
+    Attributes:
+        finished: the best answers so far, best first; at most as many as beams.
+        over: no beam can add to these.
+    """
+
+    def __init__(self, request: Request, eos_token_ids: Collection[int], max_tokens: int) -> None:
+        sampling = request.sampling
+        self.finished: list[Hypothesis] = []
+        self.over = False
+        self._sampling = sampling
+        self._width = sampling.num_sequences
+        self._max_tokens = max_tokens
+        self._ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
+        self._stop = [string.encode() for string in sampling.stop]
+        self._tail_bytes = max(map(len, self._stop), default=1) - 1
+        self._pieces = request.stop_pieces
+
+    def advance(self, heard: list[tuple[Beam, Continuations]]) -> list[tuple[int, Beam]]:
+        """Take one more token.
+
+        Args:
+            heard: the beams, all of the same length, with what may follow each.
+
+        Returns:
+            The beams that go on, best first, each with the place in `heard` of the one that it
+            has grown from; none if the search is over.
+        """
+        ranked = sorted(
+            (-beam.score - candidate.logprob, place, rank)
+            for place, (beam, continuations) in enumerate(heard)
+            for rank, candidate in enumerate(continuations.candidates)
+        )
+        num_tokens = heard[0][0].num_tokens + 1
+        is_last = num_tokens >= self._max_tokens
+        grown: list[tuple[int, Beam]] = []
+        for position, (_, place, rank) in enumerate(ranked):
+            if position >= self._width and (is_last or len(grown) == self._width):
+                break
+            beam, ends = self._extend(*heard[place], rank)
+            if not (ends or is_last):
+                if len(grown) < self._width:
+                    grown.append((place, beam))
+            elif position < self._width:  # others were only there to take the place of these
+                self._finish(beam, FinishReason.STOP if ends else FinishReason.LENGTH)
+        self.over = not grown or self._is_settled(grown[0][1])
+        return [] if self.over else grown
+
+    def _extend(self, beam: Beam, continuations: Continuations, rank: int) -> tuple[Beam, bool]:
+        """A beam with one of its continuations, and whether that ends it."""
+        candidate = continuations.candidates[rank]
+        token_id, num_before = candidate.token_id, beam.num_tokens
+        tail, ends = self._extend_tail(beam.tail, token_id)
+        bias = self._sampling.bias_at(num_before).get(token_id, 0.0)
+        grown = Beam(
+            score=beam.score + candidate.logprob,
+            num_tokens=num_before + 1,
+            token_id=token_id,
+            logprob=candidate.logprob - bias,
+            top=continuations.top,
+            before=beam,
+            tail=tail,
+        )
+        # The first min_tokens tokens end nothing: the sampler bans what would.
+        return grown, ends or token_id in self._ends
+
+    def _extend_tail(self, tail: bytes, token_id: int) -> tuple[bytes, bool]:
+        """The end of the text after one more token, and whether a stop string is in it."""
+        if not self._stop:
+            return b"", False
+        piece = self._pieces.get(token_id)
+        if piece is None:  # it shares no byte with a stop string, not even at its ends
+            return b"", False
+        text = tail + piece
+        ends = any(stop in text for stop in self._stop)
+        return text[len(text) - min(len(text), self._tail_bytes) :], ends
+
+    def _finish(self, beam: Beam, reason: FinishReason) -> None:
+        score = beam.score / math.pow(beam.num_tokens, self._sampling.length_penalty)
+        self.finished.append(Hypothesis(beam, score, reason))
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.finished[self._width :]
+
+    def _is_settled(self, best: Beam) -> bool:
+        """Whether the best beam that goes on has no chance against the finished answers."""
+        if len(self.finished) < self._width:
+            return False
+        early_stopping = self._sampling.early_stopping
+        if early_stopping is True:
+            return True
+        penalty = self._sampling.length_penalty
+        longest = early_stopping == "never" and penalty > 0.0
+        num_tokens = self._max_tokens if longest else best.num_tokens
+        return best.score / math.pow(num_tokens, penalty) <= self.finished[-1].score
