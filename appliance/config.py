@@ -183,6 +183,11 @@ def load_settings(flags: Mapping[str, Any], path: Path | None = None) -> Setting
         name = variable.removeprefix(ENV_PREFIX)
         if variable != name and name not in OTHER_VARIABLES:
             key = name.lower()
+            if key == "api_keys":
+                raise ConfigError(
+                    f"{variable} cannot hold keys by name; name a file with a line NAME=KEY for "
+                    f"each in {ENV_PREFIX}API_KEY_FILE"
+                )
             values[_section_of(key, f"environment variable {variable}")][key] = text
     for key, value in flags.items():
         if value is not None:

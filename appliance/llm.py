@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from appliance.best_of import Likelihood, best, with_logprobs
 from appliance.config import cache_dir, load_settings
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.errors import ChatTemplateError, EngineError
 from appliance.hub import resolve_model
 from appliance.output import ChoiceText
+from appliance.stop_pieces import stop_pieces
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,18 +27,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer."""
+    """One answer.
+
+    Attributes:
+        cumulative_logprob: natural logarithm of its probability, as the model sees it; None unless
+            `logprobs`, `best_of` or beam search asks for it.
+    """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cumulative_logprob: float | None = None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All answers to one prompt."""
+    """All answers to one prompt; with `best_of` or beam search, the best first."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -140,7 +148,10 @@ class LLM:
         try:
             for text, ids, params in zip(texts, token_ids, sampling, strict=True):
                 request = Request(
-                    request_id=str(self._next_id), prompt_token_ids=tuple(ids), sampling=params
+                    request_id=str(self._next_id),
+                    prompt_token_ids=tuple(ids),
+                    sampling=with_logprobs(params),
+                    stop_pieces=stop_pieces(self.tokenizer, params),
                 )
                 self._next_id += 1
                 self.engine.submit(request)
@@ -153,7 +164,10 @@ class LLM:
             for request_id in runs:
                 self.engine.abort(request_id)
             raise
-        return [run.output for run in runs.values()]
+        return [
+            run.finished(with_logprobs=params.logprobs is not None)
+            for run, params in zip(runs.values(), sampling, strict=True)
+        ]
 
     def _take(self, run: _Run, delta: SequenceDelta, advance: Callable[[bool, int], None]) -> None:
         if delta.error is not None:
@@ -168,12 +182,14 @@ class _Run:
     """A prompt under way: its answers, and the text state of each."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, prompt: str) -> None:
-        choices = range(request.sampling.n)
+        self._sampling = request.sampling
+        choices = range(request.sampling.num_choices)
         self.output = RequestOutput(
             prompt, list(request.prompt_token_ids), [CompletionOutput(index) for index in choices]
         )
         self.open = len(choices)
         self._texts = [ChoiceText(tokenizer, request.sampling.stop) for _ in choices]
+        self._likelihoods = [Likelihood() for _ in choices]
 
     def take(self, delta: SequenceDelta) -> bool:
         """Add a delta; True if a stop string ended a choice that the engine still runs."""
@@ -187,8 +203,23 @@ class _Run:
         choice.text += text
         choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs or ()
+        self._likelihoods[delta.index].add(delta)
         self.open -= choice.finish_reason is not None
         return choice.finish_reason is not None and delta.finish_reason is None
+
+    def finished(self, *, with_logprobs: bool) -> RequestOutput:
+        """The answers that were asked for, in their order."""
+        if self._sampling.logprobs is not None or self._sampling.use_beam_search:
+            for choice, likelihood in zip(self.output.outputs, self._likelihoods, strict=True):
+                choice.cumulative_logprob = likelihood.cumulative_logprob
+        if self._sampling.takes_best:
+            places = best(self._likelihoods, self._sampling.n)
+            self.output.outputs = [self.output.outputs[place] for place in places]
+            for index, choice in enumerate(self.output.outputs):
+                choice.index = index
+                if not with_logprobs:
+                    choice.logprobs = []
+        return self.output
 
 
 @contextlib.contextmanager

@@ -85,6 +85,15 @@ def test_keys_come_from_file_settings_and_environment_together(
     assert keys == {"key": "k", "codex": "key-of-codex", "anna": SECRET}
 
 
+def test_the_environment_names_a_file_and_holds_no_named_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("APPLIANCE_API_KEYS", f"anna={SECRET}")
+    with pytest.raises(ConfigError, match="in APPLIANCE_API_KEY_FILE") as caught:
+        load_settings({})
+    assert SECRET not in str(caught.value)
+
+
 def test_without_any_key_none_is_wanted() -> None:
     assert ServerConfig().keys() == ServerConfig(api_key="").keys() == {}
 

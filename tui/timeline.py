@@ -29,19 +29,22 @@ class Segment:
         begin: when the state was, in seconds of the caller's clock.
         state: from which the items start.
         lines: the items while they still come.
+        open_bytes: how many these are.
         packed: the same once they have all come.
+        size: bytes of all of it, roughly, once they have all come.
     """
 
     begin: float
     state: DashboardState
     lines: list[bytes] = field(default_factory=list)
+    open_bytes: int = 0
     packed: bytes = b""
     size: int = 0
 
     def close(self) -> None:
         """No more items come."""
         self.packed = zlib.compress(b"\n".join(self.lines), level=1)
-        self.lines = []
+        self.lines, self.open_bytes = [], 0
         self.size = len(self.packed) + _size_of(self.state)
 
     def items(self) -> list[bytes]:
@@ -60,6 +63,7 @@ class Timeline:
 
     def __init__(self, budget: int = BUDGET_BYTES) -> None:
         self._budget = budget
+        self._most_open = budget // 8  # of one segment, as when a recording is played fast
         self._segments: deque[Segment] = deque()
         self._closed_bytes = 0
 
@@ -72,7 +76,7 @@ class Timeline:
     def num_bytes(self) -> int:
         """What is kept, roughly."""
         last = self._segments[-1] if self._segments else None
-        return self._closed_bytes + (sum(map(len, last.lines)) if last else 0)
+        return self._closed_bytes + (last.open_bytes if last else 0)
 
     def add(self, item: FeedItem, before: DashboardState, now: float) -> None:
         """Remember an item.
@@ -82,14 +86,17 @@ class Timeline:
             before: the state without it.
             now: when it did.
         """
-        if not self._segments or now - self._segments[-1].begin >= SEGMENT_SECONDS:
-            if self._segments:
-                self._segments[-1].close()
-                self._closed_bytes += self._segments[-1].size
+        last = self._segments[-1] if self._segments else None
+        if last is None or now - last.begin >= SEGMENT_SECONDS or last.open_bytes > self._most_open:
+            if last is not None:
+                last.close()
+                self._closed_bytes += last.size
             self._segments.append(Segment(now, before))
             while self._closed_bytes > self._budget and len(self._segments) > 1:
                 self._closed_bytes -= self._segments.popleft().size
-        self._segments[-1].lines.append(encode_item(item, now))
+        line = encode_item(item, now)
+        self._segments[-1].lines.append(line)
+        self._segments[-1].open_bytes += len(line)
 
     def state_at(self, when: float) -> DashboardState | None:
         """What was known at a moment; None before the first one kept."""

@@ -59,9 +59,9 @@ class Admission:
         self._blocked: list[Sequence] = []
 
     @property
-    def has_slots(self) -> bool:
-        """Whether one more sequence can run, if there are blocks for it."""
-        return bool(self._slots)
+    def num_slots(self) -> int:
+        """Sequences that can start, if there are blocks for them."""
+        return len(self._slots)
 
     def begin_step(self) -> None:
         """Forget who found no room in the last one."""

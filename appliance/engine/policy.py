@@ -7,6 +7,8 @@ that does not change while a sequence lives. The order in which things are decid
 1. Every running answer gets its row.
 2. What is left of the step goes to prompts, those that run already and those that wait: the
    whole budget if no answer runs, else as many rows as `step_budget` allows (`DECODE_SLOWDOWN`).
+   Prompts that fit into one step all together get it at once, if the last such step is long ago
+   (`may_stall`): a rare gap between two tokens is felt less than a late answer.
 3. Among prompts the better priority goes first. Within a priority the owners (API keys) take
    turns of a few rows: next is whoever had fewest tokens so far (`turn`). What counts is what was
    computed for an owner: prompt tokens that the cache had not, and generated ones.
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 DECODE_SLOWDOWN = 1.6  # a step with prompts takes this many times what its answers alone would
+STALL_STEPS = 128  # from one step that is as long as it likes to the next: less than 1 in 100
 MIN_PROMPT_ROWS = 8  # of a step, however slow they are: prompts never stand still
 MAX_OVERTAKEN = 8  # sequences that may start before one that came earlier
 WINDOW = 8  # an owner's earliest waiting sequences, among which the longest prefix is looked for
@@ -53,6 +56,17 @@ def turn(priority: int, account: Account) -> tuple[int, int, int]:
         account: the owner's.
     """
     return (priority, account.served, account.num_running)
+
+
+def may_stall(wanted: int, budget: int, num_steps: int) -> bool:
+    """Whether running answers may be held up for a whole step by prompts.
+
+    Args:
+        wanted: rows of all prompts that run or could start, from their beginning.
+        budget: rows that are left of the step.
+        num_steps: since it was allowed last.
+    """
+    return wanted <= budget and num_steps >= STALL_STEPS
 
 
 def choose_waiting(earliest: Ordered[Sequence], num_cached: Callable[[Sequence], int]) -> Sequence:

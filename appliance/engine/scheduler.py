@@ -215,7 +215,7 @@ class Scheduler:
             self._extend(sequence, 1, draft)
         self._accounts.charge(draft.entries)
         if draft.budget and (prompts or self._waiting):
-            self._turns.plan(prompts, draft, self._running, now)
+            self._turns.plan(prompts, draft, self._running, now, self._counters.steps)
         self._blocks.settle()
         if not draft.entries:
             return None

@@ -6,9 +6,10 @@ Imports no torch. Whose turn it is and how large one may be says `policy`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from appliance.engine.policy import TURNS, turn
+from appliance.engine.policy import STALL_STEPS, TURNS, may_stall, turn
 from appliance.engine.step_budget import StepBudget
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class PromptTurns:
         self._blocks = blocks
         self._accounts = accounts
         self._extend = extend
+        self._last_stall = -STALL_STEPS
 
     def plan(
         self,
@@ -54,6 +56,7 @@ class PromptTurns:
         draft: Draft,
         running: list[Sequence],
         now: float,
+        step: int,
     ) -> None:
         """Give rows to prompts.
 
@@ -62,12 +65,13 @@ class PromptTurns:
             draft: the step, with the rows of all answers in it.
             running: all running sequences in the order of rank; those that start are added.
             now: monotonic seconds.
+            step: number of this step.
         """
         admission = self._admission
-        lanes = admission.waiting.lanes() if admission.has_slots else ()
+        lanes = admission.waiting.lanes() if admission.num_slots else ()
         if not (prompts or lanes):
             return
-        rows = self._rows(prompts, draft)
+        rows = self._rows(prompts, draft, step)
         admission.begin_step()
         given = share_rows(
             rows,
@@ -91,13 +95,25 @@ class PromptTurns:
                 rows -= draft.num_rows(sequence)
         self._accounts.refund(given, draft.entries)
 
-    def _rows(self, prompts: list[tuple[Sequence, int]], draft: Draft) -> int:
+    def _rows(self, prompts: list[tuple[Sequence, int]], draft: Draft, step: int) -> int:
         """Rows that prompts may have in this step."""
         if not draft.entries:
             return draft.budget
         context = sum([entry.start for entry in draft.entries.values()])
         start = max([sequence.num_computed for sequence, _ in prompts], default=0)
-        return min(draft.budget, self.budget.prompt_rows(len(draft.entries), context, start))
+        rows = self.budget.prompt_rows(len(draft.entries), context, start)
+        if rows >= draft.budget:
+            return draft.budget
+        # Of those that run already all rows: what is left of a long prompt is no short one.
+        wanted = sum([len(one.token_ids) - one.num_cached for one, _ in prompts])
+        for sequence in islice(self._admission.waiting.queued(), self._admission.num_slots):
+            if wanted > draft.budget:
+                break
+            wanted += sequence.num_uncomputed
+        if wanted > rows and may_stall(wanted, draft.budget, step - self._last_stall):
+            self._last_stall = step
+            return draft.budget
+        return rows
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from appliance.best_of import Likelihood, best
 from appliance.engine.messages import TokenLogprobs
 from appliance.engine.request import FinishReason
 from appliance.errors import EngineUnavailableError, QueueTimeoutError
@@ -48,19 +50,22 @@ class Whole:
     text: str = ""
     tokens: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
+    cumulative_logprob: float | UnsetType = UNSET  # of searches, and where the best was chosen
 
 
 @dataclass(slots=True)
 class _Choice:
     text: ChoiceText
-    held: list[TokenLogprobs]  # of tokens whose text is not certain yet
+    held: list[TokenLogprobs] = field(default_factory=list)  # of text that is not certain yet
+    likelihood: Likelihood = field(default_factory=Likelihood)
     ended: bool = False
 
 
 class Answer:
     """The answers to one or several prompts; the requests are submitted on construction.
 
-    Choices are numbered prompt by prompt. Close it in every case; that aborts what still runs.
+    Choices are numbered prompt by prompt; those that are only made for the best of them to be
+    chosen are in the pieces, too. Close it in every case; that aborts what still runs.
 
     Raises:
         EngineUnavailableError: the engine is not ready.
@@ -69,7 +74,8 @@ class Answer:
     def __init__(self, state: ServerState, requests: Sequence[Request]) -> None:
         info, tokenizer = state.serving()
         sampling = requests[0].sampling
-        self.num_choices = len(requests) * sampling.n
+        self._sampling = sampling
+        self.num_choices = len(requests) * sampling.num_choices
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(requests)
@@ -77,10 +83,9 @@ class Answer:
         self._timer = RequestTimer(state.metrics)
         self._name = requests[0].request_id
         self._owner = requests[0].owner
-        self._n = sampling.n
         self._ends = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._choices = [
-            _Choice(ChoiceText(tokenizer, sampling.stop), []) for _ in range(self.num_choices)
+            _Choice(ChoiceText(tokenizer, sampling.stop)) for _ in range(self.num_choices)
         ]
         for request in requests:
             state.metrics.prompt_tokens.observe(len(request.prompt_token_ids))
@@ -130,7 +135,7 @@ class Answer:
             raise
 
     async def whole(self) -> list[Whole]:
-        """Every choice, when all have ended; errors as for `pieces`."""
+        """The choices that were asked for, when all have ended; errors as for `pieces`."""
         choices = [Whole() for _ in range(self.num_choices)]
         async for pieces in self.pieces():
             for piece in pieces:
@@ -139,7 +144,19 @@ class Answer:
                 choice.tokens += piece.tokens
                 if piece.finish_reason is not None:
                     choice.finish_reason = piece.finish_reason.value
-        return choices
+        sampling, likelihoods = self._sampling, [choice.likelihood for choice in self._choices]
+        if not (sampling.use_beam_search or sampling.takes_best):
+            return choices
+        for choice, likelihood in zip(choices, likelihoods, strict=True):
+            choice.cumulative_logprob = likelihood.cumulative_logprob
+        if not sampling.takes_best:
+            return choices
+        per_prompt = sampling.num_choices
+        return [
+            choices[first + place]
+            for first in range(0, self.num_choices, per_prompt)
+            for place in best(likelihoods[first : first + per_prompt], sampling.n)
+        ]
 
     def close(self) -> None:
         """End what still runs."""
@@ -158,7 +175,7 @@ class Answer:
 
     def _take(self, prompt: int, delta: SequenceDelta) -> list[Piece]:
         """What a delta adds; nothing if none of it can be shown yet."""
-        number = prompt * self._n + delta.index
+        number = prompt * self._sampling.num_choices + delta.index
         choice = self._choices[number]
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
@@ -168,6 +185,7 @@ class Answer:
         if delta.queue_seconds is not None:
             self._metrics.observe_wait(self._owner, delta.queue_seconds)
         text, reason = choice.text.push(delta.token_ids, delta.finish_reason)
+        choice.likelihood.add(delta)
         if delta.logprobs is not None:
             choice.held += self._shown(delta, delta.logprobs)
         if reason is not None:

@@ -82,6 +82,7 @@ async def whole_chat(exchange: Exchange, answer: Answer) -> ChatCompletion:
             message=AssistantMessage(whole.text),
             logprobs=chat_logprobs(whole.tokens, exchange.tokenizer) if exchange.logprobs else None,
             finish_reason=whole.finish_reason,
+            cumulative_logprob=whole.cumulative_logprob,
         )
         for number, whole in enumerate(await answer.whole())
     ]

@@ -88,6 +88,7 @@ async def whole_completion(
                 else None
             ),
             finish_reason=whole.finish_reason,
+            cumulative_logprob=whole.cumulative_logprob,
         )
         for number, whole in enumerate(await answer.whole())
     ]

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from appliance.errors import RequestError
 from appliance.server import unsupported
 from appliance.server.answer import Answer
+from appliance.server.beams import prepare_beams
 from appliance.server.body import note_ignored, read_json
 from appliance.server.chat import chat_frames, whole_chat
 from appliance.server.completions import completion_frames, whole_completion
@@ -52,7 +53,7 @@ def openai_router(state: ServerState) -> APIRouter:
         asked = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
-        answer, exchange = _submit(
+        answer, exchange = await _submit(
             state,
             body,
             [prompt],
@@ -83,7 +84,7 @@ def openai_router(state: ServerState) -> APIRouter:
         if body.echo:
             texts = prompt_text(body.prompt, state.serving()[1])
         echo = [text for text in texts for _ in range(body.n or 1)]
-        answer, exchange = _submit(
+        answer, exchange = await _submit(
             state,
             body,
             prompts,
@@ -130,7 +131,7 @@ def _check_fields(
     state.check_model(body.model)
 
 
-def _submit(
+async def _submit(
     state: ServerState,
     body: SamplingFields,
     prompts: list[list[int]],
@@ -161,6 +162,7 @@ def _submit(
         )
         for number, prompt in enumerate(prompts)
     ]
+    requests = await prepare_beams(state, requests)
     state.check_queue(owner, len(requests))
     return Answer(state, requests), exchange
 

@@ -59,6 +59,7 @@ class ChatChoice(msgspec.Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    cumulative_logprob: float | UnsetType = UNSET  # with best_of or beam search
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -117,6 +118,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    cumulative_logprob: float | UnsetType = UNSET  # with best_of or beam search
 
 
 class Completion(msgspec.Struct, kw_only=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from appliance.best_of import with_logprobs
 from appliance.engine.limits import check_prompt
 from appliance.engine.request import SamplingParams
 from appliance.errors import ContextLengthError, RequestError
@@ -26,13 +27,24 @@ def sampling_params(
         logprobs: alternatives per token to report, None for no report.
 
     Raises:
-        RequestError: a value is out of range.
+        RequestError: a value is out of range, or two do not go together.
     """
     if fields.stream_options is not None and not fields.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
+    if (
+        fields.use_beam_search and fields.temperature
+    ):  # the default is not 0, so it is not known later
+        raise RequestError(
+            "temperature does not go with beam search, which takes the likeliest answers; leave "
+            "temperature out",
+            param="temperature",
+        )
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     given: dict[str, Any] = {
         "n": fields.n,
+        "use_beam_search": fields.use_beam_search,
+        "length_penalty": fields.length_penalty,
+        "early_stopping": fields.early_stopping,
         "min_tokens": fields.min_tokens,
         "temperature": fields.temperature,
         "top_k": None if fields.top_k is None else max(0, fields.top_k),
@@ -43,8 +55,9 @@ def sampling_params(
         "frequency_penalty": fields.frequency_penalty,
         "ignore_eos": fields.ignore_eos,
     }
-    return SamplingParams(
+    sampling = SamplingParams(
         **{name: value for name, value in given.items() if value is not None},
+        best_of=fields.best_of,
         max_tokens=max_tokens,
         seed=fields.seed,
         stop=stop,
@@ -52,6 +65,13 @@ def sampling_params(
         logit_bias=_logit_bias(fields.logit_bias or {}, info),
         logprobs=logprobs,
     )
+    if fields.stream and (sampling.use_beam_search or sampling.takes_best):
+        chosen = "beam search finds" if sampling.use_beam_search else "best_of chooses"
+        raise RequestError(
+            f"{chosen} its answers at the very end, with nothing to stream; leave stream out",
+            param="stream",
+        )
+    return with_logprobs(sampling)
 
 
 def completion_budget(

@@ -5,12 +5,14 @@ Fields that a struct does not have are in `unsupported` or have no effect.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from appliance.engine.request import (
+    MAX_BEST_OF,
+    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_N,
@@ -52,6 +54,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_BEST_OF)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = (
+        None
+    )
+    early_stopping: bool | Literal["never"] | None = None
     max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None

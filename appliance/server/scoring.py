@@ -59,13 +59,23 @@ class Scoring:
             RequestError: something else is asked for than scores and at most one token.
         """
         generated = body.max_tokens or 0
-        for name, value, most in (("n", body.n or 1, 1), ("max_tokens", generated, 1)):
-            if value > most:
+        for name, value in (
+            ("n", body.n or 1),
+            ("best_of", body.best_of or 1),
+            ("max_tokens", generated),
+        ):
+            if value > 1:
                 raise RequestError(
-                    f"echo together with logprobs scores a prompt, and takes {name} up to {most},"
+                    f"echo together with logprobs scores a prompt, and takes {name} up to 1,"
                     f" not {value}",
                     param=name,
                 )
+        if body.use_beam_search:
+            raise RequestError(
+                "echo together with logprobs scores a prompt and searches nothing; leave "
+                "use_beam_search out",
+                param="use_beam_search",
+            )
         if body.stream:
             raise RequestError(
                 "echo together with logprobs is not streamed; leave stream out", param="stream"

@@ -19,7 +19,6 @@ _ANYWHERE: dict[str, tuple[Any, ...]] = {
     "guided_json": _NOTHING,
     "guided_regex": _NOTHING,
     "include_stop_str_in_output": _NOTHING,
-    "length_penalty": (None, 1.0),
     "logits_processors": _NOTHING,
     "prompt_embeds": _NOTHING,
     "prompt_logprobs": (None,),
@@ -27,7 +26,6 @@ _ANYWHERE: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (None, True),
     "structured_outputs": _NOTHING,
     "truncate_prompt_tokens": (None,),
-    "use_beam_search": _NOTHING,
 }
 CHAT: dict[str, tuple[Any, ...]] = _ANYWHERE | {
     "add_generation_prompt": (None, True),
@@ -45,7 +43,6 @@ CHAT: dict[str, tuple[Any, ...]] = _ANYWHERE | {
     "web_search_options": (None,),
 }
 COMPLETION: dict[str, tuple[Any, ...]] = _ANYWHERE | {
-    "best_of": (None, 1),
     "suffix": _NOTHING,
 }
 # Accepted and without effect here, as they are elsewhere.
@@ -73,8 +70,6 @@ def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any,
         if value in table[name]:
             continue
         if name == "tools" and fields.get("tool_choice") == "none":
-            continue
-        if name == "best_of" and value == fields.get("n"):
             continue
         raise RequestError(
             f"{name} is not supported here; leave it out", param=name, code="unsupported_parameter"

@@ -48,7 +48,10 @@ class HeldOutText:
         if self.stride is not None and not 1 <= self.stride <= self.window:
             raise ConfigError(f"the stride must be between 1 and the window, {self.window} tokens")
         if self.num_tokens is not None and self.num_tokens < self.window:
-            raise ConfigError(f"{self.num_tokens} tokens do not fill a window of {self.window}")
+            raise ConfigError(
+                f"{self.num_tokens} tokens do not fill a window of {self.window}; read more,"
+                " or in smaller windows"
+            )
 
     def windows_of(self, tokenizer: Tokenizer) -> Windows:
         """The text as a tokenizer cuts it.

@@ -65,7 +65,7 @@ class PacedEngine:
     def submit(self, request: Request) -> None:
         """Every request fits."""
         self._new.append(request.request_id)
-        self._running += [Running(request, index) for index in range(request.sampling.n)]
+        self._running += [Running(request, index) for index in range(request.sampling.num_choices)]
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """Stop a request or one choice of it."""

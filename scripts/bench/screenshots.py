@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
+import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import httpx
@@ -27,6 +30,8 @@ from appliance.tui.display import Colors, Display
 from appliance.tui.server import Server
 
 FOLDER = ROOT / "tui" / "screenshots"
+# Of the server that is started here, and for as long only.
+KEYS = {name: secrets.token_hex(16) for name in ("anna", "codex", "home-assistant")}
 PAGES = {
     "dashboard": ((160, 48), "", "dark"),
     "large": ((240, 67), "shift+tab", "dark"),
@@ -38,10 +43,11 @@ PAGES = {
 
 
 async def keep_asking(
-    client: httpx.AsyncClient, model: str, stop: asyncio.Event, seed: int
+    client: httpx.AsyncClient, model: str, stop: asyncio.Event, seed: int, key: str
 ) -> None:
     """One person who asks again as soon as an answer is there."""
     chance = random.Random(seed)
+    headers = bearer(key)
     while not stop.is_set():
         question = prompt_of(chance.randrange(20, 400), 200, chance.randrange(10**6))
         body = {
@@ -50,7 +56,9 @@ async def keep_asking(
             "stream": True,
         }  # fmt: skip
         try:
-            async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            async with client.stream(
+                "POST", "/v1/chat/completions", json=body, headers=headers
+            ) as answer:
                 answer.raise_for_status()
                 async for _ in answer.aiter_bytes():
                     if stop.is_set():
@@ -60,10 +68,10 @@ async def keep_asking(
                 raise
 
 
-async def take(url: str, name: str, folder: Path, seconds: float) -> None:
+async def take(url: str, key: str, name: str, folder: Path, seconds: float) -> None:
     """One picture."""
     size, keys, theme = PAGES[name]
-    server = Server.at(url, None)
+    server = Server.at(url, key)
     app = DashboardApp(
         EventFeed(server),
         controls=Controls(server),
@@ -89,32 +97,43 @@ async def take(url: str, name: str, folder: Path, seconds: float) -> None:
 async def run(options: argparse.Namespace) -> None:
     """Serve, ask, and take all pictures."""
     if options.url:
-        await with_load(options.url, options)
+        await with_load(options.url, [os.environ.get("APPLIANCE_API_KEY", "")], options)
         return
     command = [sys.executable, "-m", "appliance", "serve", str(options.model), "--device", "cpu"]
     command += ["--port", str(options.port), "--kv-cache-memory", options.kv_cache_memory]
     command += ["--kv-cache-dtype", options.kv_cache_dtype]
-    endpoint = Endpoint("127.0.0.1", options.port)
-    server = ServerProcess(command, {"PYTHONPATH": str(ROOT)}, endpoint)
-    try:
-        await server.healthy()
-        await with_load(f"http://127.0.0.1:{options.port}", options)
-    finally:
-        server.stop()
+    with tempfile.NamedTemporaryFile("w", prefix="keys-") as keys:
+        keys.writelines(f"{name}={key}\n" for name, key in KEYS.items())
+        keys.flush()
+        command += ["--api-key-file", keys.name]
+        endpoint = Endpoint("127.0.0.1", options.port)
+        server = ServerProcess(command, {"PYTHONPATH": str(ROOT)}, endpoint)
+        try:
+            await server.healthy()
+            url = f"http://127.0.0.1:{options.port}"
+            await with_load(url, list(KEYS.values()), options)
+        finally:
+            server.stop()
 
 
-async def with_load(url: str, options: argparse.Namespace) -> None:
+def bearer(key: str) -> dict[str, str]:
+    """Headers with a key, if there is one."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+async def with_load(url: str, keys: list[str], options: argparse.Namespace) -> None:
     """Take all pictures of a server while people ask it."""
     stop = asyncio.Event()
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        models = await client.get("/v1/models", headers=bearer(keys[0]))
+        model = models.raise_for_status().json()["data"][0]["id"]
         people = [
-            asyncio.create_task(keep_asking(client, model, stop, seed))
+            asyncio.create_task(keep_asking(client, model, stop, seed, keys[seed % len(keys)]))
             for seed in range(options.concurrency)
         ]
         await asyncio.sleep(options.warm_up)
         for name in options.page or PAGES:
-            await take(url, name, options.folder, options.seconds)
+            await take(url, keys[0], name, options.folder, options.seconds)
         stop.set()
         await asyncio.gather(*people)
 

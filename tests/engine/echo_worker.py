@@ -103,7 +103,7 @@ class EchoEngine:
             raise RequestError("refused at the engine's door", param="prompt")
         if BREAK in request.prompt_token_ids:
             raise ValueError("broken by this request")
-        for index in range(request.sampling.n):
+        for index in range(request.sampling.num_choices):
             self.waiting.append(EchoSequence(request, index, slot=0))
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
@@ -211,7 +211,8 @@ class EchoEngine:
         count = sequence.request.sampling.logprobs
         if token is not None and count is not None:
             others = (Candidate((token + rank) % 256, -0.5 - rank) for rank in range(count))
-            logprobs = (TokenLogprobs(Candidate(token, -0.5), tuple(others)),)
+            chosen = Candidate(token, -0.5 / (1 + sequence.index))  # later choices are likelier
+            logprobs = (TokenLogprobs(chosen, tuple(others)),)
         return SequenceDelta(
             request_id=sequence.request.request_id,
             index=sequence.index,

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from appliance.engine.block_manager import BlockManager
-from appliance.engine.plan import Plan, SchedulerLimits
-from appliance.engine.policy import MAX_OVERTAKEN, TURNS
+from appliance.engine.plan import Plan, SchedulerLimits, StepLoad
+from appliance.engine.policy import MAX_OVERTAKEN, STALL_STEPS, TURNS
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduler import Scheduler
 
@@ -269,3 +269,52 @@ def test_a_load_of_four_times_the_cache_is_served_to_the_end() -> None:
         assert room.now < 5000, "no end in sight"
     assert room.preempted
     assert not room.scheduler.has_work
+
+
+def test_a_long_prompt_gets_what_running_answers_can_spare() -> None:
+    room = house(seqs=8, rows=128)
+    for number in range(4):
+        room.add(f"answer {number}", 8, max_tokens=400)
+    room.step()
+    # Each answer costs 5 ms and each row of a prompt 1 ms.
+    for _ in range(20):
+        plan = room.step()
+        room.scheduler.observe(plan.load, 0.005 * plan.load.num_answers)
+    room.add("long", 3000)  # more than one step holds
+    largest = []
+    while "long" not in room.ended:
+        load = room.step().load
+        seconds = 0.005 * load.num_answers + 0.001 * load.prompt_rows
+        room.scheduler.observe(load, seconds)
+        largest.append(seconds / 0.02)
+    assert max(largest) < 2.0
+    assert sorted(largest)[len(largest) // 2] > 1.4, "and they spare it"
+    assert len(largest) < 3000 / 8
+
+
+def test_a_prompt_has_the_whole_step_where_nothing_else_runs() -> None:
+    room = house(rows=128)
+    for _ in range(20):
+        room.scheduler.observe(StepLoad(4, 400), 0.02)
+        room.scheduler.observe(StepLoad(4, 400, 16, 1600.0), 0.2)
+    room.add("long", 1280)
+    assert room.run_until("long") == 10
+
+
+def test_short_prompts_hold_answers_up_once_in_a_while() -> None:
+    room = house(seqs=8, rows=128)
+    room.add("answer", 8, max_tokens=1000)
+    room.step()
+    for _ in range(STALL_STEPS):
+        plan = room.step()
+        room.scheduler.observe(plan.load, 0.005)
+        room.scheduler.observe(StepLoad(1, 100, 16, 800.0), 0.021)
+    for name in ("a", "b"):
+        room.add(name, 60)
+    assert {room.run_until(name) for name in ("a", "b")} == {1, 0}
+    room.add("next", 60)
+    assert room.run_until("next") > 4, "not again at once"
+    for _ in range(STALL_STEPS):
+        room.step()
+    room.add("later", 60)
+    assert room.run_until("later") == 1

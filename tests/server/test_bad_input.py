@@ -169,7 +169,10 @@ async def test_min_tokens_above_max_tokens_on_every_route(serve: Serve) -> None:
 
 async def test_echo_with_logprobs_scores_and_no_more(serve: Serve) -> None:
     async with serve() as running:
-        for field, value in (("max_tokens", 2), ("n", 2), ("stream", True)):
+        for field, value in (
+            *(("max_tokens", 2), ("n", 2), ("best_of", 2), ("stream", True)),
+            ("use_beam_search", True),
+        ):
             asked = {"echo": True, "logprobs": 1, "max_tokens": 1} | {field: value}
             error = check_error(await running.complete(**asked), 400)
             assert error["param"] == field
@@ -178,8 +181,44 @@ async def test_echo_with_logprobs_scores_and_no_more(serve: Serve) -> None:
 
 async def test_what_completions_cannot_do_is_refused_by_name(serve: Serve) -> None:
     async with serve() as running:
-        assert check_error(await running.complete(best_of=3), 400)["param"] == "best_of"
         assert check_error(await running.complete(suffix="x"), 400)["param"] == "suffix"
+
+
+SEARCH = {"use_beam_search": True, "n": 2}
+WRONG_CHOICES: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": 9}, "n", "8"),
+    ({"best_of": 17}, "best_of", "16"),
+    ({"best_of": 0}, "best_of", "1"),
+    ({"best_of": 2, "n": 3}, "best_of", "at least n"),
+    ({"best_of": 3, "stream": True}, "stream", "leave stream out"),
+    ({"best_of": "3"}, "best_of", "int"),
+    ({"length_penalty": 1.5}, "length_penalty", "use_beam_search"),
+    ({"early_stopping": True}, "early_stopping", "use_beam_search"),
+    ({"use_beam_search": True}, "best_of", "at least 2 beams"),
+    ({**SEARCH, "best_of": 17}, "best_of", "16"),
+    ({**SEARCH, "best_of": 6}, "best_of", "at most 4"),
+    ({**SEARCH, "stream": True}, "stream", "leave stream out"),
+    ({**SEARCH, "temperature": 1.0}, "temperature", "leave temperature out"),
+    ({**SEARCH, "top_p": 0.9}, "top_p", "leave top_p out"),
+    ({**SEARCH, "top_k": 5}, "top_k", "leave top_k out"),
+    ({**SEARCH, "min_p": 0.1}, "min_p", "leave min_p out"),
+    ({**SEARCH, "presence_penalty": 0.1}, "presence_penalty", "leave presence_penalty out"),
+    ({**SEARCH, "length_penalty": 11}, "length_penalty", "10"),
+    ({**SEARCH, "early_stopping": "sometimes"}, "early_stopping", "sometimes"),
+]
+
+
+async def test_choices_and_beams_beyond_a_limit_are_refused_with_the_limit(serve: Serve) -> None:
+    async with serve("num_blocks=20", max_num_seqs=4) as running:
+        for fields, param, words in WRONG_CHOICES:
+            for response in (await running.complete(**fields), await running.chat(**fields)):
+                error = check_error(response, 400)
+                assert error["param"] == param, fields
+                assert words in error["message"], fields
+        # 17 full blocks of the prompt are shared, and each of four beams needs one more.
+        error = check_error(await running.complete("x" * 280, n=4, use_beam_search=True), 400)
+        assert "4 beams after a prompt of 280 tokens need at least 21" in error["message"]
+        assert "there are 20" in error["message"]
 
 
 async def test_a_prompt_longer_than_the_context_is_never_cut(serve: Serve) -> None:

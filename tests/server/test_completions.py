@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
@@ -143,3 +145,22 @@ async def test_a_hundred_at_once_are_all_answered(serve: Serve) -> None:
             prompt = prompts[choice["index"] // 2]
             begin = choice["index"] % 2
             assert choice["text"] == (prompt * 3)[begin : begin + 6]
+
+
+async def test_the_best_of_several_come_first_and_all_are_counted(serve: Serve) -> None:
+    async with serve() as running:
+        asked = {"max_tokens": 4, "n": 2, "best_of": 5}
+        answer = (await running.complete(["abcdef", "uvwxyz"], **asked)).json()
+        # The engine of these tests begins choice i at the i-th letter, and likes the later ones.
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert texts == ["efab", "defa", "yzuv", "xyzu"]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        assert answer["choices"][0]["cumulative_logprob"] == pytest.approx(-4 * 0.5 / 5)
+        assert {choice["logprobs"] for choice in answer["choices"]} == {None}
+        assert answer["usage"]["completion_tokens"] == 2 * 5 * 4
+        plain = (await running.complete("abcdef", max_tokens=4)).json()
+        assert "cumulative_logprob" not in plain["choices"][0]
+        chat = (await running.chat("abcdef", logprobs=True, **asked)).json()
+        assert [len(choice["logprobs"]["content"]) for choice in chat["choices"]] == [4, 4]
+        same = await running.frames(COMPLETIONS, prompt="abc", n=2, best_of=2, max_tokens=2)
+        assert same[-1] == "[DONE]", "nothing is chosen, so it can be streamed"

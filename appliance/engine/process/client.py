@@ -57,7 +57,7 @@ class Generation(AsyncIterator[SequenceDelta]):
         self.started = False  # the engine has taken it from its queue
         self.submissions = 1
         self._client = client
-        self._open = set(range(request.sampling.n))
+        self._open = set(range(request.sampling.num_choices))
         self._arrived: deque[SequenceDelta] = deque()
         self._error: Exception | None = None  # what comes after them
         self._waiter: asyncio.Future[None] | None = None
@@ -219,7 +219,7 @@ class EngineClient:
     def num_running_sequences(self) -> int:
         """Sequences of the requests that the engine has started."""
         generations = self._generations.values()
-        return sum(one.request.sampling.n for one in generations if one.started)
+        return sum(one.request.sampling.num_sequences for one in generations if one.started)
 
     async def prepare(self) -> None:
         """Start the process ahead of `start`: it imports while the caller reads the tokenizer."""

@@ -135,13 +135,17 @@ def test_ending_a_swapped_sequence_frees_its_host_memory(tiny_llama: Path) -> No
     small = tight(tiny_llama, "int4", roomy)
     for item in crowd():
         small.submit(item)
-    while not small.stats().kv_host_blocks:
+    host = small._scheduler.tiers.host
+    room = host.room
+    while not small.stats().swaps_total:
         assert small.has_work
         small.step()
+    assert host.room < room
     for item in crowd():
         small.abort(item.request_id)
     small.step()
     small._scheduler.check_invariants()
+    assert host.room == room
     assert small.stats().kv_host_blocks == 0
     assert not small.has_work
 

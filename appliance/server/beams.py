@@ -1,0 +1,39 @@
+"""What a beam search needs before the engine gets it: room, and the bytes of its stop strings."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.engine.limits import check_beams
+from appliance.stop_pieces import stop_pieces
+
+if TYPE_CHECKING:
+    from appliance.engine.request import Request
+    from appliance.server.state import ServerState
+
+
+async def prepare_beams(state: ServerState, requests: list[Request]) -> list[Request]:
+    """The same requests, ready for the engine; nothing changes without beam search.
+
+    Raises:
+        RequestError: the engine has no room for so many beams.
+    """
+    sampling = requests[0].sampling
+    if not sampling.use_beam_search:
+        return requests
+    info, tokenizer = state.serving()
+    for request in requests:
+        check_beams(
+            len(request.prompt_token_ids),
+            sampling.num_sequences,
+            max_num_seqs=info.max_num_seqs,
+            blocks=(info.num_blocks, info.block_size),
+        )
+    if not sampling.stop:
+        return requests
+    loop = asyncio.get_running_loop()
+    pieces = await loop.run_in_executor(state.text_pool, stop_pieces, tokenizer, sampling)
+    return [msgspec.structs.replace(request, stop_pieces=pieces) for request in requests]

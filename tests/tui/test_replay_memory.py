@@ -1,0 +1,82 @@
+"""The whole dashboard, kept running for as long as people leave it running."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from typing import TYPE_CHECKING
+
+import msgspec
+import psutil
+
+from appliance.events import Delta, Log, LogLine, Run, Stats
+from appliance.tui.app import FRAMES_PER_SECOND, DashboardApp
+from appliance.tui.recording import FORMAT, Header, ReplayFeed, encode_item
+from appliance.tui.state import Connection, Phase
+from appliance.tui.timeline import Timeline
+from tests.tui.conftest import INFO, STATS, active, sequence, sequences, snapshot
+from tests.tui.piloting import CELLS, LARGE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    import pytest
+
+    from appliance.tui.state import FeedItem
+
+HOUR = 3600 * FRAMES_PER_SECOND  # frames
+PAINT_SECONDS = 20
+MEASURE_SECONDS = 600
+MOST_GROWTH = 4 * 2**20  # a timeline without bounds grew by 13 MiB
+
+
+def happened(frame: int) -> Iterator[FeedItem]:
+    """What a busy server tells in one frame."""
+    if frame == 0:
+        yield from (Connection(Phase.LIVE), INFO, snapshot(CELLS))
+    at = frame * 37 % 4000
+    yield Delta(epoch=1, runs=(Run(at, 40, active(frame % 30 + 1, frame % 3 + 1)),))
+    second, part = divmod(frame, FRAMES_PER_SECOND)
+    if part:
+        return
+    engine = msgspec.structs.replace(STATS.engine, steps_total=20 * second)
+    yield msgspec.structs.replace(
+        STATS, time=float(second), uptime_seconds=float(second), engine=engine,
+        generation_tokens_per_second=80.0 + second % 17,
+    )  # fmt: skip
+    live = (second // 5 + number for number in range(12))
+    yield sequences(*(sequence(one % 30 + 1, request_id=f"chatcmpl-{one:024x}") for one in live))
+    line = LogLine(time=float(second), level="WARNING", source="engine", message=f"at {second}")
+    yield Log(lines=(line,))
+
+
+async def test_an_hour_of_a_replay_takes_no_more_memory_than_its_first_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "hour"
+    with path.open("wb") as file:
+        file.write(msgspec.json.encode(Header(appliance_recording=FORMAT, source="x", time=0.0)))
+        for frame in range(HOUR):
+            for item in happened(frame):
+                file.write(b"\n" + encode_item(item, frame / FRAMES_PER_SECOND))
+    app = DashboardApp(ReplayFeed(path, speed=math.inf))
+    app._timeline = Timeline(2**20)  # full after some minutes
+    sizes: list[int] = []
+    take = app.take
+
+    def take_and_paint(item: FeedItem) -> None:
+        take(item)
+        if isinstance(item, Stats) and item.time % PAINT_SECONDS == 0:
+            app.paint()
+        if isinstance(item, Stats) and item.time % MEASURE_SECONDS == 0:
+            gc.collect()
+            sizes.append(psutil.Process().memory_info().rss)
+
+    monkeypatch.setattr(app, "take", take_and_paint)
+    async with app.run_test(size=LARGE) as pilot, asyncio.timeout(120):
+        while app.state.connection.phase is not Phase.ENDED:
+            await pilot.pause(0.1)
+    assert len(sizes) == 3600 // MEASURE_SECONDS
+    assert max(sizes[2:]) - sizes[1] < MOST_GROWTH, sizes
