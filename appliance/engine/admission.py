@@ -124,7 +124,7 @@ class Admission:
         if self._can_fork(sequence):
             return sequence.num_prompt_tokens
         num_tokens = self._blocks.find_prefix(sequence).num_tokens
-        return max(num_tokens, self._tiers.num_ready(sequence))
+        return max(num_tokens, self._tiers.num_held(sequence))
 
     def _can_fork(self, sequence: Sequence) -> bool:
         parent = sequence.parent

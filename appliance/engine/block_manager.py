@@ -50,10 +50,10 @@ class BlockManager:
         num_open: open pages, see `open_pages.num_open_pages`; 0 where blocks are not sealed.
 
     Attributes:
+        index: which block holds which content.
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks that stand in more than one block table.
         num_evictions: blocks whose cached content was given up, ever.
-        index: which block holds what; nobody else changes it.
         on_evict: called with hash and block before the content of a full block is given up.
         loading: active blocks whose content is still outside, see `block_loads`.
     """
@@ -131,9 +131,8 @@ class BlockManager:
 
         The last token is never part of a hit: it must be run to get logits.
         """
-        if not (self._prefix_caching or sequence.num_kept):
-            return Prefix()
-        return self.index.find(sequence)
+        finds = self._prefix_caching or sequence.num_kept
+        return self.index.find(sequence) if finds else Prefix()
 
     def without_copy(self, prefix: Prefix) -> Prefix:
         """As much of a prefix as can be attached and written behind without a copy."""
@@ -158,10 +157,6 @@ class BlockManager:
             return False
         last = prefix.blocks[-1]
         return bool(self._references[last]) or self._filled[last] != num_tokens
-
-    def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        """Make the sequence's `block_hashes` cover its first `num_blocks` full blocks."""
-        self.index.extend_hashes(sequence, num_blocks)
 
     def open_page(self, block: int) -> int:
         """The open page of a block, or -1."""

@@ -51,14 +51,14 @@ class OpenPages:
     def __getitem__(self, block: int) -> int:
         return self._pages[block]
 
-    def get(self, block: int) -> int:
-        """A block's page, or -1."""
-        return self._pages.get(block, -1)
-
     @property
     def is_exhausted(self) -> bool:
         """Whether there is a pool and no page of it is left."""
         return not self._free and self._num_pages > 0
+
+    def get(self, block: int) -> int:
+        """A block's page, or -1."""
+        return self._pages.get(block, -1)
 
     def claim(self, block: int) -> None:
         """Give a block a page, if there is a pool."""

@@ -20,10 +20,11 @@ from appliance.engine.limits import check_beams, check_prompt, is_full, reason_t
 from appliance.engine.plan import Plan, ScheduledSequence, StepLoad, Update
 from appliance.engine.plan import SchedulerLimits as SchedulerLimits
 from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
+from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.scheduler_invariants import check_scheduler
 from appliance.engine.sequence import Sequence, SequenceStatus
-from appliance.engine.tiers.tiers import Tiers
+from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.engine.turns import PromptTurns
 from appliance.errors import RequestError
 
@@ -70,7 +71,7 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}  # live sequences only
         self._counters = Counters()
         self._accounts = Accounts()
-        self.tiers = tiers or Tiers.nowhere(blocks)
+        self.tiers = tiers or Tiers(blocks, TierSizes(block_bytes=1), Rates())
         self._beams = BeamGroups(blocks, self._eos_token_ids, limits.context_length)
         self._admission = Admission(
             blocks, self._counters, self._accounts, self.tiers, limits.max_num_seqs, self._beams
@@ -390,9 +391,7 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """The scheduler's share of the snapshot; times are the engine's to add."""
         waiting = len(self._waiting) + len(self.tiers.reading)
-        snapshot = self._counters.snapshot(
-            self._blocks, running=len(self._running), waiting=waiting
-        )
+        snapshot = self._counters.snapshot(self._blocks, len(self._running), waiting)
         return self.tiers.add_stats(snapshot)
 
     def check_invariants(self) -> None:

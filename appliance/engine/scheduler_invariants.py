@@ -1,4 +1,4 @@
-"""What must hold of a scheduler between any two calls, recomputed from its sequences."""
+"""What must hold of a scheduler between two calls."""
 
 from __future__ import annotations
 

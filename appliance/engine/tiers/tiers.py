@@ -17,7 +17,6 @@ from appliance.engine.block_loads import confirm_loads, load_blocks
 from appliance.engine.plan import BlockMove, HeldBlock
 from appliance.engine.policy import should_swap
 from appliance.engine.prefix_cache import Prefix
-from appliance.engine.rates import Rates
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.host_store import HostStore
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.engine.block_manager import BlockManager
+    from appliance.engine.rates import Rates
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
     from appliance.engine.tiers.write_behind import WriteBehind
@@ -107,11 +107,6 @@ class Tiers:
         self._saves: list[BlockMove] = []
         blocks.on_evict = self._evicted
 
-    @classmethod
-    def nowhere(cls, blocks: BlockManager) -> Tiers:
-        """No tiers: what leaves the cache is gone."""
-        return cls(blocks, TierSizes(block_bytes=1), Rates())
-
     @property
     def reading(self) -> tuple[Sequence, ...]:
         """Sequences that wait for the disk."""
@@ -131,7 +126,7 @@ class Tiers:
             return
         if not should_swap(num_tokens, num_bytes, prefill=rates.prefill, moves=rates.moves):
             return
-        blocks.extend_hashes(sequence, num_full)
+        blocks.index.extend_hashes(sequence, num_full)
         kept = _Kept(sequence.block_hashes[:num_full], last_room=last_room)
         reserved = self.host.reserve(kept.hashes, last_room)
         assert reserved, "there was room"
@@ -149,7 +144,7 @@ class Tiers:
         if self.disk is None:
             return False
         num_blocks = (len(sequence.token_ids) - 1) // self._blocks.block_size
-        self._blocks.extend_hashes(sequence, num_blocks)
+        self._blocks.index.extend_hashes(sequence, num_blocks)
         chain = sequence.block_hashes[:num_blocks]
         wanted = []
         for content in chain[len(self._blocks.index.find_full(chain)) :]:
@@ -180,7 +175,7 @@ class Tiers:
             self._kept.setdefault(sequence, _Kept()).hashes += job.hashes
             yield sequence
 
-    def num_ready(self, sequence: Sequence) -> int:
+    def num_held(self, sequence: Sequence) -> int:
         """Tokens of a waiting sequence that were read or kept for it, outside the cache or not."""
         kept = self._kept.get(sequence)
         return 0 if kept is None else len(kept.hashes) * self._blocks.block_size
