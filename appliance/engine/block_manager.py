@@ -29,17 +29,15 @@ class BlockManager:
 
     A block is free (no content), cached (content that no sequence refers to, least recently used
     first to go) or active (in at least one block table), which is said to be written while one
-    sequence alone holds it and it has room. A full block enters the prefix cache
-    once it is computed, a last block that is not full when its sequence lets go of it. Where equal
-    content is indexed already, both blocks stay, since block
-    tables only grow; the second one stays out of the index and is plainly freed.
+    sequence alone holds it and it has room. A full block enters the prefix cache once it is
+    computed, a last block that is not full when its sequence lets go of it. Where equal content is
+    indexed already, both stay, since block tables only grow; the second one is plainly freed.
 
     A block is written by a sequence only while no other sequence refers to it and the prefix
     cache does not index it; otherwise `allocate` gives the sequence a copy.
 
     Where blocks are sealed, one that is not full has an open page, also while it is only cached.
-    Once it is full nobody writes to it any more, not even to a copy: without the open page its
-    first tokens cannot be had without the others.
+    Nobody writes to a full one, not even to a copy: its first tokens cannot be had alone.
 
     Args:
         num_blocks: physical blocks.
@@ -68,8 +66,7 @@ class BlockManager:
         namespace: str = "",
         num_open: int = 0,
     ) -> None:
-        assert num_blocks > 0
-        assert block_size > 0
+        assert min(num_blocks, block_size) > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.metadata = metadata or BlockMetadata(num_blocks=num_blocks)
@@ -165,9 +162,8 @@ class BlockManager:
     def num_held(self, sequence: Sequence) -> int:
         """Tokens whose content is there: a last block that was to be copied may hold nothing."""
         num_full, num_last = divmod(sequence.num_computed, self.block_size)
-        if num_last and self._filled[sequence.block_table[num_full]] < num_last:
-            return sequence.num_computed - num_last
-        return sequence.num_computed
+        is_empty = num_last and self._filled[sequence.block_table[num_full]] < num_last
+        return sequence.num_computed - (num_last if is_empty else 0)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Let `child` share the blocks of the first `num_tokens` tokens, equal in both.
@@ -193,16 +189,11 @@ class BlockManager:
         """
         table = sequence.block_table
         first = sequence.num_computed // self.block_size
-        if num_new_tokens == 1 and first < len(table):  # most answers, in most steps
-            block = table[first]
-            if self._references[block] == 1 and block not in self.index:
-                return ()
+        if num_new_tokens == 1 and first < len(table) and self._is_own(table[first]):
+            return ()  # as for most answers in most steps
         num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
-        kept = [
-            index
-            for index in range(first, min(num_blocks, len(table)))
-            if self._references[table[index]] > 1 or table[index] in self.index
-        ]
+        present = range(first, min(num_blocks, len(table)))
+        kept = [index for index in present if not self._is_own(table[index])]
         num_appended = max(0, num_blocks - len(table))
         if not (kept or num_appended):
             return ()
@@ -217,6 +208,10 @@ class BlockManager:
             self._let_go(copy.source, sequence.slot)
         return copies
 
+    def _is_own(self, block: int) -> bool:
+        """Whether the one sequence that holds a block may write to it."""
+        return self._references[block] == 1 and block not in self.index
+
     def settle(self) -> None:
         """A plan is complete: what it copies from may be given to others from now on.
 
@@ -228,14 +223,12 @@ class BlockManager:
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """Record that the next `num_tokens` tokens are in the cache and index full blocks."""
-        size = self.block_size
-        first = sequence.num_computed // size
-        end = sequence.num_computed + num_tokens
-        sequence.num_computed = end
-        if num_tokens == 1 and end % size:  # most answers, in most steps
+        size, first = self.block_size, sequence.num_computed // self.block_size
+        sequence.num_computed = end = sequence.num_computed + num_tokens
+        if num_tokens == 1 and end % size:  # as for most answers in most steps
             block = sequence.block_table[first]
-            if self._filled[block] < size:
-                self.kv_tokens += end % size - self._filled[block]
+            if (before := self._filled[block]) < size:
+                self.kv_tokens += end % size - before
                 self._filled[block] = end % size
                 return
         for index in range(first, self.blocks_for(end)):
@@ -259,15 +252,11 @@ class BlockManager:
         if not self._open:
             return None
         size = self.block_size
-        return tuple(
-            tuple(
-                self._open[block]
-                for block in entry.sequence.block_table[
-                    entry.start // size : self.blocks_for(entry.end)
-                ]
-            )
-            for entry in scheduled
-        )
+        pages = []
+        for entry in scheduled:
+            table = entry.sequence.block_table[entry.start // size : self.blocks_for(entry.end)]
+            pages.append(tuple([self._open[block] for block in table]))
+        return tuple(pages)
 
     def _copy(self, source: int, destination: int) -> BlockCopy:
         if not self._open:

@@ -158,7 +158,7 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         """Rows of the step."""
-        return sum(entry.num_tokens for entry in self.scheduled)
+        return sum([entry.num_tokens for entry in self.scheduled])
 
     @property
     def num_decode_tokens(self) -> int:

@@ -125,7 +125,6 @@ class Line:
     prompts: list[tuple[Sequence, int]] = field(default_factory=list)  # the next one last
     lane: Lane | None = None
 
-    @property
     def key(self) -> tuple[int, int, int]:
         """The lowest goes next."""
         return turn(self.priority, self.account)
@@ -174,7 +173,7 @@ def share_rows(
     given: dict[Sequence, int] = {}
     portion = max(1, rows // TURNS)
     while rows and lines:
-        line = lines[0] if len(lines) == 1 else min(lines, key=lambda line: line.key)
+        line = lines[0] if len(lines) == 1 else min(lines, key=Line.key)
         if not line.prompts:
             sequence = None if line.lane is None else start(line.lane)
             if sequence is None:
