@@ -29,7 +29,7 @@ _LARGE = 1e100
 _OUTLIER = 3.0  # a step that took more than this many times what was expected counts as if so many
 _TRUSTED = 8  # steps of a kind before outliers are told by them
 _SWEEPS = 8  # of coordinate descent
-_FIT_EVERY = 16  # steps
+_FIT_EVERY = 8  # steps
 # How much better a coefficient must explain than the others to be believed: of what costs the
 # same in many steps, the number of rows is the likelier reason than that there are some.
 _DOUBT = (0.0, 0.0, 0.01, 0.02, 0.0, 0.02)
