@@ -190,7 +190,11 @@ class LLMEngine:
             if result.error is not None and sequence.status is not SequenceStatus.FINISHED
         }
         self._nan_logits += sum(result.broken for result in failing.values())
-        failed = [self._fail(sequence, result.error) for sequence, result in failing.items()]
+        failed = [
+            delta
+            for sequence, result in failing.items()
+            for delta in self._fail(sequence, result.error)
+        ]
         continuations = {
             sequence: result.continuations
             for sequence, result in results.items()
@@ -285,17 +289,20 @@ class LLMEngine:
         large = [entry.sequence for entry in plan.scheduled if entry.num_tokens > 1]
         failed = large or [entry.sequence for entry in plan.scheduled]
         logger.error("a step of %d rows failed: %s", plan.num_tokens, error)
-        deltas = tuple(self._fail(sequence, str(error)) for sequence in failed)
-        return self._report(deltas, plan.started)
+        deltas = [delta for sequence in failed for delta in self._fail(sequence, str(error))]
+        return self._report(tuple(deltas), plan.started)
 
-    def _fail(self, sequence: Sequence, message: str | None) -> SequenceDelta:
-        self._scheduler.finish(sequence, FinishReason.ERROR)
-        return SequenceDelta(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            finish_reason=FinishReason.ERROR,
-            error=message,
-        )
+    def _fail(self, sequence: Sequence, message: str | None) -> list[SequenceDelta]:
+        """End a sequence, and with a beam its siblings: each of them is told."""
+        return [
+            SequenceDelta(
+                request_id=ended.request.request_id,
+                index=ended.index,
+                finish_reason=FinishReason.ERROR,
+                error=message,
+            )
+            for ended in self._scheduler.finish(sequence, FinishReason.ERROR)
+        ]
 
     @staticmethod
     def _delta(update: Update, sampled: Sampled) -> SequenceDelta:

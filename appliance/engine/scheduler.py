@@ -168,14 +168,17 @@ class Scheduler:
         self._counters.aborted += bool(ending)
         return bool(ending)
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End one sequence, in whatever phase; nothing happens if it has ended already.
+    def finish(self, sequence: Sequence, reason: FinishReason) -> tuple[Sequence, ...]:
+        """End one sequence, in whatever phase, and tell which ones have ended by that.
 
-        A beam takes its siblings with it.
+        A beam takes its siblings with it; what has ended already stays as it is.
         """
-        if sequence.status is not SequenceStatus.FINISHED:
-            for member in self._beams.dissolve(sequence):
-                self._end(member, reason)
+        if sequence.status is SequenceStatus.FINISHED:
+            return ()
+        ended = tuple(self._beams.dissolve(sequence))
+        for member in ended:
+            self._end(member, reason)
+        return ended
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         was_reading = self.tiers.forget(sequence)

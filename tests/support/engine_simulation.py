@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from load_script import EOS, VOCAB, Event, Script, Setting, ends
+from load_script import EOS, VOCAB, Event, Script, Setting, beams_of, ends
 from virtual_runner import Clock, DeviceLostError, VirtualRunner, content_of, next_token
 
 from appliance.engine.block_manager import BlockManager
@@ -41,6 +41,7 @@ class Choice:
     arrival: float
     num_tokens: int = 0  # of the answer
     reason: FinishReason | None = None
+    beams: list[tuple[tuple[int, ...], FinishReason]] = field(default_factory=list)
 
 
 @dataclass
@@ -93,6 +94,7 @@ class Simulation:
         self.runner = VirtualRunner(
             self.blocks,
             vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
             max_rows=setting.max_num_batched_tokens,
             sealed=setting.sealed,
             depth=setting.depth,
@@ -135,7 +137,8 @@ class Simulation:
             gone = [
                 choice
                 for choice in self.live.values()
-                if choice.request.request_id == request_id and index in (None, choice.index)
+                if choice.request.request_id == request_id
+                and (index in (None, choice.index) or choice.beams)
             ]
             assert self.engine.abort(request_id, index) == bool(gone)
             for choice in gone:
@@ -145,6 +148,10 @@ class Simulation:
         setting = self.script.setting
         length = len(request.prompt_token_ids)
         fits = length < setting.context_length and length < setting.num_slots
+        beams = []
+        if request.sampling.use_beam_search and fits:
+            beams = beams_of(request, setting)
+            fits = bool(beams)
         try:
             self.engine.submit(request)
         except RequestError:
@@ -156,7 +163,7 @@ class Simulation:
         for token in request.prompt_token_ids:
             last = content_of(request.cache_salt, last, token)
         for index in range(request.sampling.n):
-            choice = Choice(request, index, last, self.clock.now)
+            choice = Choice(request, index, last, self.clock.now, beams=beams)
             self.live[request.request_id, index] = choice
 
     def step(self) -> bool:
@@ -174,6 +181,12 @@ class Simulation:
         choice = self.live.get((delta.request_id, delta.index))
         assert choice is not None, "an answer goes on behind its end"
         request = choice.request
+        if choice.beams and delta.token_ids:
+            found = delta.token_ids, delta.finish_reason
+            assert found == choice.beams[choice.index], "another beam is the best one"
+            self.seen["beams"] += 1
+            self.end(choice, choice.beams[choice.index][1])
+            return
         for token in delta.token_ids:
             assert token == next_token(choice.last, choice.index, VOCAB), "a wrong token"
             choice.last = content_of(request.cache_salt, choice.last, token)

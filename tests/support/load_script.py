@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from virtual_runner import content_of, next_token
+from virtual_runner import content_of, continuations_of, next_token
 
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.beam_search import Beam, BeamSearch, num_candidates
+from appliance.engine.limits import max_beam_tokens
+from appliance.engine.request import FinishReason, Request, SamplingParams
 
 VOCAB = 48
 EOS = 3
@@ -80,6 +82,28 @@ def answer_of(request: Request, index: int, max_tokens: int) -> list[int]:
         if ends(sampling, token, len(answer)) or length + len(answer) >= max_tokens:
             return answer
         last = content_of(request.cache_salt, last, token)
+
+
+def beams_of(request: Request, setting: Setting) -> list[tuple[tuple[int, ...], FinishReason]]:
+    """What a beam search must find, with no cache at all; nothing if it can never run."""
+    prompt, width = request.prompt_token_ids, request.sampling.num_sequences
+    longest = max_beam_tokens(len(prompt), width, setting.block_size, setting.num_blocks)
+    if width > setting.max_num_seqs or longest <= len(prompt):
+        return []
+    room = min(longest, setting.context_length) - len(prompt)
+    search = BeamSearch(request, (EOS,), min(room, request.sampling.max_tokens or room))
+    count = num_candidates(request.sampling, (EOS,))
+    last = 0
+    for token in prompt:
+        last = content_of(request.cache_salt, last, token)
+    grown = [(Beam(), last)]
+    while not search.over:
+        heard = [(beam, continuations_of(content, count, VOCAB)) for beam, content in grown]
+        grown = [
+            (beam, content_of(request.cache_salt, grown[place][1], beam.token_id))
+            for place, beam in search.advance(heard)
+        ]
+    return [(found.token_ids, found.reason) for found in search.finished]
 
 
 def ends(sampling: SamplingParams, token: int, num_tokens: int) -> bool:
@@ -167,10 +191,21 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
     if rng.random() < 0.95:
         prompt = prompt[: setting.max_tokens - 2]
     max_tokens = rng.choice([1, 2, 6, 12, 12, 20, 40, None])
+    beams = rng.random() < 0.06
     return Request(
         request_id=name,
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(
+            n=rng.choice([2, 3]),
+            use_beam_search=True,
+            length_penalty=rng.choice([0.5, 1.0]),
+            early_stopping=rng.random() < 0.5,
+            max_tokens=rng.choice([3, 8, 16]),
+            ignore_eos=rng.random() < 0.5,
+            seed=1,
+        )
+        if beams
+        else SamplingParams(
             n=rng.choice([1, 1, 1, 1, 2, 4]),
             max_tokens=max_tokens,
             min_tokens=rng.choice([0, 0, 1 if max_tokens is None else min(2, max_tokens)]),

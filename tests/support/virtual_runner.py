@@ -13,6 +13,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.engine.beam_search import num_candidates
+from appliance.engine.messages import Candidate
+from appliance.engine.plan import Continuations
 from appliance.engine.sampler import Sampled
 
 if TYPE_CHECKING:
@@ -23,6 +26,17 @@ if TYPE_CHECKING:
 STEP_SECONDS, ROW_SECONDS = 0.01, 0.001
 JUNK = -1
 BROKEN = Sampled(error="the virtual model broke", broken=True)
+
+
+def continuations_of(content: int, count: int, vocab_size: int) -> Continuations:
+    """What may follow a beam, likeliest first."""
+    first = hash((content, -2)) % vocab_size
+    candidates = []
+    logprob = -0.1
+    for place in range(count):
+        candidates.append(Candidate((first + place) % vocab_size, logprob))
+        logprob -= 0.05 + hash((content, place)) % 97 / 100
+    return Continuations(tuple(candidates))
 
 
 @dataclass(slots=True)
@@ -66,6 +80,7 @@ class VirtualRunner:
     Args:
         blocks: the books, to see that what is written belongs to one sequence alone.
         vocab_size: tokens there are.
+        eos_token_ids: those that end an answer.
         max_rows: of a step.
         sealed: whether tokens lie in open pages until their block is full.
         depth: plans in flight when the next one is launched.
@@ -85,6 +100,7 @@ class VirtualRunner:
         blocks: BlockManager,
         *,
         vocab_size: int,
+        eos_token_ids: tuple[int, ...],
         max_rows: int,
         sealed: bool,
         depth: int,
@@ -97,6 +113,7 @@ class VirtualRunner:
         self._blocks = blocks
         self._size = blocks.block_size
         self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
         self._max_rows = max_rows
         self._sealed = sealed
         self._noise = noise
@@ -143,16 +160,25 @@ class VirtualRunner:
         self._copy(plan)
         for move in plan.loads:
             self._load(move)
-        sampled = {}
+        sampled: dict[Sequence, int] = {}
+        beams: dict[Sequence, Continuations] = {}
         for entry in entries:
             last = self._run(entry)
             scheduled = entry.scheduled
-            if scheduled.samples:
+            request = scheduled.sequence.request
+            if scheduled.samples and request.sampling.use_beam_search:
+                count = num_candidates(request.sampling, self._eos_token_ids)
+                follows = continuations_of(last, count, self._vocab_size)
+                sampled[scheduled.sequence] = -1
+                beams[scheduled.sequence] = follows
+            elif scheduled.samples:
                 token = next_token(last, scheduled.sequence.index, self._vocab_size)
                 sampled[scheduled.sequence] = token
         self._latest = sampled
         self.rows += plan.num_tokens
-        results = [Sampled(token) for token in sampled.values()]
+        results = [
+            Sampled(token, continuations=beams.get(sequence)) for sequence, token in sampled.items()
+        ]
         if self.fault == "nan" and results:
             results[self._noise.randrange(len(results))] = BROKEN
             self.fault = ""
@@ -212,6 +238,8 @@ class VirtualRunner:
         if sealed < start:
             found += self._page(entry.pages[0])[: start - sealed]
         truth = self._truth.setdefault(sequence, [])
+        if sequence.request.sampling.use_beam_search:
+            truth.clear()  # another beam's tokens may have become this one's
         salt = sequence.request.cache_salt
         tokens = entry.tokens or [self._latest[sequence]]
         for token in sequence.token_ids[len(truth) : start]:
