@@ -135,6 +135,7 @@ def make_card(
         folder=model.parent if _is_writable(model.parent) else None,
         device=options.device,
     )
+    compared = _compared(options.compare, windows)  # refused before the work, if at all
     found = evaluate(candidate, windows, what, on_progress)
     facts = facts_of(candidate)
     card = Card(
@@ -154,7 +155,7 @@ def make_card(
         histogram=None if found.against is None else found.against.histogram(),
         layers=found.layers,
         kv=_kv_rows(candidate, caches, declared, found),
-        alternatives=(*_rounded(found, facts), *_compared(options.compare, windows)),
+        alternatives=(*_rounded(found, facts), *compared),
         quantize=run,
         notes=tuple(notes),
         cost=Cost(0, 0, 0, 0, ""),
