@@ -5,6 +5,7 @@ Used by the server and by offline use alike, so that both choose the same ones.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,8 @@ class Likelihood:
 
     @property
     def mean_logprob(self) -> float:
-        """Per token; there is at least one."""
-        return self.cumulative_logprob / self.num_tokens
+        """Per token; nothing is worse than an answer that time ran out for before its first."""
+        return self.cumulative_logprob / self.num_tokens if self.num_tokens else -math.inf
 
 
 def with_logprobs(sampling: SamplingParams) -> SamplingParams:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from appliance import LLM, SamplingParams
 from appliance.engine.request import FinishReason
 from appliance.errors import ContextLengthError
+from appliance.llm import CompletionOutput
 
 pytestmark = pytest.mark.model
 
@@ -67,3 +69,40 @@ def test_a_prompt_that_is_too_long_is_refused_and_nothing_is_left_behind(llm: LL
 def test_as_many_settings_as_prompts(llm: LLM) -> None:
     with pytest.raises(ValueError, match="2 prompts but 1"):
         llm.generate(["a", "b"], [SamplingParams()], progress=False)
+
+
+def test_the_best_of_several_answers_come_first(llm: LLM) -> None:
+    sampling = SamplingParams(n=2, best_of=5, temperature=1.0, seed=3, max_tokens=12)
+    (result,) = llm.generate("The moon is", sampling, progress=False)
+    every = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=12, logprobs=0)
+    (all_of_them,) = llm.generate("The moon is", every, progress=False)
+
+    def mean(answer: CompletionOutput) -> float:
+        return sum(one.chosen.logprob for one in answer.logprobs) / len(answer.token_ids)
+
+    ranked = sorted(all_of_them.outputs, key=mean, reverse=True)
+    assert [answer.text for answer in result.outputs] == [answer.text for answer in ranked[:2]]
+    assert [answer.index for answer in result.outputs] == [0, 1]
+    assert [answer.logprobs for answer in result.outputs] == [[], []]
+    best = result.outputs[0]
+    assert best.cumulative_logprob == pytest.approx(mean(ranked[0]) * len(best.token_ids))
+
+
+def test_beams_stop_at_strings_which_are_not_shown(llm: LLM) -> None:
+    prompt = "Three fruits: apples, pears and"
+    search: dict[str, Any] = {"use_beam_search": True, "n": 4, "max_tokens": 16}
+    (free,) = llm.generate(prompt, SamplingParams(**search), progress=False)
+    scores = [answer.cumulative_logprob or 0.0 for answer in free.outputs]
+    assert scores[0] > -30
+    num_ended = 0
+    for stop in (".", "ges", "\n"):
+        (result,) = llm.generate(prompt, SamplingParams(**search, stop=(stop,)), progress=False)
+        ended = [answer for answer in result.outputs if answer.finish_reason is FinishReason.STOP]
+        assert all(stop not in answer.text for answer in result.outputs)
+        for answer in ended:
+            whole = llm.tokenizer.decode(answer.token_ids)
+            assert stop not in llm.tokenizer.decode(answer.token_ids[:-1]), "it went on after it"
+            assert whole.startswith(answer.text)
+        num_ended += len(ended)
+    assert num_ended >= 4
+    assert not llm.engine.has_work

@@ -39,9 +39,9 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
         {b for b in active | cached if blocks._filled[b] < blocks.block_size}
     )
     assert set(blocks._cached_open) == {block for block in cached if block in blocks._open}
-    blocks._index.check_invariants()
-    assert all(block in blocks._index for block in cached), "a cached block cannot be found"
-    assert not any(block in blocks._index for block in free), "a free block can be found"
+    blocks.index.check_invariants()
+    assert all(block in blocks.index for block in cached), "a cached block cannot be found"
+    assert not any(block in blocks.index for block in free), "a free block can be found"
     for holder in holders:
         table, num_full = holder.block_table, holder.num_computed // blocks.block_size
         assert len(set(table)) == len(table), "a block is twice in a block table"

@@ -54,4 +54,4 @@ def confirm_loads(blocks: BlockManager, sequence: Sequence, first: int) -> None:
             blocks.loading.remove(block)
             blocks._record_active(block, blocks.metadata.owner(block))
             if blocks._filled[block] == blocks.block_size and blocks._prefix_caching:
-                blocks._index.add(sequence, index, block, blocks.block_size)
+                blocks.index.add(sequence, index, block, blocks.block_size)

@@ -29,17 +29,15 @@ class BlockManager:
 
     A block is free (no content), cached (content that no sequence refers to, least recently used
     first to go) or active (in at least one block table), which is said to be written while one
-    sequence alone holds it and it has room. A full block enters the prefix cache
-    once it is computed, a last block that is not full when its sequence lets go of it. Where equal
-    content is indexed already, both blocks stay, since block tables only grow; the second one stays
-    out of the index and is plainly freed.
+    sequence alone holds it and it has room. A full block enters the prefix cache once it is
+    computed, a last block that is not full when its sequence lets go of it. Where equal content is
+    indexed already, both stay, since block tables only grow; the second one is plainly freed.
 
     A block is written by a sequence only while no other sequence refers to it and the prefix
     cache does not index it; otherwise `allocate` gives the sequence a copy.
 
     Where blocks are sealed, one that is not full has an open page, also while it is only cached.
-    Once it is full nobody writes to it any more, not even to a copy: without the open page its
-    first tokens cannot be had without the others.
+    Nobody writes to a full one, not even to a copy: its first tokens cannot be had alone.
 
     Args:
         num_blocks: physical blocks.
@@ -50,6 +48,7 @@ class BlockManager:
         num_open: open pages, see `open_pages.num_open_pages`; 0 where blocks are not sealed.
 
     Attributes:
+        index: which block holds which content.
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks that stand in more than one block table.
         num_evictions: blocks whose cached content was given up, ever.
@@ -67,8 +66,7 @@ class BlockManager:
         namespace: str = "",
         num_open: int = 0,
     ) -> None:
-        assert num_blocks > 0
-        assert block_size > 0
+        assert min(num_blocks, block_size) > 0
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.metadata = metadata or BlockMetadata(num_blocks=num_blocks)
@@ -77,7 +75,7 @@ class BlockManager:
         self.num_evictions = 0
         self.on_evict: Callable[[bytes, int], None] | None = None
         self._prefix_caching = prefix_caching
-        self._index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
+        self.index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
         self._open = OpenPages(num_open)
         self._references = [0] * num_blocks
         self._filled = [0] * num_blocks  # slots that hold a token
@@ -131,7 +129,7 @@ class BlockManager:
         The last token is never part of a hit: it must be run to get logits.
         """
         finds = self._prefix_caching or sequence.num_kept
-        return self._index.find(sequence) if finds else Prefix()
+        return self.index.find(sequence) if finds else Prefix()
 
     def without_copy(self, prefix: Prefix) -> Prefix:
         """As much of a prefix as can be attached and written behind without a copy."""
@@ -145,7 +143,7 @@ class BlockManager:
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
         """Start a sequence's block table with blocks that `find_prefix` returned just now."""
         if prefix.num_tokens % self.block_size and not self._needs_copy(prefix):
-            self._index.remove(prefix.blocks[-1])  # it goes on where another ended
+            self.index.remove(prefix.blocks[-1])  # it goes on where another ended
         self._share(sequence, prefix.blocks)
         sequence.num_computed = prefix.num_tokens
 
@@ -156,19 +154,6 @@ class BlockManager:
             return False
         last = prefix.blocks[-1]
         return bool(self._references[last]) or self._filled[last] != num_tokens
-
-    def num_found(self, hashes: list[bytes]) -> int:
-        """Blocks at the start of a chain that are in the cache."""
-        missing = (index for index, one in enumerate(hashes) if self._index.get(one) is None)
-        return next(missing, len(hashes))
-
-    def block_of(self, content: bytes) -> int | None:
-        """The block indexed under a hash."""
-        return self._index.get(content)
-
-    def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        """Make the sequence's `block_hashes` cover its first `num_blocks` full blocks."""
-        self._index.extend_hashes(sequence, num_blocks)
 
     def open_page(self, block: int) -> int:
         """The open page of a block, or -1."""
@@ -203,17 +188,12 @@ class BlockManager:
             changed, if there are not enough free blocks.
         """
         table = sequence.block_table
-        first, used = divmod(sequence.num_computed, self.block_size)
-        if used and used + num_new_tokens <= self.block_size:  # as mostly: a row of an answer
-            block = table[first]
-            if self._references[block] == 1 and block not in self._index:
-                return ()
+        first = sequence.num_computed // self.block_size
+        if num_new_tokens == 1 and first < len(table) and self._is_own(table[first]):
+            return ()  # as for most answers in most steps
         num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
-        kept = [
-            index
-            for index in range(first, min(num_blocks, len(table)))
-            if self._references[table[index]] > 1 or table[index] in self._index
-        ]
+        present = range(first, min(num_blocks, len(table)))
+        kept = [index for index in present if not self._is_own(table[index])]
         num_appended = max(0, num_blocks - len(table))
         if not (kept or num_appended):
             return ()
@@ -228,6 +208,10 @@ class BlockManager:
             self._let_go(copy.source, sequence.slot)
         return copies
 
+    def _is_own(self, block: int) -> bool:
+        """Whether the one sequence that holds a block may write to it."""
+        return self._references[block] == 1 and block not in self.index
+
     def settle(self) -> None:
         """A plan is complete: what it copies from may be given to others from now on.
 
@@ -239,14 +223,12 @@ class BlockManager:
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """Record that the next `num_tokens` tokens are in the cache and index full blocks."""
-        size = self.block_size
-        first = sequence.num_computed // size
-        end = sequence.num_computed + num_tokens
-        sequence.num_computed = end
-        if num_tokens == 1 and end % size:  # most answers, in most steps
+        size, first = self.block_size, sequence.num_computed // self.block_size
+        sequence.num_computed = end = sequence.num_computed + num_tokens
+        if num_tokens == 1 and end % size:  # as for most answers in most steps
             block = sequence.block_table[first]
-            if self._filled[block] < size:
-                self.kv_tokens += end % size - self._filled[block]
+            if (before := self._filled[block]) < size:
+                self.kv_tokens += end % size - before
                 self._filled[block] = end % size
                 return
         for index in range(first, self.blocks_for(end)):
@@ -259,9 +241,9 @@ class BlockManager:
             if (filled == size) != (before == size):
                 self._record_active(block, self.metadata.owner(block))
         if self._prefix_caching and end // size > first:
-            self._index.extend_hashes(sequence, end // size)
+            self.index.extend_hashes(sequence, end // size)
             for index in range(first, end // size):
-                self._index.add(sequence, index, sequence.block_table[index], size)
+                self.index.add(sequence, index, sequence.block_table[index], size)
 
     def open_pages(
         self, scheduled: Iterable[ScheduledSequence]
@@ -292,7 +274,7 @@ class BlockManager:
                 pass
             elif index < num_full:
                 self._touch(sequence, index)
-            elif self._prefix_caching and index == num_full and num_last >= self._index.min_partial:
+            elif self._prefix_caching and index == num_full and num_last >= self.index.min_partial:
                 self._keep_last(sequence, index, num_last)
             self._let_go(table[index], sequence.slot)
         table.clear()
@@ -300,19 +282,19 @@ class BlockManager:
 
     def _touch(self, sequence: Sequence, index: int) -> None:
         """Keep a chain whole where the index holds, or has lost, an equal block of another's."""
-        indexed = self._index.get(sequence.block_hashes[index])
+        indexed = self.index.get(sequence.block_hashes[index])
         if indexed is None:
-            self._index.add(sequence, index, sequence.block_table[index], self.block_size)
+            self.index.add(sequence, index, sequence.block_table[index], self.block_size)
         elif indexed in self._cached:
             self._cached.move_to_end(indexed)
 
     def _keep_last(self, sequence: Sequence, index: int, num_tokens: int) -> None:
         """Index a block that is not full, if it is the sequence's own."""
         block = sequence.block_table[index]
-        if self._references[block] == 1 and block not in self._index:
+        if self._references[block] == 1 and block not in self.index:
             self.kv_tokens -= self._filled[block] - num_tokens
             self._filled[block] = num_tokens
-            self._index.add(sequence, index, block, num_tokens)
+            self.index.add(sequence, index, block, num_tokens)
 
     def _share(self, sequence: Sequence, blocks: Sequences[int]) -> None:
         assert not sequence.block_table
@@ -345,7 +327,7 @@ class BlockManager:
         """Give up the content of a cached block."""
         del self._cached[block]
         self._cached_open.pop(block, None)
-        content = self._index.remove(block)
+        content = self.index.remove(block)
         if self.on_evict is not None and self._filled[block] == self.block_size:
             self.on_evict(content, block)
         self._open.release(block)
@@ -381,7 +363,7 @@ class BlockManager:
         else:
             self.kv_tokens -= self._filled[block]
             self.loading.discard(block)
-            if block in self._index:
+            if block in self.index:
                 self._cached[block] = None
                 if block in self._open:
                     self._cached_open[block] = None

@@ -26,7 +26,7 @@ class Counters:
     expired: int = 0  # requests
     last_plan: Plan = field(default_factory=lambda: Plan(()))
 
-    def snapshot(self, blocks: BlockManager, *, running: int, waiting: int) -> EngineStats:
+    def snapshot(self, blocks: BlockManager, running: int, waiting: int) -> EngineStats:
         """The scheduler's share of the statistics; times are the engine's to add."""
         last = self.last_plan
         return EngineStats(

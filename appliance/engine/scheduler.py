@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from appliance.engine.admission import Admission
@@ -17,10 +16,11 @@ from appliance.engine.counters import Counters
 from appliance.engine.deadlines import Deadlines
 from appliance.engine.draft import Draft
 from appliance.engine.fairness import Accounts
-from appliance.engine.limits import check_beams, check_prompt, is_full, reason_to_finish
-from appliance.engine.plan import Plan, ScheduledSequence, StepLoad, Update
+from appliance.engine.in_flight import InFlight
+from appliance.engine.limits import check_beams, check_prompt, reason_to_finish
+from appliance.engine.plan import Plan, StepLoad, Update
 from appliance.engine.plan import SchedulerLimits as SchedulerLimits
-from appliance.engine.policy import Rank, choose_victim, may_look_ahead, rank
+from appliance.engine.policy import choose_victim, rank
 from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.sequence import Sequence, SequenceStatus
@@ -79,11 +79,7 @@ class Scheduler:
         self._turns = PromptTurns(self._admission, blocks, self._accounts, self._extend)
         self._waiting = self._admission.waiting
         self._running: list[Sequence] = []  # in the order of rank
-        self._look_ahead = look_ahead
-        # Entries of plans in flight, oldest first; some of the sequences may have ended since.
-        self._in_flight: dict[Sequence, list[ScheduledSequence]] = {}
-        # First in rank of those that found no block and nobody to take one from.
-        self._starved: Rank | None = None
+        self._in_flight = InFlight(self._max_tokens, look_ahead=look_ahead)
         self._last_arrival = -math.inf
         self._deadlines = Deadlines()
 
@@ -214,7 +210,7 @@ class Scheduler:
             self._waiting.push(sequence)
         draft = Draft(self._limits.max_num_batched_tokens)
         decodes, prompts = self._ready()
-        self._starved = None
+        self._in_flight.starved = None
         for sequence in decodes:
             self._extend(sequence, 1, draft)
         self._accounts.charge(draft.entries)
@@ -224,8 +220,7 @@ class Scheduler:
         if not draft.entries:
             return None
         self._counters.steps += 1
-        for sequence, entry in draft.entries.items():
-            self._in_flight.setdefault(sequence, []).append(entry)
+        self._in_flight.add(draft.entries.values())
         self._counters.last_plan = plan = draft.finished(self._blocks, self.tiers.take_saves())
         return plan
 
@@ -253,12 +248,9 @@ class Scheduler:
             sequence = entry.sequence
             token_id = next(tokens) if entry.samples else None
             self.tiers.confirm(sequence)
-            in_flight = self._in_flight[sequence]
-            assert in_flight.pop(0) is entry, "plans are committed in the order they were made in"
-            if not in_flight:
-                del self._in_flight[sequence]
+            is_idle = self._in_flight.remove(entry)
             if sequence.status is SequenceStatus.FINISHED:
-                if not in_flight:
+                if is_idle:
                     self._admission.release(sequence)
                 continue
             self._blocks.commit(sequence, entry.num_tokens)
@@ -288,8 +280,7 @@ class Scheduler:
         Their sequences, as far as they have not ended, wait and start over, since nobody knows
         what of their blocks was written.
         """
-        in_flight, self._in_flight = self._in_flight, {}
-        for sequence in sorted(in_flight, key=rank):
+        for sequence in self._in_flight.clear():
             self.tiers.discard(sequence)
             if sequence.status is SequenceStatus.FINISHED:
                 self._admission.release(sequence)
@@ -300,18 +291,17 @@ class Scheduler:
     def _ready(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
         """Running sequences that want one row, and those that want more, in the order of rank."""
         decodes, prompts = [], []
+        in_flight, held = self._in_flight.entries, self._beams.held
         for sequence in self._running:
-            if sequence in self._in_flight:
-                if not self._may_run(sequence):
-                    continue
-                num_left = self._num_left(sequence)
-            elif sequence in self._beams.held:
+            if sequence in in_flight:
+                num_left = self._in_flight.num_left(sequence)
+            elif sequence in held:
                 continue
             else:
                 num_left = len(sequence.token_ids) - sequence.num_computed
             if num_left == 1:
                 decodes.append(sequence)
-            elif num_left:  # a beam that waits for its siblings has nothing to do
+            elif num_left:  # it may wait for what is in flight, or as a beam for its siblings
                 prompts.append((sequence, num_left))
         return decodes, prompts
 
@@ -320,17 +310,16 @@ class Scheduler:
 
         If there is nobody to take blocks from, it keeps its own and waits for the next step.
         """
-        in_flight = self._in_flight.get(sequence)
-        before = None if in_flight is None else in_flight[0]
+        before = self._in_flight.first(sequence)
         num_before = 0 if before is None else before.num_tokens
         num_tokens = min(num_left, draft.budget)
         if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
             return
         while (copies := self._blocks.allocate(sequence, num_before + num_tokens)) is None:
-            spared = self._beams.spared(sequence, self._in_flight)
+            spared = self._beams.spared(sequence, self._in_flight.entries)
             victim = choose_victim(self._running, sequence, spared)
             if victim is None:
-                self._starved = min(self._starved or rank(sequence), rank(sequence))
+                self._in_flight.starve(sequence)
                 return
             members = self._beams.members(victim)
             for member in members:
@@ -344,21 +333,6 @@ class Scheduler:
                 member.num_preemptions += 1
                 self._counters.preemptions += 1
         draft.add(sequence, num_tokens, copies, before)
-
-    def _may_run(self, sequence: Sequence) -> bool:
-        """Whether a sequence in flight may be in the next plan."""
-        in_flight = self._in_flight[sequence]
-        if not self._look_ahead or len(in_flight) > 1:
-            return False
-        if self._starved is not None and rank(sequence) > self._starved:
-            return False  # as soon as it is idle, its blocks can be had
-        is_last = is_full(sequence, in_flight[0].end + 1, self._max_tokens)
-        return not in_flight[0].samples or (may_look_ahead(sequence) and not is_last)
-
-    def _num_left(self, sequence: Sequence) -> int:
-        """Rows that are neither computed nor in flight, one for a token to come included."""
-        in_flight = self._in_flight[sequence]
-        return len(sequence.token_ids) + in_flight[0].samples - in_flight[0].end
 
     def _requeue(self, sequence: Sequence) -> None:
         """Take the blocks of a running sequence; its tokens stay and are computed again later.
@@ -384,7 +358,7 @@ class Scheduler:
         assert self._running[index] is sequence
         del self._running[index]
         self._accounts.of(sequence).num_running -= 1
-        if sequence not in self._in_flight:
+        if sequence not in self._in_flight.entries:
             self._admission.release(sequence)
 
     def observe(self, load: StepLoad, seconds: float) -> None:
@@ -394,26 +368,17 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """The scheduler's share of the snapshot; times are the engine's to add."""
         waiting = len(self._waiting) + len(self.tiers.reading)
-        snapshot = self._counters.snapshot(
-            self._blocks, running=len(self._running), waiting=waiting
-        )
+        snapshot = self._counters.snapshot(self._blocks, len(self._running), waiting)
         return self.tiers.add_stats(snapshot)
 
     def check_invariants(self) -> None:
         """Assert that every live sequence is in exactly one place and the books agree."""
         waiting, running = [*self._waiting, *self.tiers.reading], self._running
-        ended = [seq for seq in self._in_flight if seq.status is SequenceStatus.FINISHED]
         assert all(seq.status is SequenceStatus.RUNNING for seq in running)
         assert all(seq.status is SequenceStatus.WAITING for seq in waiting)
         assert not any(seq.block_table for seq in waiting)
         assert running == sorted(running, key=rank)
-        assert set(self._in_flight) <= {*running, *ended}
-        for seq, entries in self._in_flight.items():
-            assert 0 < len(entries) <= 1 + self._look_ahead
-            assert all(a.end == b.start for a, b in pairwise(entries))
-            if seq.status is SequenceStatus.RUNNING:
-                assert entries[0].start == seq.num_computed
-                assert len(seq.token_ids) >= entries[0].end
+        ended = self._in_flight.check_invariants(running)
         assert len(waiting) == len(self._waiting) + len(self.tiers.reading)
         self.tiers.check_invariants()
         assert len({*running, *waiting}) == len(running) + len(waiting)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field
-from operator import mul
 
 from appliance.engine.plan import StepLoad
 from appliance.engine.policy import DECODE_SLOWDOWN, MIN_PROMPT_ROWS
@@ -25,7 +24,6 @@ _SIZE = 6  # coefficients
 _FORGET = 1 - 1 / 48  # what is left of the weight of a step when the next one of its kind comes
 _FADE = 1 - 1 / 128  # and when one of another kind comes
 _CONTEXT = 1024.0  # tokens in one unit of context, so that all features are of like size
-_LARGE = 1e100
 _OUTLIER = 3.0  # a step that took more than this many times what was expected counts as if so many
 _TRUSTED = 8  # steps of a kind before outliers are told by them
 _SWEEPS = 8  # of coordinate descent
@@ -51,34 +49,24 @@ def _features(load: StepLoad) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class _Moments:
-    """Decaying sums of one kind of step: what least squares need of it.
-
-    Rather than that old steps lose weight, new ones gain it, so that only what is not zero is
-    touched; `weight` is that of the latest step.
-    """
+    """Decaying sums of one kind of step: what least squares need of it."""
 
     products: list[list[float]] = field(
         default_factory=lambda: [[0.0] * _SIZE for _ in range(_SIZE)]
     )
     targets: list[float] = field(default_factory=lambda: [0.0] * _SIZE)
-    weight: float = 1.0
     count: int = 0
     last: int = 0  # number of the latest step of this kind
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
-        self.count += 1
-        self.weight /= _FORGET
         # Errors are taken relative to the time of a step, so that short ones count as long ones.
-        scaled = [(i, feature / seconds) for i, feature in enumerate(features) if feature]
-        for i, one in scaled:
-            row, weighed = self.products[i], one * self.weight
-            self.targets[i] += weighed
-            for j, other in scaled:
-                row[j] += weighed * other
-        if self.weight > _LARGE:
-            self.products = [[value / self.weight for value in row] for row in self.products]
-            self.targets = [value / self.weight for value in self.targets]
-            self.weight = 1.0
+        scaled = [feature / seconds for feature in features]
+        for one, row in zip(scaled, self.products, strict=True):
+            row[:] = [_FORGET * old + one * other for old, other in zip(row, scaled, strict=True)]
+        self.targets[:] = [
+            _FORGET * old + one for old, one in zip(self.targets, scaled, strict=True)
+        ]
+        self.count += 1
 
 
 class StepBudget:
@@ -109,13 +97,11 @@ class StepBudget:
         """
         if seconds <= 0 or not (load.num_answers or load.prompt_rows):
             return
-        features = _features(load)
         kind = (load.num_answers > 0, load.prompt_rows > 0)
         moments = self._kinds.setdefault(kind, _Moments())
         if moments.count >= _TRUSTED:
-            expected = sum(map(mul, self._coefficients, features))
-            seconds = min(seconds, _OUTLIER * max(expected, 1e-6))
-        moments.add(features, seconds)
+            seconds = min(seconds, _OUTLIER * max(self.seconds(load), 1e-6))
+        moments.add(_features(load), seconds)
         self._num_steps += 1
         moments.last = self._num_steps
         if kind == _BOTH:
@@ -169,7 +155,7 @@ class StepBudget:
         for kind, moments in self._kinds.items():
             if kind == _PROMPTS and both is not None and both.count >= _TRUSTED:
                 continue  # rows cost less where there are many of them than beside answers
-            weight = _FADE ** (self._num_steps - moments.last) / moments.weight
+            weight = _FADE ** (self._num_steps - moments.last)
             rows = (*moments.products, moments.targets)
             for total, row in zip((*products, targets), rows, strict=True):
                 total[:] = [one + weight * other for one, other in zip(total, row, strict=True)]
@@ -178,6 +164,6 @@ class StepBudget:
             for index in (4, 1, 5, 2, 0, 3):
                 row, own = products[index], products[index][index]
                 if own > 0:
-                    rest = targets[index] - sum(map(mul, row, found))
+                    rest = targets[index] - sum(map(float.__mul__, row, found))
                     value = found[index] + rest / own
                     found[index] = max(0.0, value / (1 + _DOUBT[index]))

@@ -70,9 +70,9 @@ class Variants:
 
     def advance(self, block: Block) -> None:
         """Put all earlier variants and the model as it is through an unchanged layer."""
-        self._streams = [
-            self._layers.run(block, stream) for stream in self._streams
-        ] + self._branches
+        for index, stream in enumerate(self._streams):  # one by one: they are most of the memory
+            self._streams[index] = self._layers.run(block, stream)
+        self._streams += self._branches
         self._branches = []
 
     def divergences(self) -> list[float]:

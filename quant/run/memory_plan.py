@@ -7,12 +7,14 @@ upper bounds of what `rtn`, `awq` and `gptq` hold at once; a test compares them 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
 
 from appliance.errors import MemoryPlanError
+from appliance.quant.methods.sensitivity import HEAD_ROWS
+from appliance.quant.run.options import Method
 from appliance.quant.walk.pieces import ROW_MULTIPLE
 from appliance.quant.walk.walk import tokens_at_once
 
@@ -31,6 +33,9 @@ GPTQ_MOMENTS, GPTQ_WEIGHTS = 6, 7
 AWQ_WEIGHTS = 8
 ROUND_PIECES = 8  # copies of a piece in float32, for each worker
 ROUND_PACKED = 3  # of a tensor's result: as pieces, as one, and as it is stored
+LINEARS = 4  # of a layer, each with a variant of the model where sensitivity is measured
+END_BYTES = 12  # of a number of both ends: in the file's pages, as read, and one in float32
+LOGITS = 4  # copies of a few tokens' logits
 HEAP = 32 * MIB  # what the allocators keep, and small things
 
 
@@ -87,7 +92,9 @@ def plan_memory(
     """
     on_gpu = options.device.startswith("cuda")
     packed = max(tensor.nbytes for tensor in plan.tensors if tensor.scheme is not None)
-    layer = {} if not row_tokens else _layer_parts(source, options, row_tokens)
+    layer = {}
+    if row_tokens:
+        layer = _layer_parts(source, options, row_tokens, tokens_at_once(row_tokens))
     heap = {"results": ROUND_PACKED * packed, "allocators": HEAP}
     vram = sum(layer.values()) if on_gpu else 0
     parts = heap if on_gpu else layer | heap
@@ -114,6 +121,34 @@ def plan_memory(
     return found
 
 
+def check_mixed(source: ModelSource, options: QuantizeOptions, tokens: int, use: MemoryUse) -> None:
+    """Refuse `--mixed` where measuring what matters takes more than `--max-ram`.
+
+    A residual stream for each linear of the model goes beside one layer, then beside the head.
+
+    Args:
+        source: an opened model.
+        options: what is asked for.
+        tokens: that it is measured on.
+        use: of memory now.
+
+    Raises:
+        MemoryPlanError: it does.
+    """
+    spec = source.spec
+    streams = (1 + LINEARS * len(spec.layers)) * tokens * spec.hidden_size
+    head = spec.vocab_size * (spec.hidden_size * END_BYTES + LOGITS * HEAD_ROWS * FLOAT_BYTES)
+    layer = _layer_parts(source, replace(options, method=Method.AWQ), tokens, tokens)
+    most = max(sum(layer.values()), head)
+    needed = use.ram + streams * FLOAT_BYTES + most + HEAP
+    if options.max_ram is not None and needed > options.max_ram:
+        raise MemoryPlanError(
+            f"finding where bits matter most takes {needed / MIB:,.0f} MiB of memory, but"
+            f" {options.max_ram / MIB:,.0f} MiB may be used; --max-ram {-(-needed // MIB)}MiB is"
+            " the least that would do, and without --mixed it is less"
+        )
+
+
 def _advice(flag: str, least: int, options: QuantizeOptions) -> str:
     advice = f"{flag} {-(-least // MIB)}MiB is the least that would do"
     if options.method.needs_text:
@@ -121,17 +156,19 @@ def _advice(flag: str, least: int, options: QuantizeOptions) -> str:
     return advice
 
 
-def _layer_parts(source: ModelSource, options: QuantizeOptions, row_tokens: int) -> dict[str, int]:
-    """Of the layer that takes most, in bytes."""
+def _layer_parts(
+    source: ModelSource, options: QuantizeOptions, row_tokens: int, tokens: int
+) -> dict[str, int]:
+    """Of the layer that takes most, with so many tokens in rows, in bytes."""
     found = [
-        _parts_of(layer, source.spec.hidden_size, options, row_tokens)
+        _parts_of(layer, source.spec.hidden_size, options, row_tokens, tokens)
         for layer in set(source.spec.layers)
     ]
     return max(found, key=lambda parts: sum(parts.values()))
 
 
 def _parts_of(
-    layer: LayerSpec, hidden: int, options: QuantizeOptions, row_tokens: int
+    layer: LayerSpec, hidden: int, options: QuantizeOptions, row_tokens: int, tokens: int
 ) -> dict[str, int]:
     attention, middle = layer.attention, layer.mlp.intermediate_size
     queries = attention.num_heads * attention.head_dim
@@ -142,7 +179,6 @@ def _parts_of(
         (2 * middle, hidden),
         (hidden, middle),
     ]
-    tokens = tokens_at_once(row_tokens)
     widths = 4 * hidden + 3 * (queries + 2 * keys) + 2 * queries + 2 * keys + 3 * middle
     scores = 0
     if attention.softcap is not None or options.device.startswith("cuda"):

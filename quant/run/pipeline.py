@@ -27,10 +27,13 @@ from appliance.quant.kv.files import (
     write_kv_plan,
     write_kv_scales,
 )
+from appliance.quant.methods.mixed import PROBE_ROWS, PROBE_TOKENS
 from appliance.quant.methods.precisions import kept_schemes, mixed_schemes
 from appliance.quant.run.dry_run import out_of_memory_is_one_line, plan_run
 from appliance.quant.run.fingerprint import fingerprint_of
 from appliance.quant.run.journal import Journal
+from appliance.quant.run.memory import MemoryUse
+from appliance.quant.run.memory_plan import check_mixed
 from appliance.quant.run.options import Engine, QuantizeOptions
 from appliance.quant.run.plan import make_plan, stored_dtype
 from appliance.quant.run.progress import EventLog, UnitLog
@@ -138,6 +141,7 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
     run = _open(model_path, staging, options, time.monotonic())
     calibration = _calibration(run, staging.state, ignore_event, resumes=False)
     if options.mixed is not None and calibration is not None:
+        _check_mixed(run)
         run = _with_precisions(run, mixed_schemes(run.source, options, calibration, run.plan.dtype))
     return plan_run(run.source, run.plan, options, calibration, is_tried=True)[1]
 
@@ -156,6 +160,11 @@ def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started:
 
 def _with_precisions(run: Run, chosen: Mapping[str, LinearScheme | None]) -> Run:
     return replace(run, plan=make_plan(run.source, run.options, run.plan.dtype, chosen))
+
+
+def _check_mixed(run: Run) -> None:
+    use = MemoryUse.now(torch.device("cpu"))  # where sensitivity is measured
+    check_mixed(run.source, run.options, PROBE_ROWS * PROBE_TOKENS, use)
 
 
 def _quantize(run: Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
@@ -187,6 +196,7 @@ def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> Q
         journal.check(fingerprint, staging.folder)
     if run.options.mixed is not None and calibration is not None:
         events(Step(what="finding where bits matter most"))
+        _check_mixed(run)
         chosen = kept_schemes(run.source, run.options, calibration, run.plan.dtype, staging.state)
         run = _with_precisions(run, chosen)
     if run.options.kv_bits is not None and calibration is not None:

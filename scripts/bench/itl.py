@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8097, help="of the server that is started")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, help="default: the full context")
-    parser.add_argument("--max-tokens", type=int, default=1200, help="of each stream")
+    parser.add_argument("--max-tokens", type=int, default=1500, help="of each stream")
     parser.add_argument("--seconds-before", type=float, default=6, help="until the prompt arrives")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
@@ -129,6 +129,7 @@ def main() -> None:
     else:
         endpoint = Endpoint("127.0.0.1", options.port)
         command = [sys.executable, "-m", "appliance", "serve", "--port", str(options.port)]
+        command += ["--kv-cache-memory", "2GiB"]  # so that nobody is preempted
         server = Server([*command, *filter(None, [options.model])], {}, endpoint)
         try:
             asyncio.run(server.healthy())

@@ -398,5 +398,5 @@ def check_load(load: Load) -> None:
 
 def test_every_search_ends_with_the_right_answers() -> None:
     check_load()
-    assert min(seen.values()) >= 5, f"the loads hardly touch something: {seen}"
+    assert min(seen.values()) >= 2, f"the loads hardly touch something: {seen}"
     assert seen["steps"] >= 2000

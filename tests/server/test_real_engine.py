@@ -92,3 +92,34 @@ async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> Non
         await asyncio.gather(late, return_exceptions=True)
         await running.until(lambda: engine.stats.aborted_total == 1)
         await running.until(lambda: engine.stats.running == engine.stats.blocks_active == 0)
+
+
+async def test_beams_over_http(serve: Serve, smollm2_gguf: Path) -> None:
+    async with serve(
+        str(smollm2_gguf),
+        command=ENGINE_COMMAND,
+        tokenizer=Tokenizer.from_path(smollm2_gguf),
+        limits=SupervisionLimits(),
+        device="cpu",
+        threads=2,
+        max_model_len=512,
+        kv_cache_memory=2**26,
+    ) as running:
+        search = {"use_beam_search": True, "n": 2, "best_of": 4, "max_tokens": 12, "temperature": 0}
+        answer = (await running.complete("The capital of Japan is", **search, logprobs=1)).json()
+        first, second = answer["choices"]
+        assert (first["index"], second["index"]) == (0, 1)
+        assert "Tokyo" in first["text"]
+        for choice in (first, second):
+            # A token that only says that this is the end has no place in the list.
+            said = sum(choice["logprobs"]["token_logprobs"])
+            assert choice["cumulative_logprob"] <= said + 1e-6
+        shown = len(first["logprobs"]["tokens"]) + len(second["logprobs"]["tokens"])
+        assert answer["usage"]["completion_tokens"] in (shown, shown + 1, shown + 2)
+        assert answer["usage"]["prompt_tokens"] == 5
+        stopped = (await running.complete("One, two, three,", **search, stop=[","])).json()
+        assert stopped["choices"][0]["finish_reason"] == "stop"
+        assert not any("," in choice["text"] for choice in stopped["choices"])
+        chat = (await running.chat(QUESTION, **search)).json()
+        assert "Tokyo" in chat["choices"][0]["message"]["content"]
+        await running.until(lambda: running.state.engine.stats.blocks_active == 0)

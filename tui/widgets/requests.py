@@ -35,7 +35,7 @@ class Column:
 
 _COLUMNS = (
     Column(Sort.REQUEST, 26, right=False),
-    Column(Sort.KEY, 12, right=False),
+    Column(Sort.KEY, 16, right=False),
     Column(Sort.STATE, 8, right=False),
     Column(Sort.PROMPT, 8),
     Column(Sort.CACHED, 8),
@@ -45,7 +45,7 @@ _COLUMNS = (
     Column(Sort.AGE, 9),
 )
 _MARK = 4  # focus mark and swatch
-_SHORT_REQUEST = 18
+_SHORT_REQUEST, _SHORT_KEY = 18, 12
 # What narrow terminals do without, the first to go first.
 _DISPENSABLE = (Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.KEY, Sort.SPEED, Sort.AGE)
 
@@ -55,6 +55,7 @@ def columns_for(width: int) -> list[Column]:
     columns = list(_COLUMNS)
     if _width_of(columns) > width:
         columns[0] = replace(columns[0], width=_SHORT_REQUEST)
+        columns[1] = replace(columns[1], width=_SHORT_KEY)
     for sort in _DISPENSABLE:
         if _width_of(columns) > width:
             columns = [column for column in columns if column.sort is not sort]

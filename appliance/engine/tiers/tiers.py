@@ -126,7 +126,7 @@ class Tiers:
             return
         if not should_swap(num_tokens, num_bytes, prefill=rates.prefill, moves=rates.moves):
             return
-        blocks.extend_hashes(sequence, num_full)
+        blocks.index.extend_hashes(sequence, num_full)
         kept = _Kept(sequence.block_hashes[:num_full], last_room=last_room)
         reserved = self.host.reserve(kept.hashes, last_room)
         assert reserved, "there was room"
@@ -144,10 +144,10 @@ class Tiers:
         if self.disk is None:
             return False
         num_blocks = (len(sequence.token_ids) - 1) // self._blocks.block_size
-        self._blocks.extend_hashes(sequence, num_blocks)
+        self._blocks.index.extend_hashes(sequence, num_blocks)
         chain = sequence.block_hashes[:num_blocks]
         wanted = []
-        for content in chain[self._blocks.num_found(chain) :]:
+        for content in chain[len(self._blocks.index.find_full(chain)) :]:
             if self.host.get(content) is None:
                 if content not in self.disk:
                     break

@@ -112,7 +112,7 @@ class WriteBehind:
     def _write_next(self) -> None:
         content = next(iter(self._pending))
         stamp = self._pending.pop(content)
-        block = self._blocks.block_of(content)
+        block = self._blocks.index.get(content)
         if block is None or content in self._disk:
             self.num_dropped += block is None
             return

@@ -223,7 +223,7 @@ class Simulation:
             return
         for entry in plan.scheduled:
             for content in entry.sequence.block_hashes:
-                block = self.blocks.block_of(content)
+                block = self.blocks.index.get(content)
                 if block is not None and content not in self.disk:
                     held = HeldBlock()
                     self.memory.save([BlockMove(block, held)])

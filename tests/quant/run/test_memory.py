@@ -71,6 +71,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("method", SHAPES)
 def test_a_model_several_times_larger_than_the_ceiling_stays_below_it(
     tmp_path: Path, method: str
@@ -130,6 +131,16 @@ def test_what_the_model_took_to_write_its_text_counts(
     assert report.peak_ram == 1 << 40
     assert [plan.peak_ram for plan in plans] == [1 << 40]
     assert plans[0].notes == (), "it is smaller than before"
+
+
+def test_finding_where_bits_matter_is_refused_before_it_takes_too_much(
+    large: Path, tmp_path: Path
+) -> None:
+    use = MemoryUse.now(torch.device("cpu")).ram
+    asked = options(tmp_path, Method.RTN, max_ram=use + 20 * MIB)
+    with pytest.raises(MemoryPlanError, match=r"bits matter most takes .* without --mixed"):
+        quantize_model(large, tmp_path / "out", replace(asked, mixed=5.0))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_the_result_does_not_depend_on_the_ceiling(large: Path, tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""A server that is started again answers a long prompt from what the one before left on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.conftest import Server
+
+
+def ask(server: Server) -> dict[str, Any]:
+    body = {
+        "model": "small",
+        "prompt": list(range(1000, 1400)),
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_long_prompt_outlives_the_server(smollm2_gguf: Path, tmp_path: Path) -> None:
+    arguments = (
+        str(smollm2_gguf),
+        "--served-model-name",
+        "small",
+        "--kv-disk",
+        str(tmp_path / "kv"),
+    )
+    first = Server(tmp_path / "log1", *arguments)
+    before = ask(first)
+    # Told to end right away: what is not written yet is written now.
+    assert first.stop() == 0
+    assert str(tmp_path / "kv") in first.log
+    assert len(list((tmp_path / "kv").rglob("*.kv"))) == 400 // 16
+    second = Server(tmp_path / "log2", *arguments)
+    try:
+        after = ask(second)
+        assert after["choices"] == before["choices"]
+        assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == 384
+        assert second.gauge("appliance_kv_disk_writing") == 1
+    finally:
+        assert second.stop() == 0
