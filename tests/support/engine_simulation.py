@@ -72,6 +72,7 @@ class Simulation:
             plans=1 + setting.depth,
         )
         self.clock = Clock()
+        self.failed = False  # the latest step
         self.moved = 0  # the last step in which anybody got a token
         self.live: dict[tuple[str, int], Choice] = {}
         self.blocks = BlockManager(
@@ -140,7 +141,11 @@ class Simulation:
                 if choice.request.request_id == request_id
                 and (index in (None, choice.index) or choice.beams)
             ]
-            assert self.engine.abort(request_id, index) == bool(gone)
+            aborted = self.engine.abort(request_id, index)
+            if gone and not aborted:
+                assert self.failed, "it has ended and nobody was told"
+                return  # its time was over in a step that failed: the next report tells of it
+            assert aborted == bool(gone)
             for choice in gone:
                 self.end(choice, FinishReason.ABORT)
 
@@ -172,7 +177,9 @@ class Simulation:
             report = self.engine.step()
         except DeviceLostError:
             self.seen["failed steps"] += 1
+            self.failed = True
             return False
+        self.failed = False
         for delta in report.deltas:
             self.receive(delta)
         return bool(report.deltas)

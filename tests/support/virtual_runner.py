@@ -35,7 +35,7 @@ def continuations_of(content: int, count: int, vocab_size: int) -> Continuations
     logprob = -0.1
     for place in range(count):
         candidates.append(Candidate((first + place) % vocab_size, logprob))
-        logprob -= 0.05 + hash((content, place)) % 97 / 100
+        logprob -= 0.05 + hash((content, place)) % 1_000_003 / 1_000_003  # no two are equal
     return Continuations(tuple(candidates))
 
 
