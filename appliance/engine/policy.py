@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 DECODE_SLOWDOWN = 1.6  # a step with prompts takes this many times what its answers alone would
-STALL_STEPS = 128  # from one step that is as long as it likes to the next: less than 1 in 100
+STALL_STEPS = 128  # for each that is as long as it likes: less than 1 in 100
+MAX_STALLS = 2  # of those, saved up: the short prompts of a burst take no more of them
 MIN_PROMPT_ROWS = 8  # of a step, however slow they are: prompts never stand still
 MAX_OVERTAKEN = 8  # sequences that may start before one that came earlier
 WINDOW = 8  # an owner's earliest waiting sequences, among which the longest prefix is looked for
@@ -58,15 +59,15 @@ def turn(priority: int, account: Account) -> tuple[int, int, int]:
     return (priority, account.served, account.num_running)
 
 
-def may_stall(wanted: int, budget: int, num_steps: int) -> bool:
+def may_stall(wanted: int, budget: int, num_saved: float) -> bool:
     """Whether running answers may be held up for a whole step by prompts.
 
     Args:
         wanted: rows of all prompts that run or could start, from their beginning.
         budget: rows that are left of the step.
-        num_steps: since it was allowed last.
+        num_saved: such steps that were saved up, at most `MAX_STALLS`.
     """
-    return wanted <= budget and num_steps >= STALL_STEPS
+    return wanted <= MAX_STALLS * budget and num_saved >= 1
 
 
 def choose_waiting(earliest: Ordered[Sequence], num_cached: Callable[[Sequence], int]) -> Sequence:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from appliance.engine.policy import STALL_STEPS, TURNS, may_stall, turn
+from appliance.engine.policy import MAX_STALLS, STALL_STEPS, TURNS, may_stall, turn
 from appliance.engine.step_budget import StepBudget
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class PromptTurns:
         self._blocks = blocks
         self._accounts = accounts
         self._extend = extend
-        self._last_stall = -STALL_STEPS
+        self._stalls = float(MAX_STALLS)  # saved up
+        self._last_step = 0
 
     def plan(
         self,
@@ -107,11 +108,13 @@ class PromptTurns:
         # Of those that run already all rows: what is left of a long prompt is no short one.
         wanted = sum([len(one.token_ids) - one.num_cached for one, _ in prompts])
         for sequence in islice(self._admission.waiting.queued(), self._admission.num_slots):
-            if wanted > draft.budget:
+            if wanted > MAX_STALLS * draft.budget:
                 break
             wanted += sequence.num_uncomputed
-        if wanted > rows and may_stall(wanted, draft.budget, step - self._last_stall):
-            self._last_stall = step
+        saved = self._stalls + (step - self._last_step) / STALL_STEPS
+        self._stalls, self._last_step = min(MAX_STALLS, saved), step
+        if wanted > rows and may_stall(wanted, draft.budget, self._stalls):
+            self._stalls -= 1
             return draft.budget
         return rows
 

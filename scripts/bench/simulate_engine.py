@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import secrets
 import time
 
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=None, help="default: another one each time")
     parser.add_argument("--era", type=int, default=None, help="only this one, all books each step")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     options = parser.parse_args()
     logging.disable(logging.ERROR)  # failing steps are part of the plan
     seed = secrets.randbelow(2**32) if options.seed is None else options.seed
@@ -31,15 +33,16 @@ def main() -> None:
         print(f"era {options.era} of seed {seed} runs to its end")
         return
     print(f"seed {seed}", flush=True)
-    begin = time.process_time()
+    begin = time.perf_counter()
     try:
-        seen = simulate(options.steps, seed)
+        seen = simulate(options.steps, seed, jobs=options.jobs)
     except SimulationError as error:
         raise SystemExit(str(error)) from None
-    seconds = time.process_time() - begin
+    seconds = time.perf_counter() - begin
     for name, count in sorted(seen.items()):
         print(f"{count:>12,} {name}")
-    print(f"{seconds:.1f} CPU seconds, {1e6 * seconds / seen['steps']:.0f} microseconds a step")
+    step = 1e6 * seconds / seen["steps"]
+    print(f"{seconds:.1f} seconds in {options.jobs} processes, {step:.0f} microseconds a step")
 
 
 if __name__ == "__main__":

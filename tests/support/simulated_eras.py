@@ -5,19 +5,25 @@ The steps are spread over engines ("eras") with different settings.
 
 from __future__ import annotations
 
+import logging
 import random
 import traceback
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, TypeVar
 
 from engine_simulation import Simulation
 from load_script import write_script
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from load_script import Event, Script
+
+Result = TypeVar("Result")
 
 STEPS_OF_AN_ERA = 2000
 MAX_TRIALS = 300  # runs to find a smaller script
@@ -82,21 +88,52 @@ def explain(seed: int, era: int) -> str | None:
     return "\n".join(lines)
 
 
-def simulate(steps: int, seed: int, *, check_every: int = 500) -> Counter[str]:
+def simulate(steps: int, seed: int, *, check_every: int = 500, jobs: int = 1) -> Counter[str]:
     """Run eras until they had so many steps together; what came up.
+
+    Args:
+        steps: at least so many.
+        seed: of all of it.
+        check_every: steps between two looks at all the books.
+        jobs: processes that run eras beside each other; what comes up is the same.
 
     Raises:
         SimulationError: one of them failed.
     """
     seen: Counter[str] = Counter()
-    era = 0
-    while seen["steps"] < steps:
-        script = script_of(seed, era)
-        try:
-            Simulation(script, check_every=check_every, seen=seen).run()
-        except Exception:
+    run = partial(_run_era, seed, check_every=check_every)
+    for era, counts in enumerate(_in_order(run, jobs)):
+        if counts is None:
             again = explain(seed, era) or f"era {era} of seed {seed} fails with others before it"
-            raise SimulationError(again) from None
-        era += 1
-    seen["eras"] = era
+            raise SimulationError(again)
+        seen += counts
+        if seen["steps"] >= steps:
+            seen["eras"] = era + 1
+            return seen
+    raise AssertionError("eras do not end")
+
+
+def _run_era(seed: int, era: int, *, check_every: int) -> Counter[str] | None:
+    """What came up in one era; None if it failed."""
+    seen: Counter[str] = Counter()
+    try:
+        Simulation(script_of(seed, era), check_every=check_every, seen=seen).run()
+    except Exception:
+        return None
     return seen
+
+
+def _in_order(run: Callable[[int], Result], jobs: int) -> Iterator[Result]:
+    """What comes of 0, 1, 2 and so on, some of them ahead of time."""
+    if jobs == 1:
+        yield from map(run, count())
+        return
+    with ProcessPoolExecutor(jobs, initializer=logging.disable, initargs=(logging.ERROR,)) as pool:
+        ahead = deque(pool.submit(run, era) for era in range(2 * jobs))
+        try:
+            for era in count(2 * jobs):
+                yield ahead.popleft().result()
+                ahead.append(pool.submit(run, era))
+        finally:
+            for future in ahead:
+                future.cancel()

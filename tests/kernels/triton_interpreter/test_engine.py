@@ -52,7 +52,7 @@ def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine
         )
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(blocks, LIMITS, (EOS,), look_ahead=asynchronous)
-    info = SimpleNamespace(vocab_size=source.spec.vocab_size)
+    info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=(EOS,))
     return LLMEngine(scheduler, runner, cast(EngineInfo, info))
 
 
