@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 DECODE_SLOWDOWN = 1.6  # a step with prompts takes this many times what its answers alone would
-STALL_STEPS = 128  # for each that is as long as it likes: less than 1 in 100
+STALL_STEPS = 64  # for each that is as long as it likes
 MAX_STALLS = 2  # of those, saved up: the short prompts of a burst take no more of them
 MIN_PROMPT_ROWS = 8  # of a step, however slow they are: prompts never stand still
 MAX_OVERTAKEN = 8  # sequences that may start before one that came earlier
