@@ -29,8 +29,8 @@ def health_router(state: ServerState) -> APIRouter:
     @router.get("/health", **describes(None, Health))
     async def health() -> Response:
         """200 while the engine works, also while the server drains; else 503, in a word why."""
-        why = state.unavailable
-        if why in (None, "draining"):
+        why = state.not_working
+        if why is None:
             return json_response(Health("ok"))
         # Open to all, so it does not tell the reason of a failure.
         return error_response(EngineUnavailableError(f"the engine is {why}"))

@@ -75,8 +75,11 @@ class ServerState:
     @property
     def unavailable(self) -> str | None:
         """In a word why requests are not accepted, if they are not."""
-        if self.draining:
-            return "draining"
+        return "draining" if self.draining else self.not_working
+
+    @property
+    def not_working(self) -> str | None:
+        """In a word why nothing is computed, if nothing is."""
         if self.engine.state is EngineState.READY and self.tokenizer is not None:
             return None
         state = self.engine.state

@@ -43,6 +43,10 @@ async def test_health_while_loading_and_draining(serve: Serve) -> None:
         assert (await running.http.get("/ready")).status_code == 503
         assert "draining" in (await running.chat()).json()["error"]["message"]
 
+        running.state.tokenizer = None
+        response = await running.http.get("/health")
+        assert response.status_code == 503, "what never worked does not while it is closed down"
+
 
 async def test_metrics_have_the_known_names(serve: Serve) -> None:
     async with serve() as running:
