@@ -59,15 +59,14 @@ def turn(priority: int, account: Account) -> tuple[int, int, int]:
     return (priority, account.served, account.num_running)
 
 
-def may_stall(wanted: int, budget: int, num_saved: float) -> bool:
-    """Whether running answers may be held up for a whole step by prompts.
+def may_stall(wanted: int, budget: int) -> bool:
+    """Whether prompts are short enough to hold running answers up for a step that was saved up.
 
     Args:
         wanted: rows of all prompts that run or could start, from their beginning.
         budget: rows that are left of the step.
-        num_saved: such steps that were saved up, at most `MAX_STALLS`.
     """
-    return wanted <= MAX_STALLS * budget and num_saved >= 1
+    return wanted <= MAX_STALLS * budget
 
 
 def choose_waiting(earliest: Ordered[Sequence], num_cached: Callable[[Sequence], int]) -> Sequence:

@@ -105,15 +105,17 @@ class PromptTurns:
         rows = self.budget.prompt_rows(len(draft.entries), context, start)
         if rows >= draft.budget:
             return draft.budget
+        saved = self._stalls + (step - self._last_step) / STALL_STEPS
+        self._stalls, self._last_step = min(MAX_STALLS, saved), step
+        if self._stalls < 1:
+            return rows
         # Of those that run already all rows: what is left of a long prompt is no short one.
         wanted = sum([len(one.token_ids) - one.num_cached for one, _ in prompts])
         for sequence in islice(self._admission.waiting.queued(), self._admission.num_slots):
             if wanted > MAX_STALLS * draft.budget:
                 break
             wanted += sequence.num_uncomputed
-        saved = self._stalls + (step - self._last_step) / STALL_STEPS
-        self._stalls, self._last_step = min(MAX_STALLS, saved), step
-        if wanted > rows and may_stall(wanted, draft.budget, self._stalls):
+        if wanted > rows and may_stall(wanted, draft.budget):
             self._stalls -= 1
             return draft.budget
         return rows

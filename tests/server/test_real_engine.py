@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,7 @@ from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
     from tests.server.conftest import Running, Serve
@@ -45,14 +46,23 @@ async def check_scores(running: Running) -> None:
     )
 
 
-async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> None:
-    async with serve(
-        str(smollm2_gguf),
+def real(serve: Serve, model: Path, **options: Any) -> AbstractAsyncContextManager[Running]:
+    """A server with a real engine in a process of its own."""
+    return serve(
+        str(model),
         command=ENGINE_COMMAND,
-        tokenizer=Tokenizer.from_path(smollm2_gguf),
+        tokenizer=Tokenizer.from_path(model),
         limits=SupervisionLimits(),
         device="cpu",
         threads=2,
+        **options,
+    )
+
+
+async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> None:
+    async with real(
+        serve,
+        smollm2_gguf,
         max_model_len=2048,
         kv_cache_memory=2**28,
     ) as running:
@@ -95,13 +105,9 @@ async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> Non
 
 
 async def test_beams_over_http(serve: Serve, smollm2_gguf: Path) -> None:
-    async with serve(
-        str(smollm2_gguf),
-        command=ENGINE_COMMAND,
-        tokenizer=Tokenizer.from_path(smollm2_gguf),
-        limits=SupervisionLimits(),
-        device="cpu",
-        threads=2,
+    async with real(
+        serve,
+        smollm2_gguf,
         max_model_len=512,
         kv_cache_memory=2**26,
     ) as running:

@@ -16,7 +16,6 @@ import msgspec
 from appliance.engine.block_loads import confirm_loads, load_blocks
 from appliance.engine.plan import BlockMove, HeldBlock
 from appliance.engine.policy import should_swap
-from appliance.engine.prefix_cache import Prefix
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.host_store import HostStore
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from appliance.engine.block_manager import BlockManager
+    from appliance.engine.prefix_cache import Prefix
     from appliance.engine.rates import Rates
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
@@ -185,7 +185,7 @@ class Tiers:
         num_full, num_last = divmod(prefix.num_tokens, self._blocks.block_size)
         if not num_last or self._continuation(sequence, num_full)[1] <= num_last:
             return prefix
-        return Prefix(prefix.blocks[:num_full], num_full * self._blocks.block_size)
+        return self._blocks.whole(prefix)
 
     def bring_back(self, sequence: Sequence) -> list[BlockMove]:
         """Continue the block table of a sequence that starts with what is in host memory.

@@ -156,11 +156,8 @@ def test_short_prompts_are_not_written(tiny_llama: Path, tmp_path: Path) -> None
     assert not files(tmp_path)
 
 
-def test_others_go_ahead_while_one_waits_for_the_disk(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with running(tiny_llama, tmp_path) as first:
-        expected = run(first, request("slow"), request("fast", seed=1, length=40))
+def held_back_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """From now on files are read only once this is set."""
     gate, read = threading.Event(), DiskStore.read
 
     def slow_read(store: DiskStore, content: bytes) -> bytearray | None:
@@ -168,6 +165,15 @@ def test_others_go_ahead_while_one_waits_for_the_disk(
         return read(store, content)
 
     monkeypatch.setattr(DiskStore, "read", slow_read)
+    return gate
+
+
+def test_others_go_ahead_while_one_waits_for_the_disk(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tiny_llama, tmp_path) as first:
+        expected = run(first, request("slow"), request("fast", seed=1, length=40))
+    gate = held_back_reads(monkeypatch)
     with running(tiny_llama, tmp_path) as second:
         second.submit(request("slow"))
         answers = {"slow": [], "fast": []}  # type: dict[str, list[int]]
@@ -192,13 +198,7 @@ def test_whoever_ends_while_it_waits_for_the_disk_leaves_nothing(
 ) -> None:
     with running(tiny_llama, tmp_path) as first:
         run(first, request("a"))
-    gate, read = threading.Event(), DiskStore.read
-
-    def slow_read(store: DiskStore, content: bytes) -> bytearray | None:
-        gate.wait(30)
-        return read(store, content)
-
-    monkeypatch.setattr(DiskStore, "read", slow_read)
+    gate = held_back_reads(monkeypatch)
     with running(tiny_llama, tmp_path) as second:
         second.submit(request("a"))
         second.step()
