@@ -69,9 +69,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
 
 NO_TORCH = [
-    "engine.request", "engine.sequence", "engine.block_manager", "engine.prefix_cache",
-    "engine.scheduler", "engine.messages", "model.spec", "errors", "stats", "events", "config",
-    "api_keys", "kernels.cpu.library", "quantize_events",
+    "engine.request", "engine.sequence", "engine.blocks.block_manager",
+    "engine.blocks.prefix_cache", "engine.scheduling.scheduler", "engine.messages", "model.spec",
+    "errors", "stats", "events", "config", "api_keys", "kernels.cpu.library", "quantize_events",
 ]  # fmt: skip
 
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.beam_search import num_candidates
-from appliance.engine.deadlines import was_started, why_refused
+from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Table
 from appliance.engine.request import FinishReason
+from appliance.engine.scheduling.deadlines import was_started, why_refused
 from appliance.engine.sequence import SequenceStatus
 from appliance.errors import RequestError
 from appliance.stats import EngineStats, SequenceView, StepView
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
     from appliance.engine.runner import Runner
     from appliance.engine.sampler import Sampled
-    from appliance.engine.scheduler import Scheduler
+    from appliance.engine.scheduling.scheduler import Scheduler
     from appliance.engine.sequence import Sequence
 
 MAX_STEPS_KEPT = 1024

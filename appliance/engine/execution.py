@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.config import EngineConfig
-    from appliance.engine.device_sampler import SampleTokens
+    from appliance.engine.device.device_sampler import SampleTokens
     from appliance.engine.sampler import ChooseTokens
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource

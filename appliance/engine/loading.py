@@ -14,23 +14,23 @@ import msgspec
 import psutil
 import torch
 
-from appliance.engine.block_manager import BlockManager
-from appliance.engine.block_metadata import BlockMetadata
-from appliance.engine.block_moves import DeviceMoves, HostMoves
-from appliance.engine.device import CudaDevice
-from appliance.engine.device_runner import DeviceRunner, fixed_bytes, largest_step
-from appliance.engine.device_sampler import DeviceSampler
+from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.blocks.block_metadata import BlockMetadata
+from appliance.engine.blocks.block_moves import DeviceMoves, HostMoves
+from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.device.device import CudaDevice
+from appliance.engine.device.device_runner import DeviceRunner, fixed_bytes, largest_step
+from appliance.engine.device.device_sampler import DeviceSampler
+from appliance.engine.device.measure import graph_allowance, measure_workspace
 from appliance.engine.execution import Precision, TorchExecution, choose_execution
 from appliance.engine.kv_precision import choose_kv, in_words
-from appliance.engine.load_tiers import load_tiers
-from appliance.engine.measure import graph_allowance, measure_workspace
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
 from appliance.engine.model_runner import ModelRunner
-from appliance.engine.open_pages import num_open_pages
 from appliance.engine.rates import Rates
 from appliance.engine.sampler import Sampler
-from appliance.engine.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.tiers.load_tiers import load_tiers
 from appliance.errors import ConfigError
 from appliance.model.source import open_model
 from appliance.version import __version__
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
-    from appliance.engine.block_moves import BlockMoves
-    from appliance.engine.device import Device
+    from appliance.engine.blocks.block_moves import BlockMoves
+    from appliance.engine.device.device import Device
     from appliance.engine.execution import Execution
     from appliance.engine.runner import Runner
     from appliance.model.executor import Executor

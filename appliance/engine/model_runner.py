@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Generic
 import torch
 
 from appliance.engine import batch as batches
-from appliance.engine.block_moves import BlockMoves, HostMoves
+from appliance.engine.blocks.block_moves import BlockMoves, HostMoves
 from appliance.engine.rates import Rates
 from appliance.model.executor import AnyCache
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from appliance.engine.block_metadata import MAX_OWNER
+from appliance.engine.blocks.block_metadata import MAX_OWNER
 
 if TYPE_CHECKING:
     from appliance.engine.messages import Candidate, TokenLogprobs

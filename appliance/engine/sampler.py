@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from appliance.engine.beam_search import num_candidates
+from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.messages import Candidate, TokenLogprobs
 from appliance.engine.plan import Continuations
 from appliance.kernels.sampling import SamplingRows

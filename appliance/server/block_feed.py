@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from appliance.engine.block_metadata import STAMPS_PER_SECOND, stamp_of, unpack
+from appliance.engine.blocks.block_metadata import STAMPS_PER_SECOND, stamp_of, unpack
 from appliance.events import MAX_SHOWN_AGE, NO_OWNER, Delta, Run, Snapshot, TableEntry
 
 if TYPE_CHECKING:

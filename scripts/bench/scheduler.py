@@ -21,9 +21,9 @@ from typing import Any
 
 from conditions import ROOT, conditions, percentile, write_result
 
-from appliance.engine.block_manager import BlockManager
+from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import Sequence
 
 OUT = ROOT / "benchmarks" / "results" / "scheduler.json"

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from appliance.engine.block_metadata import BlockMetadata
+from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.engine import _view
 from appliance.engine.messages import EngineInfo, StepReport, Table
 from appliance.engine.plan import Plan, ScheduledSequence

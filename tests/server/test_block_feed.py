@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.engine.block_metadata import BlockMetadata
+from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.messages import EngineInfo, Table
 from appliance.events import (
     MAX_SHOWN_AGE,

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from load_script import EOS, VOCAB, Event, Script, Setting, beams_of, ends
 from virtual_runner import Clock, DeviceLostError, VirtualRunner, content_of, next_token
 
-from appliance.engine.block_manager import BlockManager
+from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import EngineInfo
-from appliance.engine.open_pages import num_open_pages
 from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
-from appliance.engine.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.errors import RequestError
 

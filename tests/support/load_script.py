@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from virtual_runner import content_of, continuations_of, next_token
 
-from appliance.engine.beam_search import Beam, BeamSearch, num_candidates
+from appliance.engine.beams.beam_search import Beam, BeamSearch, num_candidates
 from appliance.engine.limits import max_beam_tokens
 from appliance.engine.request import FinishReason, Request, SamplingParams
 

@@ -13,13 +13,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from appliance.engine.beam_search import num_candidates
+from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.messages import Candidate
 from appliance.engine.plan import Continuations
 from appliance.engine.sampler import Sampled
 
 if TYPE_CHECKING:
-    from appliance.engine.block_manager import BlockManager
+    from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.plan import BlockMove, Plan, ScheduledSequence
     from appliance.engine.sequence import Sequence
 

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.block_loads import confirm_loads, load_blocks
+from appliance.engine.blocks.block_loads import confirm_loads, load_blocks
 from appliance.engine.plan import BlockMove, HeldBlock
-from appliance.engine.policy import should_swap
+from appliance.engine.scheduling.policy import should_swap
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.host_store import HostStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from appliance.engine.block_manager import BlockManager
-    from appliance.engine.prefix_cache import Prefix
+    from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.blocks.prefix_cache import Prefix
     from appliance.engine.rates import Rates
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob

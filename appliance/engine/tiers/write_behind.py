@@ -16,7 +16,7 @@ from appliance.engine.plan import BlockMove, HeldBlock
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from appliance.engine.block_manager import BlockManager
+    from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.tiers.disk_tier import DiskTier
 
 MIN_TOKENS = 256  # of a chain that is written

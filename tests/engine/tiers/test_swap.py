@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from appliance.config import EngineConfig
-from appliance.engine.device import HostDevice
+from appliance.engine.device.device import HostDevice
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.request import Request, SamplingParams

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from appliance.engine.block_manager import BlockManager
-from appliance.engine.open_pages import num_open_pages
+from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.plan import BlockMove, HeldBlock, Plan
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import Sequence, SequenceStatus
 from appliance.engine.tiers import tiers as tiers_module
 from appliance.engine.tiers.disk_tier import ReadJob

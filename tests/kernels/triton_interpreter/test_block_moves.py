@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from appliance.engine.block_moves import DeviceMoves, HostMoves
-from appliance.engine.device import HostDevice
+from appliance.engine.blocks.block_moves import DeviceMoves, HostMoves
+from appliance.engine.device.device import HostDevice
 from appliance.engine.plan import BlockMove, HeldBlock
 from appliance.engine.rates import Rates
 from appliance.kernels.block_copy.launch import BlockMover

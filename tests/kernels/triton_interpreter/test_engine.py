@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import torch
 
-from appliance.engine.block_manager import BlockManager
-from appliance.engine.device import HostDevice
-from appliance.engine.device_runner import DeviceRunner
-from appliance.engine.device_sampler import DeviceSampler
+from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.device.device import HostDevice
+from appliance.engine.device.device_runner import DeviceRunner
+from appliance.engine.device.device_sampler import DeviceSampler
 from appliance.engine.engine import LLMEngine
 from appliance.engine.execution import Precision, TorchExecution
 from appliance.engine.messages import EngineInfo
@@ -19,7 +19,7 @@ from appliance.engine.model_runner import ModelRunner
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.runner import Runner
 from appliance.engine.sampler import Sampler
-from appliance.engine.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.kernels.backend import REFERENCE, Backend, select_backend
 from appliance.kernels.kv_cache import KVFormat
 from appliance.model.source import open_model

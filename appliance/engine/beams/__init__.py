@@ -1,0 +1,1 @@
+"""Beam search: which beams grow, and the sequences they are."""

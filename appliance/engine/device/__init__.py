@@ -1,0 +1,1 @@
+"""Running plans on a GPU, one step ahead of what it has answered. See device_runner."""

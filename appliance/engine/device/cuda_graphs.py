@@ -1,0 +1,86 @@
+"""Decode steps as captured graphs, one for each size of batch that they are padded to.
+
+Nothing is captured at start. A size is run eagerly until a moment comes when nothing else is to
+do, or until it has been run so often that its graph pays for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.engine.device.device import Device, Graph
+
+logger = logging.getLogger(__name__)
+
+# Rows of a padded row cost next to nothing below the width of a tensor core's tile.
+_SMALL = (1, 2, 4, 8, 16, 24, 32, 48)
+_STEP = 32  # beyond: 64, 96, 128, ...
+# An eager step costs the host a few milliseconds and a capture about a hundred.
+BUSY_STEPS = 64
+
+
+def buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Sizes that decode batches are padded to; the last one holds any batch."""
+    sizes = (*_SMALL, *range(2 * _STEP, max_num_seqs + _STEP, _STEP))
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+class GraphCache:
+    """Graphs by size of batch, under a bound on their memory.
+
+    Args:
+        device: captures and replays.
+        sizes: buckets, rising.
+        limit_bytes: no graph is captured once they take this much; 0 turns graphs off.
+    """
+
+    def __init__(self, device: Device, sizes: tuple[int, ...], limit_bytes: int) -> None:
+        self._device = device
+        self._sizes = sizes
+        self._limit_bytes = limit_bytes
+        self._graphs: dict[int, Graph] = {}
+        self._eager_steps: Counter[int] = Counter()
+        self.num_bytes = 0
+
+    def bucket(self, num_rows: int) -> int:
+        """The smallest size that holds a batch."""
+        return next(size for size in self._sizes if size >= num_rows)
+
+    def run(self, bucket: int, function: Callable[[], None]) -> None:
+        """Replay the graph of a size, or call what it would be made of."""
+        graph = self._graphs.get(bucket)
+        if graph is not None:
+            graph.replay()
+            return
+        self._eager_steps[bucket] += 1
+        function()
+
+    def wanted(self, *, at_least: int = 1) -> int | None:
+        """The size that ran eagerly most often, `at_least` so often; None if there is none."""
+        if self.num_bytes >= self._limit_bytes or not self._eager_steps:
+            return None
+        bucket, steps = self._eager_steps.most_common(1)[0]
+        return bucket if steps >= at_least else None
+
+    def capture(self, bucket: int, function: Callable[[], None]) -> None:
+        """Capture the step of a size; without memory for it, none is captured any more."""
+        del self._eager_steps[bucket]
+        before = self._device.memory_in_use()
+        try:
+            self._graphs[bucket] = self._device.capture(function)
+        except MemoryError as error:
+            logger.warning("no more CUDA graphs: %s", error)
+            self._limit_bytes = 0
+            return
+        self.num_bytes += max(0, self._device.memory_in_use() - before)
+        logger.debug("captured decode steps of %d, %.0f MiB in all", bucket, self.num_bytes / 2**20)
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Sizes that have a graph."""
+        return tuple(sorted(self._graphs))

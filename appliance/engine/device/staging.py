@@ -1,0 +1,190 @@
+"""One buffer for all inputs of a step: filled on the host, copied in one piece, read in place.
+
+A graph reads its inputs where they were when it was captured, so the parts of a step of a given
+shape lie at the same places each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from appliance.kernels.sampling import SamplingRows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from appliance.engine.device.device import Device, Event
+
+ALIGNMENT = 16  # bytes: kernels load as many at once
+COPIES = 2  # of the host buffer: one is read by the device while the other is filled
+
+_TORCH = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes of a step; the block tables come last, so that their width moves nothing else."""
+
+    num_tokens: int
+    num_seqs: int
+    num_samples: int
+    table_width: int  # blocks
+    is_sealed: bool = False  # there are open pages
+
+    def parts(self) -> dict[str, tuple[type[np.generic], int]]:
+        """Element type and count of each part, in the order in which they lie."""
+        tokens, seqs, samples = self.num_tokens, self.num_seqs, self.num_samples
+        return {
+            "token_ids": (np.int64, tokens),  # first: see `Staging.tokens`
+            "sources": (np.int64, tokens),  # where in `Staging.tokens` each row's token is
+            "positions": (np.int64, tokens),
+            "slot_mapping": (np.int64, tokens),
+            "query_start": (np.int32, seqs + 1),
+            "context_lens": (np.int32, seqs),
+            **(self._sealed_parts() if self.is_sealed else {}),
+            "sample_rows": (np.int64, samples),
+            "temperature": (np.float32, samples),
+            "top_k": (np.int64, samples),
+            "top_p": (np.float32, samples),
+            "min_p": (np.float32, samples),
+            "uniform": (np.float64, samples),
+            "block_tables": (np.int32, seqs * self.table_width),
+        }
+
+    def _sealed_parts(self) -> dict[str, tuple[type[np.generic], int]]:
+        return {
+            "sealed_lens": (np.int32, self.num_seqs),
+            "open_tables": (np.int32, self.num_seqs),
+            "open_slots": (np.int64, self.num_tokens),
+            "moves": (np.int64, 2 * self.num_seqs),
+        }
+
+    def places(self) -> dict[str, tuple[int, int]]:
+        """First byte of each part, and the one after its last."""
+        places, end = {}, 0
+        for name, (dtype, count) in self.parts().items():
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+            end = begin + np.dtype(dtype).itemsize * count
+            places[name] = (begin, end)
+        return places
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return self.places()["block_tables"][1]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """The parts of one step on the device."""
+
+    token_ids: Tensor
+    sources: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    sample_rows: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+    block_tables: Tensor  # (num_seqs, table_width)
+    # With open pages, see `SealedSpans`; a sequence that fills no block has a move of -1.
+    sealed_lens: Tensor | None = None
+    open_tables: Tensor | None = None  # (num_seqs,)
+    open_slots: Tensor | None = None
+    moves: Tensor | None = None  # (2 * num_seqs,)
+
+    def sampling(self, num_rows: int) -> SamplingRows:
+        """Settings of the first rows."""
+        return SamplingRows(
+            temperature=self.temperature[:num_rows],
+            top_k=self.top_k[:num_rows],
+            top_p=self.top_p[:num_rows],
+            min_p=self.min_p[:num_rows],
+            uniform=self.uniform[:num_rows],
+        )
+
+
+@dataclass(slots=True)
+class _HostBuffer:
+    tensor: Tensor
+    copied: Event | None = None
+
+
+class Staging:
+    """Buffers for steps up to a size.
+
+    Args:
+        device: where the inputs go.
+        largest: the largest step.
+
+    Attributes:
+        latest: (num_samples,) int64 on the device: what the step before sampled, negative codes
+            as 0. It lies before the token ids of the step, so that one lookup finds a row's token,
+            be it known to the host or not.
+        num_bytes: of device memory.
+    """
+
+    def __init__(self, device: Device, largest: StepShape) -> None:
+        self._device = device
+        latest_bytes = -(-largest.num_samples * 8 // ALIGNMENT) * ALIGNMENT
+        self.num_bytes = latest_bytes + largest.num_bytes
+        self._memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device.torch_device)
+        self.latest = self._memory[:latest_bytes].view(torch.int64)
+        self._inputs = self._memory[latest_bytes:]
+        self._hosts = [_HostBuffer(device.pinned(largest.num_bytes)) for _ in range(COPIES)]
+        self._tensors: dict[StepShape, StepTensors] = {}
+
+    def arrays(self, shape: StepShape) -> dict[str, NDArray[Any]]:
+        """The host's side of a step, to be filled before `send`; it holds anything by now."""
+        self._hosts.append(self._hosts.pop(0))
+        host = self._hosts[0]
+        if host.copied is not None:
+            host.copied.wait()
+        memory = host.tensor.numpy()
+        parts = shape.parts()
+        return {
+            name: memory[begin:end].view(parts[name][0])
+            for name, (begin, end) in shape.places().items()
+        }
+
+    def send(self, shape: StepShape) -> StepTensors:
+        """Enqueue the copy of what was filled last; returns the device's side."""
+        host = self._hosts[0]
+        size = shape.num_bytes
+        self._inputs[:size].copy_(host.tensor[:size], non_blocking=True)
+        host.copied = self._device.record()
+        return self.tensors(shape)
+
+    def tensors(self, shape: StepShape) -> StepTensors:
+        """The device's side of a step."""
+        found = self._tensors.get(shape)
+        if found is None:
+            parts = shape.parts()
+            views = {
+                name: self._inputs[begin:end].view(_TORCH[np.dtype(parts[name][0])])
+                for name, (begin, end) in shape.places().items()
+            }
+            tables = views.pop("block_tables").view(shape.num_seqs, shape.table_width)
+            found = StepTensors(**views, block_tables=tables)
+            if len(self._tensors) < 1024:  # shapes of decode steps come again and again
+                self._tensors[shape] = found
+        return found
+
+    def tokens(self, shape: StepShape) -> Tensor:
+        """`latest` and then the step's token ids: what `sources` points into."""
+        _, end = shape.places()["token_ids"]
+        return self._memory[: len(self.latest) * 8 + end].view(torch.int64)

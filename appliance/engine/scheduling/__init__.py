@@ -1,0 +1,1 @@
+"""What each step does, and for whom. See scheduler, and policy for the rules."""

@@ -1,0 +1,52 @@
+"""What the scheduler counts, and the snapshot it makes of that. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.engine.plan import Plan
+from appliance.stats import EngineStats
+
+if TYPE_CHECKING:
+    from appliance.engine.blocks.block_manager import BlockManager
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the engine was loaded; tokens unless said otherwise."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0  # sequences
+    aborted: int = 0  # requests
+    expired: int = 0  # requests
+    last_plan: Plan = field(default_factory=lambda: Plan(()))
+
+    def snapshot(self, blocks: BlockManager, running: int, waiting: int) -> EngineStats:
+        """The scheduler's share of the statistics; times are the engine's to add."""
+        last = self.last_plan
+        return EngineStats(
+            steps_total=self.steps,
+            running=running,
+            waiting=waiting,
+            prompt_tokens_total=self.prompt_tokens,
+            generation_tokens_total=self.generation_tokens,
+            prefix_queries_total=self.prefix_queries,
+            prefix_hits_total=self.prefix_hits,
+            preemptions_total=self.preemptions,
+            aborted_total=self.aborted,
+            expired_total=self.expired,
+            blocks_total=blocks.num_blocks,
+            blocks_active=blocks.num_active,
+            blocks_cached=blocks.num_cached,
+            blocks_free=blocks.num_free_blocks - blocks.num_cached,
+            blocks_shared=blocks.num_shared,
+            block_size=blocks.block_size,
+            kv_tokens=blocks.kv_tokens,
+            step_prefill_tokens=last.num_tokens - last.num_decode_tokens,
+            step_decode_tokens=last.num_decode_tokens,
+        )

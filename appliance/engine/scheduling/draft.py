@@ -1,0 +1,72 @@
+"""A plan while it is being made: what was put in can still be taken back. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.engine.plan import BlockCopy, BlockMove, Plan, ScheduledSequence
+
+if TYPE_CHECKING:
+    from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Draft:
+    """Collects entries under a budget of rows."""
+
+    budget: int  # rows left
+    entries: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
+    copies: dict[Sequence, tuple[BlockCopy, ...]] = field(default_factory=dict)
+    started: list[str] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    loads: dict[Sequence, list[BlockMove]] = field(default_factory=dict)
+
+    def add(
+        self,
+        sequence: Sequence,
+        num_tokens: int,
+        copies: tuple[BlockCopy, ...],
+        before: ScheduledSequence | None = None,
+    ) -> None:
+        """Schedule the next `num_tokens` rows of a sequence, behind those in flight, if any."""
+        start = sequence.num_computed if before is None else before.end
+        known, end = len(sequence.token_ids), start + num_tokens
+        samples = end == (known if before is None else known + before.samples)
+        follows = end > known
+        assert not follows or (samples and num_tokens == 1)
+        self.entries[sequence] = ScheduledSequence(sequence, start, num_tokens, samples, follows)
+        self.budget -= num_tokens
+        if copies:
+            self.copies[sequence] = copies
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Undo `add`, if it was called for this sequence."""
+        entry = self.entries.pop(sequence, None)
+        if entry is not None:
+            self.budget += entry.num_tokens
+        self.copies.pop(sequence, None)
+        self.loads.pop(sequence, None)
+
+    def num_rows(self, sequence: Sequence) -> int:
+        """Rows of a sequence."""
+        entry = self.entries.get(sequence)
+        return 0 if entry is None else entry.num_tokens
+
+    def finished(self, blocks: BlockManager, saves: tuple[BlockMove, ...] = ()) -> Plan:
+        """The plan, which saves the content of some blocks first."""
+        entries = self.entries.values()
+        scheduled = (
+            *(entry for entry in entries if entry.num_tokens == 1),
+            *(entry for entry in entries if entry.num_tokens > 1),
+        )
+        return Plan(
+            scheduled=scheduled,
+            copies=tuple(copy for copies in self.copies.values() for copy in copies),
+            started=tuple(self.started),
+            preempted=tuple(self.preempted),
+            open_pages=blocks.open_pages(scheduled),
+            saves=saves,
+            loads=tuple(move for moves in self.loads.values() for move in moves),
+        )

@@ -1,0 +1,93 @@
+"""What of each sequence is in plans that were made and not committed yet. Imports no torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from appliance.engine.limits import is_full
+from appliance.engine.scheduling.policy import may_look_ahead, rank
+from appliance.engine.sequence import SequenceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.scheduling.policy import Rank
+    from appliance.engine.sequence import Sequence
+
+
+class InFlight:
+    """Entries of plans in flight; some of the sequences may have ended since.
+
+    Args:
+        look_ahead: whether a sequence may be in two plans at once.
+        max_tokens: most tokens that one sequence can have.
+
+    Attributes:
+        entries: of each sequence, oldest first; never none.
+        starved: first in rank of those that found no block and nobody to take one from.
+    """
+
+    def __init__(self, max_tokens: int, *, look_ahead: bool) -> None:
+        self.entries: dict[Sequence, list[ScheduledSequence]] = {}
+        self.starved: Rank | None = None
+        self._look_ahead = look_ahead
+        self._max_tokens = max_tokens
+
+    def add(self, entries: Iterable[ScheduledSequence]) -> None:
+        """Another plan was made."""
+        for entry in entries:
+            self.entries.setdefault(entry.sequence, []).append(entry)
+
+    def remove(self, entry: ScheduledSequence) -> bool:
+        """An entry's plan was run; True if nothing else of its sequence is in flight."""
+        own = self.entries[entry.sequence]
+        assert own.pop(0) is entry, "plans are committed in the order they were made in"
+        if own:
+            return False
+        del self.entries[entry.sequence]
+        return True
+
+    def clear(self) -> list[Sequence]:
+        """Nothing is in flight any more; returns what was, in the order of rank."""
+        sequences = sorted(self.entries, key=rank)
+        self.entries.clear()
+        return sequences
+
+    def first(self, sequence: Sequence) -> ScheduledSequence | None:
+        """The oldest entry of a sequence, if there is one."""
+        own = self.entries.get(sequence)
+        return own[0] if own else None
+
+    def starve(self, sequence: Sequence) -> None:
+        """A sequence found no block and nobody to take one from."""
+        self.starved = min(self.starved or rank(sequence), rank(sequence))
+
+    def num_left(self, sequence: Sequence) -> int:
+        """Rows of a sequence in flight that may be planned now, one for a token to come included.
+
+        0 if it must wait for what is in flight.
+        """
+        own = self.entries[sequence]
+        if not self._look_ahead or len(own) > 1:
+            return 0
+        if self.starved is not None and rank(sequence) > self.starved:
+            return 0  # as soon as it is idle, its blocks can be had
+        if own[0].samples and (
+            not may_look_ahead(sequence) or is_full(sequence, own[0].end + 1, self._max_tokens)
+        ):
+            return 0
+        return len(sequence.token_ids) + own[0].samples - own[0].end
+
+    def check_invariants(self, running: list[Sequence]) -> list[Sequence]:
+        """Assert that the entries fit together; returns the sequences that have ended."""
+        ended = [seq for seq in self.entries if seq.status is SequenceStatus.FINISHED]
+        assert set(self.entries) <= {*running, *ended}
+        for sequence, own in self.entries.items():
+            assert 0 < len(own) <= 1 + self._look_ahead
+            assert all(a.end == b.start for a, b in pairwise(own))
+            if sequence.status is SequenceStatus.RUNNING:
+                assert own[0].start == sequence.num_computed
+                assert len(sequence.token_ids) >= own[0].end
+        return ended

@@ -1,0 +1,195 @@
+"""How many rows of a step prompts get, and which: in turns, by priority and owner.
+
+Imports no torch. Whose turn it is and how large one may be says `policy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from appliance.engine.scheduling.policy import MAX_STALLS, STALL_STEPS, TURNS, may_stall, turn
+from appliance.engine.scheduling.step_budget import StepBudget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.scheduling.admission import Admission
+    from appliance.engine.scheduling.draft import Draft
+    from appliance.engine.scheduling.fairness import Account, Accounts
+    from appliance.engine.scheduling.waiting import Lane
+    from appliance.engine.sequence import Sequence
+
+
+class PromptTurns:
+    """The part of planning that is about prompts, those that run and those that may start.
+
+    Args:
+        admission: lets waiting sequences start.
+        blocks: the KV cache's books.
+        accounts: of all owners.
+        extend: gives a running sequence rows, as many as fit, at the cost of others.
+
+    Attributes:
+        budget: how many rows there are beside answers.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        blocks: BlockManager,
+        accounts: Accounts,
+        extend: Callable[[Sequence, int, Draft], None],
+    ) -> None:
+        self.budget = StepBudget()
+        self._admission = admission
+        self._blocks = blocks
+        self._accounts = accounts
+        self._extend = extend
+        self._stalls = float(MAX_STALLS)  # saved up
+        self._last_step = 0
+
+    def plan(
+        self,
+        prompts: list[tuple[Sequence, int]],
+        draft: Draft,
+        running: list[Sequence],
+        now: float,
+        step: int,
+    ) -> None:
+        """Give rows to prompts.
+
+        Args:
+            prompts: running sequences in the order of rank, each with the rows it wants.
+            draft: the step, with the rows of all answers in it.
+            running: all running sequences in the order of rank; those that start are added.
+            now: monotonic seconds.
+            step: number of this step.
+        """
+        admission = self._admission
+        lanes = admission.waiting.lanes() if admission.num_slots else ()
+        if not (prompts or lanes):
+            return
+        rows = self._rows(prompts, draft, step)
+        admission.begin_step()
+        given = share_rows(
+            rows,
+            lines_of(prompts, lanes, self._accounts),
+            lambda lane: admission.start(lane, draft, running, now),
+        )
+        wanted = dict(prompts)
+        for sequence, num_tokens in given.items():
+            if sequence not in wanted:
+                copies = self._blocks.allocate(sequence, num_tokens)
+                assert copies is not None, "started without the blocks for it"
+                draft.add(sequence, num_tokens, copies)
+        for sequence in wanted:
+            if sequence in given:
+                self._extend(sequence, given[sequence], draft)
+        # Where someone lacked blocks, those who have some go on, or nobody would ever free any.
+        rows -= sum(given[sequence] for sequence in given if sequence in draft.entries)
+        for sequence, num_left in prompts:
+            if rows and sequence not in draft.entries:
+                self._extend(sequence, min(rows, num_left), draft)
+                rows -= draft.num_rows(sequence)
+        self._accounts.refund(given, draft.entries)
+
+    def _rows(self, prompts: list[tuple[Sequence, int]], draft: Draft, step: int) -> int:
+        """Rows that prompts may have in this step."""
+        if not draft.entries:
+            return draft.budget
+        context = sum([entry.start for entry in draft.entries.values()])
+        start = max([sequence.num_computed for sequence, _ in prompts], default=0)
+        rows = self.budget.prompt_rows(len(draft.entries), context, start)
+        if rows >= draft.budget:
+            return draft.budget
+        saved = self._stalls + (step - self._last_step) / STALL_STEPS
+        self._stalls, self._last_step = min(MAX_STALLS, saved), step
+        if self._stalls < 1:
+            return rows
+        # Of those that run already all rows: what is left of a long prompt is no short one.
+        wanted = sum([len(one.token_ids) - one.num_cached for one, _ in prompts])
+        for sequence in islice(self._admission.waiting.queued(), self._admission.num_slots):
+            if wanted > MAX_STALLS * draft.budget:
+                break
+            wanted += sequence.num_uncomputed
+        if wanted > rows and may_stall(wanted, draft.budget):
+            self._stalls -= 1
+            return draft.budget
+        return rows
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """What one owner wants at one priority: rows of running prompts, and to start others."""
+
+    priority: int
+    account: Account
+    prompts: list[tuple[Sequence, int]] = field(default_factory=list)  # the next one last
+    lane: Lane | None = None
+
+    def key(self) -> tuple[int, int, int]:
+        """The lowest goes next."""
+        return turn(self.priority, self.account)
+
+
+def lines_of(
+    prompts: Iterable[tuple[Sequence, int]],
+    lanes: Iterable[tuple[tuple[int, str], Lane]],
+    accounts: Accounts,
+) -> list[Line]:
+    """Everyone who wants prompt rows.
+
+    Args:
+        prompts: running sequences in the order of rank, each with the rows it wants.
+        lanes: of waiting ones, by priority and owner.
+        accounts: of all owners.
+    """
+    lines: dict[tuple[int, str], Line] = {}
+    for sequence, wanted in prompts:
+        key = (sequence.request.priority, sequence.request.owner)
+        if key not in lines:
+            lines[key] = Line(key[0], accounts.of(sequence))
+        lines[key].prompts.append((sequence, wanted))
+    for line in lines.values():
+        line.prompts.reverse()
+    for key, lane in lanes:
+        if key not in lines:
+            lines[key] = Line(key[0], lane.account)
+        lines[key].lane = lane
+    return list(lines.values())
+
+
+def share_rows(
+    rows: int, lines: list[Line], start: Callable[[Lane], Sequence | None]
+) -> dict[Sequence, int]:
+    """Divide rows among prompts, and charge their owners for them.
+
+    Args:
+        rows: how many there are.
+        lines: who wants some; used up.
+        start: starts one of the waiting sequences of a lane, or says that none can.
+
+    Returns:
+        Rows of each sequence, at least 1.
+    """
+    given: dict[Sequence, int] = {}
+    portion = max(1, rows // TURNS)
+    while rows and lines:
+        line = lines[0] if len(lines) == 1 else min(lines, key=Line.key)
+        if not line.prompts:
+            sequence = None if line.lane is None else start(line.lane)
+            if sequence is None:
+                lines.remove(line)
+                continue
+            line.prompts.append((sequence, sequence.num_uncomputed))
+        sequence, wanted = line.prompts.pop()
+        taken = min(wanted, rows if len(lines) == 1 else min(portion, rows))
+        given[sequence] = given.get(sequence, 0) + taken
+        line.account.served += taken
+        rows -= taken
+        if taken < wanted:
+            line.prompts.append((sequence, wanted - taken))
+    return given

@@ -1,0 +1,116 @@
+"""Sequences that hold no blocks: a lane for each owner and priority. Imports no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.engine.scheduling.policy import WINDOW, choose_waiting, rank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from appliance.engine.scheduling.fairness import Account, Accounts
+    from appliance.engine.sequence import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """What one owner has waiting at one priority, in the order of rank."""
+
+    account: Account
+    sequences: list[Sequence] = field(default_factory=list)
+    _next: Sequence | None = None  # kept until something changes, since choosing takes a while
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence at its rank."""
+        insort(self.sequences, sequence, key=rank)
+        self._next = None
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out."""
+        index = bisect_left(self.sequences, rank(sequence), key=rank)
+        assert self.sequences[index] is sequence
+        del self.sequences[index]
+        self._next = None
+
+    def next(self, num_cached: Callable[[Sequence], int]) -> Sequence:
+        """Which one is to start; it stays until it is removed."""
+        if self._next is None:
+            self._next = choose_waiting(self.sequences[:WINDOW], num_cached)
+        return self._next
+
+    def overtake(self, sequence: Sequence) -> None:
+        """One of them starts before those that came earlier."""
+        for other in self.sequences[:WINDOW]:
+            if other is sequence:
+                return
+            other.num_overtaken += 1
+
+
+class WaitingQueue:
+    """Lanes that anyone may leave, with siblings parked beside them.
+
+    Siblings share their parent's prompt, so they queue only once it is computed.
+
+    Args:
+        accounts: of the owners of all live sequences.
+    """
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+        self._lanes: dict[tuple[int, str], Lane] = {}  # none is empty
+        self._num_queued = 0
+        self._parked: dict[Sequence, list[Sequence]] = {}  # by parent
+
+    def __len__(self) -> int:
+        return self._num_queued + sum(map(len, self._parked.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.queued()
+        for siblings in self._parked.values():
+            yield from siblings
+
+    def queued(self) -> Iterator[Sequence]:
+        """Those that could start."""
+        for lane in self._lanes.values():
+            yield from lane.sequences
+
+    def lanes(self) -> Collection[tuple[tuple[int, str], Lane]]:
+        """By priority and owner, those that somebody waits in."""
+        return self._lanes.items()
+
+    def push(self, sequence: Sequence) -> None:
+        """Queue a sequence at its rank."""
+        account = self._accounts.of(sequence)
+        key = (sequence.request.priority, sequence.request.owner)
+        if key not in self._lanes:
+            self._lanes[key] = Lane(account)
+        self._lanes[key].add(sequence)
+        account.num_waiting += 1
+        self._num_queued += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, queued or parked."""
+        parent = sequence.parent
+        if parent is not None and sequence in self._parked.get(parent, ()):
+            self._parked[parent].remove(sequence)
+            return
+        key = (sequence.request.priority, sequence.request.owner)
+        lane = self._lanes[key]
+        lane.remove(sequence)
+        if not lane.sequences:
+            del self._lanes[key]
+        lane.account.num_waiting -= 1
+        self._num_queued -= 1
+
+    def park(self, parent: Sequence, siblings: list[Sequence]) -> None:
+        """Keep siblings until their parent's prompt is computed."""
+        self._parked[parent] = siblings
+
+    def unpark(self, parent: Sequence) -> None:
+        """Queue the siblings of a sequence that has computed its prompt, or never will."""
+        if parent in self._parked:
+            for sibling in self._parked.pop(parent):
+                self.push(sibling)

@@ -1,0 +1,122 @@
+"""The tiers below a KV cache, set up as the settings say; what cannot be had is said, not fatal."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from appliance.engine.tiers.disk_store import DiskStore
+from appliance.engine.tiers.disk_tier import DiskTier
+from appliance.engine.tiers.tiers import Tiers, TierSizes
+from appliance.engine.tiers.write_behind import WriteBehind
+
+if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+    from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.blocks.block_moves import BlockMoves
+    from appliance.engine.execution import Precision
+    from appliance.engine.messages import EngineInfo
+    from appliance.engine.rates import Rates
+
+# Of the memory that is free once everything is loaded. On a CPU the cache is host memory itself,
+# so only preempted sequences and what is read ahead need some.
+_HOST_SHARE = {"cpu": 16, "cuda": 8}
+_MAX_HOST_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}
+
+logger = logging.getLogger(__name__)
+
+
+def host_bytes(config: EngineConfig, device: str) -> int:
+    """Host memory for content that is not in the cache."""
+    if config.kv_host_memory is not None:
+        return config.kv_host_memory
+    free = psutil.virtual_memory().available
+    return min(free // _HOST_SHARE[device], _MAX_HOST_BYTES[device])
+
+
+def load_tiers(
+    config: EngineConfig,
+    blocks: BlockManager,
+    moves: BlockMoves,
+    rates: Rates,
+    info: EngineInfo,
+    precision: Precision,
+) -> tuple[Tiers, tuple[str, ...]]:
+    """Set up host memory and disk.
+
+    Args:
+        config: the settings.
+        blocks: the cache's books.
+        moves: takes blocks out of the cache.
+        rates: what `moves` measures.
+        info: of the engine.
+        precision: how the cache is stored.
+
+    Returns:
+        The tiers, and in words what a person should know of them.
+    """
+    device = precision.device.type
+    sizes = TierSizes(
+        moves.block_bytes,
+        moves.open_bytes,
+        host_bytes(config, device),
+        keeps_evicted=device == "cuda" and config.prefix_caching,
+    )
+    if config.kv_disk in ("auto", "off") or not config.prefix_caching:
+        return Tiers(blocks, sizes, rates), ()
+    about = {
+        "model": info.model,
+        "kv_format": info.kv_format,
+        "block_size": info.block_size,
+        "backend": info.backend,
+        "made": time.time(),
+    }
+    root = Path(config.kv_disk).expanduser()
+    fingerprint = kv_fingerprint(Path(config.model), info.fingerprint, precision, moves.block_bytes)
+    store = DiskStore(root, fingerprint, moves.block_bytes, config.kv_disk_size, about)
+    try:
+        store.open()
+    except OSError as error:
+        note = (
+            f"prompts are not remembered over a restart: {root} cannot be used"
+            f" ({error.strerror}); name another folder with --kv-disk"
+        )
+        logger.warning("%s", note)
+        return Tiers(blocks, sizes, rates), (note,)
+    disk = DiskTier(store)
+    note = (
+        f"the KV cache of long prompts is kept in {root} (up to {config.kv_disk_size / 2**30:.1f}"
+        f" GiB, {len(store)} blocks of this model now); --kv-disk off keeps none,"
+        " appliance cache rm removes it"
+    )
+    return Tiers(blocks, sizes, rates, disk, WriteBehind(blocks, disk, moves.save)), (note,)
+
+
+def kv_fingerprint(model: Path, fingerprint: str, precision: Precision, block_bytes: int) -> bytes:
+    """All that decides a block's bytes beside its tokens: 16 bytes.
+
+    A file of weights that is written anew counts as another one, even where its ends are the same.
+
+    Args:
+        model: file or folder.
+        fingerprint: of the engine: version, weights, arithmetic, usual format.
+        precision: how each layer is stored.
+        block_bytes: of a block in all layers.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{fingerprint} {block_bytes} {precision.block_size}".encode())
+    files = sorted(model.iterdir()) if model.is_dir() else [model]
+    for file in files:
+        if file.is_file() and file.suffix in (".safetensors", ".gguf", ".json"):
+            stat = file.stat()
+            digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode())
+    for layer in precision.kv_layers or ():
+        digest.update(layer.format.value.encode())
+        for constant in (layer.head_scales, layer.key_mean):
+            digest.update(b"-" if constant is None else constant.float().cpu().numpy().tobytes())
+    return digest.digest()

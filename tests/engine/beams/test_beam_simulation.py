@@ -1,0 +1,402 @@
+"""Beam searches among other requests, against a model that computes nothing but what it reads.
+
+A slot holds a hash of the slot before it and its token, and what may follow depends on every slot
+that the block table leads to. So a wrong, stale or missing block changes the answers, and the
+right ones are found by a search over plain lists.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.limits import max_beam_tokens
+from appliance.engine.messages import Candidate
+from appliance.engine.plan import Continuations, Plan, ScheduledSequence
+from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.scheduling.policy import may_admit
+from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.errors import RequestError
+
+if TYPE_CHECKING:
+    from appliance.engine.beams.beam_groups import BeamGroup
+    from appliance.engine.sequence import Sequence
+
+VOCAB = 13
+EOS = 3
+TEXTS = ["a", "b", "ab", "", "ab", "b", "a", "ab.", ".a", "b.", "ab", ".", "."]  # of each token
+STOP = "ab"
+BASE = [5, 7, 5, 8, 9, 5, 1, 1, 2, 6, 4, 0, 8, 8, 7, 1, 0, 5]  # prompts begin with a part of this
+
+seen: Counter[str] = Counter()  # how often what matters came up
+
+
+def content(previous: int, token: int) -> int:
+    return hash((previous, token))
+
+
+def ranking(contents: list[int]) -> list[tuple[float, int]]:
+    """Score and token of all that may follow, the likeliest first."""
+    shuffle = random.Random(hash(tuple(contents)))
+    return sorted(((-shuffle.expovariate(0.5), token) for token in range(VOCAB)), reverse=True)
+
+
+def allowed(
+    request: Request, num_output_tokens: int, ranked: list[tuple[float, int]]
+) -> list[tuple[float, int]]:
+    """What a sampler lets through; with stop strings so little that sometimes all of it ends."""
+    sampling = request.sampling
+    if num_output_tokens < sampling.min_tokens:
+        ranked = [(score, token) for score, token in ranked if token != EOS]
+    return ranked[: sampling.num_sequences] if sampling.stop else ranked
+
+
+def following(tokens: list[int]) -> list[tuple[float, int]]:
+    contents = [0]
+    for token in tokens:
+        contents.append(content(contents[-1], token))
+    return ranking(contents[1:])
+
+
+def right_answers(request: Request, max_tokens: int) -> list[tuple[int, ...]]:
+    """Beam search as it is written down, over whole lists of tokens."""
+    sampling, prompt = request.sampling, list(request.prompt_token_ids)
+    width, finished = sampling.num_sequences, list[tuple[float, tuple[int, ...]]]()
+    beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    for length in range(1, max_tokens + 1):
+        ranked = sorted(
+            (
+                (score + more, (*answer, token))
+                for score, answer in beams
+                for more, token in allowed(request, len(answer), following([*prompt, *answer]))
+            ),
+            reverse=True,
+        )
+        ended = [stops(request, answer) or length == max_tokens for _, answer in ranked]
+        finished += [
+            (score / length**sampling.length_penalty, answer)
+            for (score, answer), ends in zip(ranked[:width], ended, strict=False)
+            if ends
+        ]
+        finished = sorted(finished, reverse=True)[:width]
+        beams = [one for one, ends in zip(ranked, ended, strict=True) if not ends][:width]
+        if len(finished) == width:
+            hopeful = sampling.early_stopping == "never" and sampling.length_penalty > 0
+            longest = max_tokens if hopeful else length
+            best = beams[0][0] / longest**sampling.length_penalty if beams else 0.0
+            if not beams or sampling.early_stopping is True or best <= finished[-1][0]:
+                break
+    return [answer for _, answer in finished[: sampling.n]]
+
+
+def stops(request: Request, answer: tuple[int, ...]) -> bool:
+    text = "".join(TEXTS[token] for token in answer)
+    return answer[-1] == EOS or any(stop in text for stop in request.sampling.stop)
+
+
+def right_answer(request: Request, max_tokens: int) -> tuple[int, ...]:
+    answer: list[int] = []
+    while len(answer) < max_tokens and (not answer or answer[-1] != EOS):
+        _, token = following([*request.prompt_token_ids, *answer])[0]
+        answer.append(token)
+    return tuple(answer)
+
+
+class ReadingModel:
+    """Runs plans on slots of integers; with sealed blocks, open ones are in pages of their own."""
+
+    def __init__(self, block_size: int, shuffle: random.Random) -> None:
+        self.block_size = block_size
+        self.shuffle = shuffle
+        self.slots: dict[tuple[int, int], int] = {}
+        self.pages: dict[tuple[int, int], int] = {}
+
+    def run(self, plan: Plan) -> dict[Sequence, Continuations]:
+        size = self.block_size
+        for copy in self.shuffle.sample(plan.copies, len(plan.copies)):
+            for offset in range(size):
+                self.slots[copy.destination, offset] = self.slots.get((copy.source, offset), -1)
+                page = self.pages.get((copy.open_source, offset), -1)
+                self.pages[copy.open_destination, offset] = page
+        pages = plan.open_pages or (None,) * len(plan.scheduled)
+        found = {}
+        for entry, opened in self.shuffle.sample(
+            list(zip(plan.scheduled, pages, strict=True)), len(plan.scheduled)
+        ):
+            if entry.follows:  # no request of these has a token that is not known yet
+                raise AssertionError("a row was planned ahead")
+            contents = self.read(entry, opened)
+            for position in range(entry.start, entry.end):
+                before = contents[-1] if contents else 0
+                contents.append(content(before, entry.sequence.token_ids[position]))
+                self.write(entry, opened, position, contents[-1])
+            request, length = entry.sequence.request, entry.sequence.num_output_tokens
+            found[entry.sequence] = Continuations(
+                tuple(
+                    Candidate(token, score)
+                    for score, token in allowed(request, length, ranking(contents))
+                )
+            )
+        return found
+
+    def read(self, entry: ScheduledSequence, opened: tuple[int, ...] | None) -> list[int]:
+        size, table = self.block_size, entry.sequence.block_table
+        own = entry.start // size * size
+        sealed = entry.start if opened is None else own
+        found = [self.slots[table[p // size], p % size] for p in range(sealed)]
+        return found + [self.pages[opened[0], p % size] for p in range(own, entry.start) if opened]
+
+    def write(
+        self, entry: ScheduledSequence, opened: tuple[int, ...] | None, position: int, value: int
+    ) -> None:
+        size = self.block_size
+        block, offset = entry.sequence.block_table[position // size], position % size
+        if opened is None:
+            self.slots[block, offset] = value
+            return
+        page = opened[position // size - entry.start // size]
+        self.pages[page, offset] = value
+        if offset + 1 == size:
+            for at in range(size):
+                self.slots[block, at] = self.pages[page, at]
+
+
+@dataclass(frozen=True)
+class Load:
+    num_blocks: int
+    block_size: int
+    limits: SchedulerLimits
+    prefix_caching: bool
+    sealed: bool
+    share: bool  # whether beams fork at all, or compute everything again
+    depth: int  # plans in flight at once
+    requests: tuple[tuple[int, Request], ...]  # step of arrival
+    aborts: tuple[tuple[int, bool, int], ...]  # step, while a plan is in flight?, request
+    failures: tuple[int, ...]  # steps at which everything in flight fails
+    eager: bool  # admit whatever fits at this moment, at the price of many preemptions
+
+
+class Simulation:
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        limits = load.limits
+        num_open = num_open_pages(
+            limits.max_num_seqs, limits.max_num_batched_tokens, load.block_size, plans=load.depth
+        )
+        self.blocks = BlockManager(
+            load.num_blocks,
+            load.block_size,
+            prefix_caching=load.prefix_caching,
+            num_open=num_open if load.sealed else 0,
+        )
+        self.scheduler = Scheduler(self.blocks, limits, (EOS,), look_ahead=load.depth > 1)
+        self.model = ReadingModel(load.block_size, random.Random(load.num_blocks))
+        self.served: list[Request] = []
+        self.answers: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.aborted: set[str] = set()
+        self.in_flight: list[Plan] = []
+
+    def run(self) -> None:
+        step, last = 0, max(step for step, _ in self.load.requests)
+        while step <= last or self.scheduler.has_work or self.in_flight:
+            assert step < 3000, "no end in sight"
+            for arrival, request in self.load.requests:
+                if arrival == step:
+                    self.add(request, float(step))
+            self.abort(step, within=False)
+            plan = self.scheduler.plan(float(step))
+            if plan is None:
+                assert self.in_flight or not self.scheduler.has_work, "work, but nothing to run"
+            else:
+                self.look_at(plan)
+                self.in_flight.append(plan)
+            self.scheduler.check_invariants()
+            self.abort(step, within=True)
+            if step in self.load.failures:
+                seen["failed plans"] += len(self.in_flight)
+                self.in_flight.clear()
+                self.scheduler.discard_plans()
+            self.scheduler.check_invariants()
+            while self.in_flight and (len(self.in_flight) >= self.load.depth or plan is None):
+                self.commit(self.in_flight.pop(0))
+            self.scheduler.check_invariants()
+            step += 1
+        self.check_outcome()
+
+    def max_tokens(self, request: Request) -> int:
+        num_prompt, sampling = len(request.prompt_token_ids), request.sampling
+        most = min(self.load.limits.context_length, self.blocks.num_slots + 1)
+        if sampling.use_beam_search:
+            width, size = sampling.num_sequences, self.load.block_size
+            most = min(most, max_beam_tokens(num_prompt, width, size, self.load.num_blocks))
+        return min(most - num_prompt, sampling.max_tokens or most)
+
+    def add(self, request: Request, now: float) -> None:
+        width = request.sampling.num_sequences
+        fits = self.max_tokens(request) > 0 and len(request.prompt_token_ids) < min(
+            self.load.limits.context_length, self.blocks.num_slots
+        )
+        if request.sampling.use_beam_search:
+            fits = fits and width <= self.load.limits.max_num_seqs
+        try:
+            self.scheduler.add(request, now)
+        except RequestError:
+            assert not fits
+            seen["refused"] += 1
+        else:
+            assert fits
+            self.served.append(request)
+
+    def abort(self, step: int, *, within: bool) -> None:
+        for when, in_step, number in self.load.aborts:
+            if (when, in_step) == (step, within) and self.scheduler.abort(str(number)):
+                seen["aborted"] += 1
+                self.aborted.add(str(number))
+
+    def look_at(self, plan: Plan) -> None:
+        """Nothing is written that somebody else reads."""
+        sequences = list(self.scheduler.sequences())
+        held = Counter(block for one in sequences for block in one.block_table)
+        size = self.load.block_size
+        for entry in plan.scheduled:
+            table = entry.sequence.block_table[entry.start // size : -(-entry.end // size)]
+            assert all(held[block] == 1 for block in table), "a shared block is written"
+        sources = {copy.source for copy in plan.copies}
+        destinations = [copy.destination for copy in plan.copies]
+        assert len(destinations) == len(set(destinations))
+        assert not sources.intersection(destinations)
+        seen["copies"] += len(plan.copies)
+        seen["preempted beams"] += sum(
+            one.request.sampling.use_beam_search for one in plan.preempted
+        )
+        seen["shared blocks"] += self.blocks.num_shared
+        seen["beams without an answer"] += sum(len(g.beams) < len(g.members) for g in self.groups())
+
+    def groups(self) -> list[BeamGroup]:
+        """Those that have come past the prompt."""
+        groups = self.scheduler._beams._groups.values()
+        return [group for group in groups if group.members[0].num_output_tokens]
+
+    def commit(self, plan: Plan) -> None:
+        found = self.model.run(plan)
+        tokens = [found[e.sequence].candidates[0].token_id for e in plan.scheduled if e.samples]
+        for update in self.scheduler.commit(plan, tokens, found):
+            key = update.sequence.request.request_id, update.sequence.index
+            self.answers[key] = (*self.answers.get(key, ()), update.token_id)
+        for answer in self.scheduler.take_answers():
+            key = answer.sequence.request.request_id, answer.sequence.index
+            assert key not in self.answers
+            self.answers[key] = answer.token_ids
+            ends = stops(answer.sequence.request, answer.token_ids)
+            assert answer.finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
+
+    def check_outcome(self) -> None:
+        for request in self.served:
+            if request.request_id in self.aborted:
+                continue
+            most, n = self.max_tokens(request), request.sampling.n
+            found = [self.answers[request.request_id, index] for index in range(n)]
+            if request.sampling.use_beam_search:
+                assert found == right_answers(request, most)
+                seen["searches"] += 1
+            else:
+                assert found == [right_answer(request, most)] * n
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting, stats.blocks_active, stats.kv_tokens) == (0, 0, 0, 0)
+        assert stats.blocks_cached + stats.blocks_free == self.load.num_blocks
+        seen["steps"] += stats.steps_total
+
+
+def fits_now(cost: int, num_free_blocks: int, num_promised: int) -> bool:
+    return cost <= num_free_blocks
+
+
+def share_nothing(blocks: BlockManager, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+    child.block_hashes = []
+    child.num_computed = 0
+
+
+@st.composite
+def requests(draw: st.DrawFn, number: int) -> tuple[int, Request]:
+    shared = draw(st.integers(0, len(BASE)))
+    own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=0 if shared else 1, max_size=6))
+    searches = draw(st.sampled_from([True, True, False]))
+    width = draw(st.integers(2, 4))
+    sampling = SamplingParams(
+        n=draw(st.integers(1, width)),
+        best_of=width if searches else None,
+        use_beam_search=searches,
+        length_penalty=draw(st.sampled_from([1.0, 0.0, 2.0, -1.0])) if searches else 1.0,
+        early_stopping=draw(st.sampled_from([True, False, "never"])) if searches else False,
+        max_tokens=draw(st.one_of(st.integers(10, 20), st.none())),
+        min_tokens=draw(st.integers(0, 9)) if searches else 0,
+        stop=draw(st.sampled_from([(), (STOP,)])) if searches else (),
+        presence_penalty=0.0 if searches else 1.0,  # so that nothing is planned ahead
+    )
+    request = Request(
+        request_id=str(number),
+        prompt_token_ids=(*BASE[:shared], *own),
+        sampling=sampling,
+        priority=draw(st.sampled_from([0, 0, 1])),
+        stop_pieces={t: x.encode() for t, x in enumerate(TEXTS) if not x or set(x) & set(STOP)},
+    )
+    return draw(st.integers(0, 8)), request
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    number, size = draw(st.integers(3, 8)), draw(st.sampled_from([1, 2, 2, 3, 4]))
+    step = st.integers(0, 40)
+    abort = st.tuples(step, st.booleans(), st.integers(0, number - 1))
+    share = draw(st.sampled_from([True, True, True, False]))
+    return Load(
+        # What a search may take is reckoned with the prompt shared.
+        num_blocks=draw(st.integers(32, 56)) // size if share else 400,
+        block_size=size,
+        limits=SchedulerLimits(
+            max_num_seqs=draw(st.integers(2, 12)),
+            max_num_batched_tokens=draw(st.integers(3, 24)),
+            context_length=draw(st.integers(20, 40)),
+        ),
+        prefix_caching=draw(st.booleans()),
+        sealed=draw(st.booleans()),
+        share=share,
+        depth=draw(st.sampled_from([1, 1, 2])),
+        requests=tuple(draw(requests(index)) for index in range(number)),
+        aborts=tuple(draw(st.lists(abort, max_size=2))),
+        failures=tuple(draw(st.lists(step, max_size=2))),
+        eager=draw(st.sampled_from([True, True, False])),
+    )
+
+
+@settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+@given(loads())
+def check_load(load: Load) -> None:
+    admission = fits_now if load.eager else may_admit
+    fork = BlockManager.fork if load.share else share_nothing
+    with (
+        patch("appliance.engine.scheduling.admission.may_admit", admission),
+        patch.object(BlockManager, "fork", fork),
+    ):
+        Simulation(load).run()
+
+
+def test_every_search_ends_with_the_right_answers() -> None:
+    check_load()
+    assert min(seen.values()) >= 2, f"the loads hardly touch something: {seen}"
+    assert seen["steps"] >= 2000

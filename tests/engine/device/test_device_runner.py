@@ -1,0 +1,344 @@
+"""The asynchronous runner on a device that is the CPU, against the synchronous one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from appliance.config import EngineConfig
+from appliance.engine.device.device import Device, Event, Graph, HostDevice
+from appliance.engine.device.device_runner import DeviceRunner
+from appliance.engine.engine import LLMEngine
+from appliance.engine.loading import load_parts
+from appliance.engine.messages import SequenceDelta
+from appliance.engine.request import FinishReason, Request, SamplingParams
+
+EOS = 2
+
+
+class LateDevice(HostDevice):
+    """What is fetched arrives when an event recorded later is waited for, and not before."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.captures = 0
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        host, content = torch.full_like(tensor, -7), tensor.clone()
+        self.queue.append(lambda: host.copy_(content))
+        return host
+
+    def record(self) -> Event:
+        return Late(self, len(self.queue))
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        self.captures += 1
+        return super().capture(function)
+
+
+class Late:
+    def __init__(self, device: LateDevice, count: int) -> None:
+        self.device, self.arrivals = device, device.queue[:count]
+
+    @torch.inference_mode()
+    def wait(self) -> None:
+        for arrive in self.arrivals:
+            arrive()
+
+
+def load(folder: Path, device: Device | None, **options: Any) -> LLMEngine:
+    defaults = {"threads": 1, "max_num_seqs": 16, "max_num_batched_tokens": 64, "kernels": "torch"}
+    config = EngineConfig(**{"model": str(folder), **defaults, **options})
+    return LLMEngine(*load_parts(config, (EOS,), None, lambda stage, done, total: None, device))
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, 512, (length,), generator=generator).tolist())
+
+
+def request(name: str, tokens: tuple[int, ...], **sampling: Any) -> Request:
+    defaults = {"temperature": 0.0, "max_tokens": 20, "seed": 5}
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        sampling=SamplingParams(**{**defaults, **sampling}),
+    )
+
+
+def deltas_of(engine: LLMEngine, *requests: Request) -> list[SequenceDelta]:
+    for item in requests:
+        engine.submit(item)
+    deltas: list[SequenceDelta] = []
+    while engine.has_work:
+        deltas += engine.step().deltas
+        engine._scheduler.check_invariants()
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.blocks_active, stats.kv_tokens) == (0, 0, 0, 0)
+    return deltas
+
+
+Answer = tuple[list[int], FinishReason | None, list[object]]
+
+
+def run(engine: LLMEngine, *requests: Request) -> dict[tuple[str, int], Answer]:
+    """Tokens, reason and log probabilities by request and choice."""
+    answers: dict[tuple[str, int], Answer] = {}
+    for delta in deltas_of(engine, *requests):
+        tokens, reason, logprobs = answers.setdefault(
+            (delta.request_id, delta.index), ([], None, [])
+        )
+        assert reason is None, "a delta behind the end"
+        tokens += delta.token_ids
+        for reported in delta.logprobs or ():
+            ids = [candidate.token_id for candidate in (reported.chosen, *reported.top)]
+            values = [candidate.logprob for candidate in (reported.chosen, *reported.top)]
+            logprobs.append((ids, [round(value, 3) for value in values]))
+        answers[delta.request_id, delta.index] = (tokens, delta.finish_reason, logprobs)
+    return answers
+
+
+MIXED = [
+    request("greedy", prompt(50, 1)),
+    request("long", prompt(150, 2), max_tokens=30),
+    request("seeded", prompt(33, 3), temperature=1.0, seed=7),
+    request("nucleus", prompt(20, 4), temperature=0.8, top_p=0.9, top_k=50, seed=-3),
+    request("min-p", prompt(9, 5), temperature=1.5, min_p=0.05),
+    request("choices", prompt(40, 6), n=3, temperature=1.0),
+    request("repetition", prompt(25, 7), repetition_penalty=1.3, temperature=0.7),
+    request("presence", prompt(26, 8), presence_penalty=1.5, frequency_penalty=0.5),
+    request("bias", prompt(12, 9), logit_bias={30: 5.0, 31: -100.0}, temperature=1.0),
+    request("min-tokens", prompt(12, 10), min_tokens=8, stop_token_ids=tuple(range(3, 200))),
+    request("stops", prompt(13, 11), stop_token_ids=tuple(range(3, 100)), temperature=2.0),
+    request("logprobs", prompt(14, 12), logprobs=5, temperature=1.0, logit_bias={40: 3.0}),
+    request("chosen", prompt(15, 13), logprobs=0),
+    request("one", prompt(70, 14), max_tokens=1),
+    request("rest", prompt(240, 15), max_tokens=None),
+    request("same", prompt(50, 1)),
+]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_answers_equal_those_of_the_synchronous_runner(tiny_llama: Path, late: bool) -> None:
+    expected = run(load(tiny_llama, None), *MIXED)
+    engine = load(tiny_llama, LateDevice() if late else HostDevice())
+    assert isinstance(engine._runner, DeviceRunner)
+    assert run(engine, *MIXED) == expected
+    assert run(engine, *MIXED) == run(load(tiny_llama, None, prefix_caching=False), *MIXED)
+    assert {reason for _, reason, _ in expected.values()} >= {
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+    }
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_preemption_changes_nothing(tiny_llama: Path, kv: str) -> None:
+    bytes_per_block = {"bf16": 16 * 2 * 2 * 2 * 32, "int8": 16 * 2 * 2 * 2 * 18}[kv]
+    requests = [request(f"r{i}", prompt(60 + i, i), max_tokens=120) for i in range(6)]
+    options = {"kv_cache_dtype": kv, "prefix_caching": False}
+    tight = load(tiny_llama, LateDevice(), kv_cache_memory=32 * bytes_per_block, **options)
+    assert tight.info.num_blocks == 32
+    answers = run(tight, *requests)
+    assert tight.stats().preemptions_total > 0
+    assert answers == run(load(tiny_llama, None, **options), *requests)
+
+
+@pytest.mark.parametrize("kv", ["int4-sealed", "k8v4"])
+def test_sealed_blocks_say_the_same_with_and_without_graphs(tiny_llama: Path, kv: str) -> None:
+    expected = run(load(tiny_llama, None, kv_cache_dtype=kv), *MIXED)
+    engine = load(tiny_llama, LateDevice(), kv_cache_dtype=kv)
+    for _ in range(3):
+        assert run(engine, *MIXED) == expected
+    runner = engine._runner
+    assert isinstance(runner, DeviceRunner)
+    assert runner.graphs.captured
+
+
+def test_decode_steps_become_graphs_when_nothing_else_is_to_do(tiny_llama: Path) -> None:
+    device = LateDevice()
+    engine = load(tiny_llama, device)
+    runner = engine._runner
+    assert isinstance(runner, DeviceRunner)
+    five = [request(f"r{i}", prompt(20 + i, i), ignore_eos=True) for i in range(5)]
+    expected = run(load(tiny_llama, None), *five)
+    for item in five:
+        engine.submit(item)
+    while engine._scheduler.has_work:
+        engine.step()
+        assert runner.graphs.captured == (), "the first requests wait for no capture"
+    engine.step()  # takes the last row off the device
+    while engine.has_work:
+        assert engine.step().deltas == ()
+    assert 8 in runner.graphs.captured
+    for _ in range(3):
+        assert run(engine, *five) == expected
+        assert run(engine, five[0]) == {("r0", 0): expected["r0", 0]}
+    assert set(runner.graphs.captured) >= {1, 8}
+    assert device.captures == len(runner.graphs.captured)
+
+
+def test_a_size_that_is_always_busy_is_captured_all_the_same(tiny_llama: Path) -> None:
+    engine = load(tiny_llama, LateDevice())
+    runner = engine._runner
+    assert isinstance(runner, DeviceRunner)
+    item = request("r", prompt(20), ignore_eos=True, max_tokens=150)
+    engine.submit(item)
+    for _ in range(100):
+        engine.step()
+    assert runner.graphs.captured == (1,)
+    answer = deltas_of(engine)
+    expected = run(load(tiny_llama, None), item)["r", 0][0]
+    tokens = [token for delta in answer for token in delta.token_ids]
+    assert tokens == expected[-len(tokens) :]
+
+
+def test_graphs_can_be_turned_off(tiny_llama: Path) -> None:
+    device = LateDevice()
+    engine = load(tiny_llama, device, cuda_graphs="off")
+    for _ in range(3):
+        run(engine, *MIXED[:4])
+    assert device.captures == 0
+
+
+def test_a_step_is_in_flight_while_the_next_one_is_planned(tiny_llama: Path) -> None:
+    engine = load(tiny_llama, LateDevice(), cuda_graphs="off")
+    engine.submit(request("r", prompt(20), max_tokens=3, ignore_eos=True))
+    reports = []
+    while engine.has_work:
+        reports.append(engine.step())
+    assert reports[0].started == ("r",)
+    # One step more than tokens, and the last one launches nothing.
+    assert [sum(len(d.token_ids) for d in report.deltas) for report in reports] == [0, 1, 1, 1]
+    assert engine.stats().steps_total == 3
+
+
+def test_a_row_behind_the_end_is_dropped(tiny_llama: Path) -> None:
+    reference = load(tiny_llama, None)
+    free = run(reference, request("free", prompt(30, 6), max_tokens=12))["free", 0][0]
+    engine = load(tiny_llama, LateDevice())
+    item = request("stop", prompt(30, 6), max_tokens=12, stop_token_ids=(free[5],))
+    tokens, reason, _ = run(engine, item)["stop", 0]
+    assert tokens == free[: free.index(free[5]) + 1]
+    assert reason is FinishReason.STOP
+    assert engine.stats().generation_tokens_total == len(tokens)
+    assert engine.stats().steps_total == len(tokens) + 1
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5])
+def test_abort_in_every_phase(tiny_llama: Path, steps: int) -> None:
+    engine = load(tiny_llama, LateDevice())
+    engine.submit(request("gone", prompt(100, steps), max_tokens=100, ignore_eos=True))
+    engine.submit(request("stays", prompt(20, 1)))
+    deltas: list[SequenceDelta] = []
+    for _ in range(steps):
+        deltas += engine.step().deltas
+    assert engine.abort("gone")
+    deltas += deltas_of(engine)
+    tokens = [token for d in deltas if d.request_id == "stays" for token in d.token_ids]
+    assert tokens == run(load(tiny_llama, None), request("stays", prompt(20, 1)))["stays", 0][0]
+
+
+def test_broken_logits_end_that_request_only_and_are_counted(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [request(name, prompt(10, i), ignore_eos=True) for i, name in enumerate("abc")]
+    expected = run(load(tiny_llama, None), *requests)
+    engine = load(tiny_llama, LateDevice())
+    runner = engine._runner
+    assert isinstance(runner, DeviceRunner)
+    decoder = runner._executor
+
+    class Broken:
+        device, spec = decoder.device, decoder.spec
+        calls = 0
+
+        def forward(self, *arguments: Any) -> torch.Tensor:
+            logits = decoder.forward(*arguments)
+            self.calls += 1
+            if self.calls == 4:
+                logits[1] = torch.nan
+            return logits
+
+    monkeypatch.setattr(runner, "_executor", Broken())
+    deltas = deltas_of(engine, *requests)
+    errors = {d.request_id: d.error for d in deltas if d.finish_reason is FinishReason.ERROR}
+    assert list(errors) == ["b"]
+    assert "finite" in str(errors["b"])
+    for name in "ac":
+        tokens = [token for d in deltas if d.request_id == name for token in d.token_ids]
+        assert tokens == expected[name, 0][0]
+    assert engine.stats().nan_logits_total == 1
+
+
+def test_banning_every_token_is_the_requests_own_fault(tiny_llama: Path) -> None:
+    engine = load(tiny_llama, LateDevice())
+    item = request("r", prompt(10), min_tokens=3, stop_token_ids=tuple(range(512)))
+    (delta,) = deltas_of(engine, item)
+    assert delta.error is not None
+    assert "ban every token" in delta.error
+    assert engine.stats().nan_logits_total == 0
+
+
+def test_a_step_without_memory_ends_its_request_and_the_others_start_over(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = request("small", prompt(10, 8), max_tokens=9, ignore_eos=True)
+    expected = run(load(tiny_llama, None), small)["small", 0][0]
+    engine = load(tiny_llama, LateDevice())
+    real = engine._runner._enqueue  # type: ignore[attr-defined]
+
+    def limited(plan: Any) -> Any:
+        if any(entry.sequence.request.request_id == "large" for entry in plan.scheduled):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(plan)
+
+    monkeypatch.setattr(engine._runner, "_enqueue", limited)
+    engine.submit(small)
+    deltas = [delta for _ in range(4) for delta in engine.step().deltas]
+    deltas += deltas_of(engine, request("large", prompt(40, 9)))
+    assert [d.request_id for d in deltas if d.error] == ["large"]
+    tokens = [token for d in deltas if d.request_id == "small" for token in d.token_ids]
+    assert tokens == expected
+
+
+def test_an_interrupted_step_is_repeated(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    item = request("r", prompt(40, 8), ignore_eos=True)
+    expected = run(load(tiny_llama, None), item)["r", 0][0]
+    engine = load(tiny_llama, LateDevice())
+    engine.submit(item)
+    deltas = [delta for _ in range(5) for delta in engine.step().deltas]
+    for method in ("launch", "collect"):
+        with monkeypatch.context() as patch:
+
+            def interrupt(*_: Any) -> None:
+                raise KeyboardInterrupt
+
+            patch.setattr(engine._runner, method, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        deltas += [delta for _ in range(3) for delta in engine.step().deltas]
+    deltas += deltas_of(engine)
+    assert [token for delta in deltas for token in delta.token_ids] == expected
+
+
+@pytest.mark.model
+def test_a_real_model_says_the_same_token_for_token(smollm2_gguf: Path) -> None:
+    def asked(name: str, text: str, **sampling: Any) -> Request:
+        tokens = tuple(3 + ord(letter) for letter in text)
+        return request(name, tokens, max_tokens=24, **sampling)
+
+    requests = [
+        asked("greedy", "The capital of France is"),
+        asked("seeded", "Once upon a time there was a", temperature=0.8, top_p=0.95, seed=3),
+        asked("choices", "def main", n=2, temperature=1.0, seed=11, logprobs=3),
+        asked("penalties", "a a a a a a a a", repetition_penalty=1.2, presence_penalty=0.5),
+    ]
+    options = {"max_model_len": 512, "threads": 2}
+    expected = run(load(smollm2_gguf, None, **options), *requests)
+    engine = load(smollm2_gguf, LateDevice(), **options)
+    assert run(engine, *requests) == expected
+    assert run(engine, *requests) == expected, "now with a graph"

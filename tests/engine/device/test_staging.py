@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from appliance.engine.device.cuda_graphs import GraphCache, buckets
+from appliance.engine.device.device import Graph, HostDevice
+from appliance.engine.device.staging import ALIGNMENT, Staging, StepShape
+
+LARGEST = StepShape(num_tokens=40, num_seqs=9, num_samples=9, table_width=7)
+
+
+@pytest.mark.parametrize(
+    "shape", [LARGEST, StepShape(1, 1, 1, 1), StepShape(33, 2, 0, 3), StepShape(8, 8, 8, 5)]
+)
+def test_what_is_written_on_the_host_is_read_on_the_device(shape: StepShape) -> None:
+    staging = Staging(HostDevice(), LARGEST)
+    expected = {}
+    for name, array in staging.arrays(shape).items():
+        array[:] = np.random.default_rng(len(name)).integers(0, 99, array.shape)
+        expected[name] = array.copy()
+    tensors = staging.send(shape)
+    for name, values in expected.items():
+        found = getattr(tensors, name)
+        assert found.data_ptr() % ALIGNMENT == 0 or found.numel() == 0
+        assert np.array_equal(found.flatten().numpy(), values), name
+    assert tensors.block_tables.shape == (shape.num_seqs, shape.table_width)
+    tokens = staging.tokens(shape)
+    assert torch.equal(tokens[len(staging.latest) :], tensors.token_ids)
+    staging.latest.fill_(7)
+    assert tokens[0] == 7
+
+
+def test_the_width_of_the_tables_moves_nothing_else() -> None:
+    narrow, wide = StepShape(8, 8, 8, 1).places(), StepShape(8, 8, 8, 700).places()
+    assert {name: begin for name, (begin, _) in narrow.items()} == {
+        name: begin for name, (begin, _) in wide.items()
+    }
+
+
+def test_a_host_buffer_is_filled_again_only_when_the_device_has_read_it() -> None:
+    waits: list[int] = []
+
+    class Past:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            waits.append(self.number)
+
+    class Counting(HostDevice):
+        sent = 0
+
+        def record(self) -> Past:
+            self.sent += 1
+            return Past(self.sent)
+
+    staging = Staging(Counting(), LARGEST)
+    for _ in range(4):
+        staging.arrays(LARGEST)
+        staging.send(LARGEST)
+    assert waits == [1, 2]
+
+
+@pytest.mark.parametrize("most", [1, 5, 16, 31, 32, 33, 64, 100, 256, 1024])
+def test_buckets_rise_to_the_largest_batch_and_waste_little(most: int) -> None:
+    sizes = buckets(most)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    assert all(low < high for low, high in pairwise(sizes))
+    cache = GraphCache(HostDevice(), sizes, 0)
+    for rows in range(1, most + 1):
+        assert rows <= cache.bucket(rows) <= min(most, max(2 * rows - 1, rows + 31))
+
+
+class Hungry(HostDevice):
+    """Each graph takes 100 bytes; the fourth finds none."""
+
+    def __init__(self) -> None:
+        self.used = 1000
+        self.left = 3
+
+    def memory_in_use(self) -> int:
+        return self.used
+
+    def capture(self, function: object) -> Graph:
+        if not self.left:
+            raise MemoryError("none left")
+        self.left -= 1
+        self.used += 100
+        return super().capture(lambda: None)
+
+
+def run_all(cache: GraphCache, sizes: tuple[int, ...]) -> list[int]:
+    """The sizes that were run eagerly."""
+    eager: list[int] = []
+    for size in sizes:
+        cache.run(size, lambda size=size: eager.append(size))  # type: ignore[misc]
+    return eager
+
+
+def test_graphs_stop_at_their_bound() -> None:
+    cache = GraphCache(Hungry(), (1, 2, 4, 8), 150)
+    assert run_all(cache, (1, 2, 2, 4)) == [1, 2, 2, 4]
+    assert cache.wanted() == 2, "the one used most"
+    assert cache.wanted(at_least=3) is None
+    for expected in (2, 1):
+        assert cache.wanted() == expected
+        cache.capture(expected, lambda: None)
+    assert cache.num_bytes == 200
+    assert cache.wanted() is None
+    assert cache.captured == (1, 2)
+    assert run_all(cache, (1, 2, 4)) == [4]
+
+
+def test_without_memory_for_a_graph_there_are_no_more_of_them() -> None:
+    cache = GraphCache(Hungry(), (1, 2, 4, 8), 10**6)
+    for size in (1, 2, 4, 8):
+        run_all(cache, (size,))
+        cache.capture(size, lambda: None)
+    assert cache.captured == (1, 2, 4)
+    run_all(cache, (8,))
+    assert cache.wanted() is None
+
+
+def test_graphs_that_are_off_are_never_wanted() -> None:
+    cache = GraphCache(HostDevice(), (1, 2), 0)
+    run_all(cache, (1,) * 100)
+    assert cache.wanted() is None

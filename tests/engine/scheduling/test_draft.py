@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.plan import BlockCopy, Plan
+from appliance.engine.request import Request, SamplingParams
+from appliance.engine.scheduling.draft import Draft
+from appliance.engine.sequence import Sequence
+
+
+def sequence(num_tokens: int, num_computed: int) -> Sequence:
+    request = Request(
+        request_id="r", prompt_token_ids=tuple(range(num_tokens)), sampling=SamplingParams()
+    )
+    return Sequence(request, num_computed=num_computed)
+
+
+def test_single_rows_come_first_and_only_last_rows_sample() -> None:
+    draft = Draft(budget=20)
+    chunk, rest, decode = sequence(9, 2), sequence(9, 2), sequence(9, 8)
+    draft.add(chunk, 3, ())
+    draft.add(rest, 7, ())
+    draft.add(decode, 1, ())
+    plan = draft.finished(BlockManager(4, 4))
+    assert draft.budget == 9
+    assert [(e.sequence, e.start, e.num_tokens, e.samples) for e in plan.scheduled] == [
+        (decode, 8, 1, True),
+        (chunk, 2, 3, False),
+        (rest, 2, 7, True),
+    ]
+    assert (plan.num_tokens, plan.num_samples) == (11, 2)
+
+
+def test_what_is_taken_back_leaves_nothing() -> None:
+    draft = Draft(budget=8)
+    victim, other = sequence(9, 4), sequence(9, 8)
+    draft.add(victim, 5, (BlockCopy(1, 2),))
+    draft.take_back(victim)
+    draft.take_back(other)
+    assert draft.budget == 8
+    assert draft.finished(BlockManager(4, 4)) == Plan(())

@@ -1,0 +1,168 @@
+"""Planning for sequences whose latest token is still on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.plan import Plan
+from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+
+EOS = 2
+Row = tuple[str, int, int, bool, bool]  # request, first row, rows, samples, follows
+
+
+@dataclass
+class Pipeline:
+    scheduler: Scheduler
+
+    def plan(self) -> Plan:
+        plan = self.scheduler.plan(now=0.0)
+        assert plan is not None
+        self.scheduler.check_invariants()
+        return plan
+
+    def commit(self, plan: Plan, *tokens: int) -> list[tuple[str, int, FinishReason | None]]:
+        updates = self.scheduler.commit(plan, list(tokens))
+        self.scheduler.check_invariants()
+        return [(u.sequence.request.request_id, u.token_id, u.finish_reason) for u in updates]
+
+
+def pipeline(num_blocks: int = 32, *, rows: int = 16, look_ahead: bool = True) -> Pipeline:
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=rows, context_length=100)
+    return Pipeline(Scheduler(BlockManager(num_blocks, 4), limits, (EOS,), look_ahead=look_ahead))
+
+
+def add(engine: Pipeline, name: str, length: int, **sampling: object) -> None:
+    first = 1000 * ord(name[0])
+    request = Request(
+        request_id=name,
+        prompt_token_ids=tuple(range(first, first + length)),
+        sampling=SamplingParams(**{"max_tokens": None, **sampling}),  # type: ignore[arg-type]
+    )
+    engine.scheduler.add(request, now=0.0)
+
+
+def rows(plan: Plan) -> list[Row]:
+    return [
+        (e.sequence.request.request_id, e.start, e.num_tokens, e.samples, e.follows)
+        for e in plan.scheduled
+    ]
+
+
+def test_a_decode_row_follows_the_token_that_is_not_known_yet() -> None:
+    engine = pipeline()
+    add(engine, "a", 3)
+    first, second = engine.plan(), engine.plan()
+    assert rows(first) == [("a", 0, 3, True, False)]
+    assert rows(second) == [("a", 3, 1, True, True)]
+    assert engine.scheduler.plan(now=0.0) is None, "one plan ahead, no more"
+    assert engine.commit(first, 50) == [("a", 50, None)]
+    third = engine.plan()
+    assert rows(third) == [("a", 4, 1, True, True)]
+    assert engine.commit(second, 51) == [("a", 51, None)]
+    (sequence,) = engine.scheduler.sequences()
+    assert sequence.token_ids[3:] == [50, 51]
+    assert sequence.num_computed == 4
+
+
+def test_without_it_sequences_in_flight_are_left_alone() -> None:
+    engine = pipeline(look_ahead=False)
+    add(engine, "a", 3)
+    engine.plan()
+    assert engine.scheduler.plan(now=0.0) is None
+
+
+def test_chunks_of_a_prompt_are_planned_one_ahead() -> None:
+    engine = pipeline(rows=8)
+    add(engine, "a", 20)
+    plans = [engine.plan(), engine.plan()]
+    assert rows(plans[0]) == [("a", 0, 8, False, False)]
+    assert rows(plans[1]) == [("a", 8, 8, False, False)]
+    assert engine.commit(plans[0]) == []
+    plans.append(engine.plan())
+    assert rows(plans[2]) == [("a", 16, 4, True, False)]
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 2}, {"max_tokens": 90}])
+def test_nothing_is_planned_behind_a_length_that_is_known(sampling: dict[str, int]) -> None:
+    engine = pipeline()
+    length = 98 if sampling["max_tokens"] == 90 else 4  # the context of 100 or max_tokens ends it
+    engine = pipeline(rows=100)
+    add(engine, "a", length, **sampling)
+    first, second = engine.plan(), engine.plan()
+    assert engine.commit(first, 50) == [("a", 50, None)]
+    assert engine.scheduler.plan(now=0.0) is None
+    assert engine.commit(second, 51) == [("a", 51, FinishReason.LENGTH)]
+    assert not engine.scheduler.has_work
+
+
+@pytest.mark.parametrize("sampling", [{"stop_token_ids": (50,)}, {}])
+def test_a_stop_that_is_found_late_drops_the_row_and_keeps_its_blocks_until_then(
+    sampling: dict[str, object],
+) -> None:
+    engine = pipeline(num_blocks=2)
+    add(engine, "a", 4, **sampling)
+    first, second = engine.plan(), engine.plan()
+    (sequence,) = engine.scheduler.sequences()
+    stop = 50 if sampling else EOS
+    assert engine.commit(first, stop) == [("a", stop, FinishReason.STOP)]
+    assert not engine.scheduler.has_work
+    assert len(sequence.block_table) == 2, "the row in flight writes to it"
+    add(engine, "b", 7)
+    assert engine.scheduler.plan(now=0.0) is None
+    assert engine.commit(second, 51) == []
+    assert sequence.token_ids[4:] == [stop]
+    assert sequence.block_table == []
+    assert rows(engine.plan()) == [("b", 0, 7, True, False)]
+
+
+def test_penalties_wait_for_each_token() -> None:
+    engine = pipeline()
+    add(engine, "a", 3, presence_penalty=0.5)
+    add(engine, "b", 3)
+    first = engine.plan()
+    assert [row[0] for row in rows(engine.plan())] == ["b"]
+    engine.commit(first, 50, 51)
+    assert rows(engine.plan()) == [("a", 3, 1, True, False), ("b", 4, 1, True, True)]
+
+
+def test_an_abort_with_two_plans_in_flight_frees_with_the_second() -> None:
+    engine = pipeline()
+    add(engine, "a", 4)
+    first, second = engine.plan(), engine.plan()
+    assert engine.scheduler.abort("a")
+    assert engine.commit(first, 50) == []
+    assert engine.scheduler.stats().blocks_active == 2
+    assert engine.commit(second, 51) == []
+    assert engine.scheduler.stats().blocks_active == 0
+
+
+def test_discarded_plans_forget_tokens_that_nobody_saw() -> None:
+    engine = pipeline()
+    add(engine, "a", 4)
+    engine.plan()
+    engine.plan()
+    engine.scheduler.discard_plans()
+    engine.scheduler.check_invariants()
+    assert rows(engine.plan()) == [("a", 0, 4, True, False)]
+
+
+def test_who_lacks_a_block_gets_it_from_one_that_would_always_be_in_flight() -> None:
+    engine = pipeline(num_blocks=4)
+    add(engine, "a", 7)
+    add(engine, "b", 3)
+    in_flight = [engine.plan()]
+    preempted: list[str] = []
+    for _ in range(12):
+        in_flight.append(engine.plan())
+        preempted += [s.request.request_id for s in in_flight[-1].preempted]
+        plan = in_flight.pop(0)
+        engine.commit(plan, *[50] * plan.num_samples)
+        if preempted:
+            break
+    assert preempted == ["b"]
+    assert [row[0] for row in rows(in_flight[-1])] == ["a"]
