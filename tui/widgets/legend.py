@@ -64,7 +64,7 @@ def _entries(view: View, blocks: Blocks, *, lettered: bool) -> list[Text]:
     free = entry(palette.FREE, "free", counts.free)
     cached = entry(palette.CACHED, "cached", counts.cached)
     shared = entry(palette.SHARED, "shared", counts.shared)
-    swapped = [entry(palette.SWAPPED, "swapped", counts.swapped)] if counts.swapped else []
+    loading = [entry(palette.SWAPPED, "loading", counts.loading)] if counts.loading else []
     match view.mode:
         case ColorMode.OWNER:
             owned = f" owned {numbers.count(counts.active - counts.shared)}"
@@ -72,12 +72,12 @@ def _entries(view: View, blocks: Blocks, *, lettered: bool) -> list[Text]:
             if not view.lettered:
                 hues = Text().join(Text(_SWATCH, hue) for hue in palette.OWNER_HUES)
                 hues.append(" a-z" if lettered else "", palette.TEXT)
-            return [free, cached, *swapped, hues.append(owned, palette.TEXT), shared]
+            return [free, cached, *loading, hues.append(owned, palette.TEXT), shared]
         case ColorMode.STATE:
             plain = counts.active - counts.shared - counts.writing
             writing = [entry(palette.WRITING, "written", counts.writing)] if counts.writing else []
             active = entry(palette.ACTIVE, "active", plain)
-            return [free, cached, *swapped, active, *writing, shared]
+            return [free, cached, *loading, active, *writing, shared]
         case ColorMode.REFERENCES:
             return [free, cached, _steps("used by", palette.REFERENCE_STEPS, _REFERENCES, entry)]
         case ColorMode.PRECISION:
