@@ -55,9 +55,9 @@ async def test_the_table_is_sorted_by_any_column(event_server: EventServer) -> N
         await shown(app, pilot)
         assert order(screen_text(app))[0] == "2"
         # The heading of the column `prompt`, inside the border.
-        await pilot.click("RequestTable", offset=(57, 1))
+        await pilot.click("RequestTable", offset=(60, 1))
         assert app.look.sort is Sort.PROMPT
-        await pilot.click("RequestTable", offset=(57, 1))
+        await pilot.click("RequestTable", offset=(60, 1))
         assert app.look.ascending
 
 

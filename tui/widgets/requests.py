@@ -36,7 +36,7 @@ class Column:
 _COLUMNS = (
     Column(Sort.REQUEST, 26, right=False),
     Column(Sort.KEY, 16, right=False),
-    Column(Sort.STATE, 8, right=False),
+    Column(Sort.STATE, 10, right=False),
     Column(Sort.PROMPT, 8),
     Column(Sort.CACHED, 8),
     Column(Sort.GENERATED, 10),

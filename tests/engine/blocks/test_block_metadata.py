@@ -59,6 +59,6 @@ def test_every_block_is_counted_once_by_its_state() -> None:
     metadata.write(5, BlockState.WRITING, owner=2, references=1)
     metadata.write(6, BlockState.LOADING, owner=2, references=1)
     metadata.write(7, BlockState.LOADING, owner=2, references=1)
-    assert count_states(memoryview(metadata.words)) == {
+    assert count_states(metadata.words.data) == {
         "free": 3, "cached": 1, "active": 1, "shared": 2, "writing": 1, "loading": 2,
     }  # fmt: skip
