@@ -79,6 +79,19 @@ async def test_without_that_tier_the_map_has_the_line(event_server: EventServer)
         assert "host memory" not in screen_text(app)
 
 
+async def test_a_server_that_starts_anew_has_no_host_memory_yet(
+    event_server: EventServer,
+) -> None:
+    async with dashboard(event_server, LARGE, FULL) as (app, pilot):
+        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot)
+        assert "host memory" in screen_text(app)
+        event_server.send(STATS)
+        await shown(app, pilot, lambda: app.state.stats == STATS)
+        await shown(app, pilot)
+        assert "host memory" not in screen_text(app)
+
+
 @pytest.mark.parametrize("size", [LARGE, SMALL])
 async def test_letters_tell_it_where_there_are_no_colours(
     event_server: EventServer, size: tuple[int, int]

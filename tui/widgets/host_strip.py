@@ -46,9 +46,10 @@ class HostStrip(Lines):
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
         """Wanted and cached blocks and the room that is left, then how many they are."""
-        if view.state.stats is None:
-            return []
-        engine = view.state.stats.engine
+        stats = view.state.stats
+        if stats is None or not stats.engine.kv_host_capacity:
+            return []  # such as while the server starts anew, and the line is still there
+        engine = stats.engine
         words = _words(engine, view.focused.host_blocks if view.focused is not None else None)
         room = width - len(_NAME) - len(words) - 2
         line = Text(_NAME, palette.MUTED)
