@@ -98,6 +98,10 @@ async def test_prompts_that_are_not_shown_are_not_shown(event_server: EventServe
         await pilot.press("down")
         await shown(app, pilot)
         assert "This server does not show prompts." in screen_text(app)
+        event_server.send(msgspec.structs.replace(INFO, prompts_shown=True))
+        await shown(app, pilot, lambda: app.state.info and app.state.info.prompts_shown)
+        text = " ".join(screen_text(app).split())
+        assert "This server does not show another" in text
 
 
 @pytest.mark.parametrize("size", [LARGE, SMALL])
@@ -329,5 +333,5 @@ async def test_siblings_are_told_apart_however_long_their_id_is(event_server: Ev
         await shown(app, pilot, lambda: app.state.stats)
         await shown(app, pilot)
         text = screen_text(app)
-    assert "cmpl-012345678901234… #1" in text
+    assert "cmpl-0123456789012345… #1" in text
     assert "… #2" in text

@@ -59,7 +59,9 @@ def _facts(view: View, sequence: SequenceView, width: int) -> list[Text]:
 
 def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]:
     """A heading and the last blocks, or those around the cursor."""
-    names = view.state.info.precisions if view.state.info else ()
+    info = view.state.info
+    names = info.precisions if info else ()
+    num_full = table.num_tokens // info.block_size if info and info.block_size else 0
     first = max(0, len(table.blocks) - room)
     for place, entry in enumerate(table.blocks):
         if entry.block == view.look.cursor:
@@ -68,9 +70,11 @@ def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]
     for place in range(first, min(len(table.blocks), first + room)):
         entry = table.blocks[place]
         index = entry.precision
+        # The server tells hashes of full blocks to those who may know what was asked.
+        known = entry.hash[:8] or ("hidden" if place < num_full else "open")
         color = palette.SHARED if entry.references > 1 else palette.TEXT
         line = Text(
-            f"{place:>7,} {entry.block:>9,} {entry.references:>5} {entry.hash[:8] or 'open':<9} "
+            f"{place:>7,} {entry.block:>9,} {entry.references:>5} {known:<9} "
             f"{_short(names[index]) if index < len(names) else index}",
             color,
         )
