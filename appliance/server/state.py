@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from appliance.api_keys import BARE_NAME
+from appliance.api_keys import BARE_NAME, NO_KEY
 from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError, QueueFullError, UnknownModelError
 from appliance.log import RecentWarnings
@@ -62,6 +62,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.machine = MachineProbe(self.engine)
         self.key_names = tuple(self.config.keys())
+        self.metrics.know_keys(self.key_names or (NO_KEY,))
         self.engine.observers += [self._take_warnings, self.metrics.take_steps]
 
     def _take_warnings(self, report: StepReport) -> None:
