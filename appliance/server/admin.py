@@ -72,7 +72,11 @@ def admin_router(state: ServerState) -> APIRouter:
             raise QueueFullError(f"{MAX_WATCHERS} dashboards watch already", retry_after=5)
         watcher = Watcher(state, feed, key_name(request.scope))
         watchers.add(watcher)
-        return EventStream(watcher.frames(), on_close=lambda: watchers.discard(watcher))
+        return EventStream(
+            watcher.frames(),
+            on_close=lambda: watchers.discard(watcher),
+            gzip=accepts_gzip(request.headers.get("accept-encoding", "")),
+        )
 
     @router.get(
         "/admin/v1/sequences/{request_id}/{index}/blocks",
@@ -252,6 +256,15 @@ class Rates:
         seconds = when - before[0]
         # Counters start again at 0 with another engine.
         return max(0, now[1] - before[1]) / seconds, max(0, now[2] - before[2]) / seconds
+
+
+def accepts_gzip(header: str) -> bool:
+    """Whether an Accept-Encoding header names gzip, and not to refuse it."""
+    for offer in header.lower().split(","):
+        name, _, weight = offer.replace(" ", "").partition(";q=")
+        if name == "gzip":
+            return weight.strip("0.") != "" or not weight
+    return False
 
 
 def _new_feed() -> BlockFeed:

@@ -27,7 +27,7 @@ from appliance.events import (
 )
 from appliance.jobs import JobFile
 from appliance.log import MAX_RECENT, RecentWarnings
-from appliance.server.admin import MAX_WATCHERS, LogFeed, Rates
+from appliance.server.admin import MAX_WATCHERS, LogFeed, Rates, accepts_gzip
 from appliance.server.quality import ServedCard
 from appliance.server.sequence_feed import TokenRate
 from appliance.stats import EngineStats, LogLine, SequenceView
@@ -132,6 +132,38 @@ async def test_the_feed_tells_the_truth_about_blocks_and_sequences(serve: Serve)
             task.cancel()
         await until(lambda: blocks.active() == 0)
         await feed.aclose()
+
+
+@pytest.mark.parametrize(
+    ("header", "wanted"),
+    [("", False), ("gzip", True), ("br, GZip;q=0.5", True), ("gzip;q=0", False), ("*", False)],
+)
+def test_who_can_unpack_is_sent_less(header: str, wanted: bool) -> None:
+    assert accepts_gzip(header) is wanted
+
+
+async def test_the_feed_is_compressed_for_those_who_can_unpack_it(serve: Serve) -> None:
+    async with serve("step_seconds=0.01") as running:
+        work = [asyncio.create_task(running.complete(c * 99, max_tokens=300)) for c in "abcdefgh"]
+        await running.until(lambda: len(running.state.engine.sequences) == 8)
+        read: dict[str, tuple[int, int]] = {}
+        for encoding in ("gzip", "identity"):
+            async with running.http.stream(
+                "GET", EVENTS, headers={"accept-encoding": encoding}
+            ) as feed:
+                assert feed.headers.get("content-encoding", "identity") == encoding
+                text = ""
+                async for piece in feed.aiter_text():
+                    text += piece
+                    if text.count("event: sequences") == 3:
+                        break
+                read[encoding] = feed.num_bytes_downloaded, len(text)
+        for task in work:
+            task.cancel()
+        sent, size = read["gzip"]
+        assert sent < size / 4
+        sent, size = read["identity"]
+        assert sent == size
 
 
 async def test_a_new_engine_is_a_new_epoch(serve: Serve) -> None:
