@@ -194,7 +194,9 @@ async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) 
         temperature_celsius=71.0, sm_clock_mhz=2520, throttled=("power cap",),
         joules_per_token=0.42,
     )  # fmt: skip
-    stats = msgspec.structs.replace(STATS, machine=Machine(gpus=(gpu, Gpu(name="silent"))))
+    laptop = Gpu(name="laptop", temperature_celsius=55.0)  # says nothing of power
+    machine = Machine(gpus=(gpu, laptop, Gpu(name="silent")))
+    stats = msgspec.structs.replace(STATS, machine=machine)
     async with dashboard(event_server, LARGE, Answer((INFO, stats))) as (app, pilot):
         await pilot.press("4")
         await shown(app, pilot, lambda: app.state.stats)
@@ -207,6 +209,8 @@ async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) 
         "limit: power cap",
         "2,520 MHz",
         "0.42 J/token",
+        "laptop",
+        "55 °C",
         "silent",
     ):
         assert words in text, words

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
+from appliance.stats import SEQUENCE_STATES
 from appliance.tui import numbers, palette
+from appliance.tui.state import is_running
+from appliance.tui.widgets.model import wrapped
 from appliance.tui.widgets.panel import Panel, pair
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ class BlockTablePanel(Panel):
         room = max(0, height - len(lines) - 2)
         if view.table is not None:
             return [*lines, Text(), *_entries(view, view.table, width, room)]
+        if not is_running(sequence):
+            return [*lines, *_elsewhere(sequence, width)]
         return [*lines, Text(), *_from_map(view, sequence, room + 1)]
 
 
@@ -83,6 +88,15 @@ def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return lines
+
+
+def _elsewhere(sequence: SequenceView, width: int) -> list[Text]:
+    """Of a sequence without blocks: where its content is, and what it waits for."""
+    held = []
+    if sequence.host_blocks:
+        held = [pair("blocks in host memory", numbers.count(sequence.host_blocks), width)]
+    what = SEQUENCE_STATES.get(sequence.status, "")
+    return [*held, Text(), *wrapped(what, width, palette.MUTED)]
 
 
 def _short(precision: str) -> str:
