@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import secrets
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,6 +165,20 @@ def config_path() -> Path:
 def api_key_from_environment() -> str | None:
     """The key with which a client of ours talks to a server."""
     return os.environ.get(ENV_PREFIX + "API_KEY") or None
+
+
+def own_key(server: ServerConfig) -> tuple[str | None, dict[str, str]]:
+    """A key that manages everything, for whoever starts the server to watch it.
+
+    Returns:
+        The key, None where none is wanted; and the environment in which the server lets it in:
+        where there are several keys and all have names, it is one more.
+    """
+    keys, environment = server.keys(), dict(os.environ)
+    if len(keys) < 2 or server.api_key:
+        return next(iter(keys.values()), None), environment
+    key = secrets.token_urlsafe(24)
+    return key, environment | {ENV_PREFIX + "API_KEY": key}
 
 
 def load_settings(flags: Mapping[str, Any], path: Path | None = None) -> Settings:

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from appliance.api_keys import check_keys, read_keys
-from appliance.config import ServerConfig, load_settings
+from appliance.config import ServerConfig, load_settings, own_key
 from appliance.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SECRET = "sk-9f1c-anna"
 
@@ -125,3 +122,20 @@ def test_a_name_may_not_stand_in_file_and_settings_both(tmp_path: Path) -> None:
     config.write_text("[server.api_keys]\nanna = 'another-key'\n")
     with pytest.raises(ConfigError, match="'anna' has an API key already"):
         load_settings({"api_key_file": str(path)}, config)
+
+
+def test_who_starts_a_server_manages_it_whatever_keys_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {"anna": SECRET, "codex": SECRET[::-1]}
+    assert own_key(ServerConfig())[0] is None
+    assert own_key(ServerConfig(api_key="bare"))[0] == "bare"
+    assert own_key(ServerConfig(api_key="bare", api_keys=named))[0] == "bare"
+    assert own_key(ServerConfig(api_keys={"anna": SECRET}))[0] == SECRET, "the only one"
+    key, environment = own_key(ServerConfig(api_keys=named))
+    assert key
+    assert key not in named.values()
+    monkeypatch.setattr("os.environ", environment)
+    config = tmp_path / "config.toml"
+    config.write_text(f"[server.api_keys]\nanna = '{SECRET}'\ncodex = '{SECRET[::-1]}'\n")
+    assert load_settings({}, config).server.keys() == {"key": key, **named}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from appliance.config import own_key
 from appliance.tui.run import TopOptions, require_terminal, run_dashboard
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
         ConfigError: there is no terminal to draw on.
     """
     require_terminal()
+    key, environment = own_key(server)
     descriptor, name = tempfile.mkstemp(prefix="appliance-serve-", suffix=".log")
     log = Path(name)
     with os.fdopen(descriptor, "wb") as output:
@@ -45,6 +47,7 @@ def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            env=environment,
             start_new_session=True,  # signals of the terminal are the dashboard's
         )
     host = _ANY_ADDRESS.get(server.host, server.host)
@@ -53,7 +56,7 @@ def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
     try:
         code = run_dashboard(
             f"http://{host}:{server.port}",
-            next(iter(server.keys().values()), None),
+            key,
             TopOptions(),
             while_true=lambda: process.poll() is None,
         )
