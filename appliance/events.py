@@ -26,7 +26,7 @@ import msgspec
 from appliance.stats import EngineStats, SequenceView, StepView
 from appliance.stats import LogLine as LogLine
 
-PROTOCOL = 3  # grows with what the feed can tell; readers ignore what they do not know
+PROTOCOL = 4  # grows with what the feed can tell; readers ignore what they do not know
 NO_OWNER = 0xFFFF
 MAX_SHOWN_AGE = 0xFFFF  # seconds
 MAX_SHOWN_REFERENCES = 0xFF
