@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import random
 import time
+import zlib
 
 import numpy as np
 
@@ -131,6 +132,9 @@ class SyntheticEngine:
                 blocks_free=int(np.count_nonzero(states == 0)),
                 blocks_shared=len(self._shared),
                 block_size=BLOCK_SIZE,
+                kv_host_blocks=self._random.randint(400, 500),
+                kv_host_swapped=self._random.randint(300, 400),
+                kv_host_capacity=4096,
                 kv_tokens=int(active * BLOCK_SIZE * 0.97),
                 step_prefill_tokens=self._random.choice((0, 128, 384, 512)),
                 step_decode_tokens=self._num_sequences,
@@ -192,7 +196,7 @@ class FeedServer:
     def __init__(self, engine: SyntheticEngine, ticks_per_second: float) -> None:
         self._engine = engine
         self._period = 1 / ticks_per_second
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._writers: dict[asyncio.StreamWriter, zlib._Compress] = {}
         self.ticks = self.changed_blocks = 0
         self.port = 0
 
@@ -231,19 +235,20 @@ class FeedServer:
                 return
             writer.write(
                 b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
-                b"Transfer-Encoding: chunked\r\n\r\n"
+                b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n"
             )
             engine = self._engine
-            self._send(
-                {writer}, [engine.info(), engine.snapshot(), engine.sequences(), engine.stats()]
-            )
-            self._writers.add(writer)
+            packer = zlib.compressobj(level=1, wbits=zlib.MAX_WBITS | 16)
+            first = [engine.info(), engine.snapshot(), engine.sequences(), engine.stats()]
+            self._send({writer: packer}, first)
+            self._writers[writer] = packer
             await reader.read()
-        self._writers.discard(writer)
+        self._writers.pop(writer, None)
         writer.close()
 
     @staticmethod
-    def _send(writers: set[asyncio.StreamWriter], events: list[Event]) -> None:
+    def _send(writers: dict[asyncio.StreamWriter, zlib._Compress], events: list[Event]) -> None:
         frames = b"".join(map(encode_event, events))
-        for writer in writers:
-            writer.write(b"%x\r\n%s\r\n" % (len(frames), frames))
+        for writer, packer in writers.items():
+            packed = packer.compress(frames) + packer.flush(zlib.Z_SYNC_FLUSH)
+            writer.write(b"%x\r\n%s\r\n" % (len(packed), packed))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 
@@ -26,7 +27,7 @@ from appliance.engine.process.framing import encode_frame
 from appliance.engine.process.worker import SNAPSHOT_SECONDS
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence
-from appliance.events import BlockState, encode_event
+from appliance.events import BlockState, Sequences, encode_event
 from appliance.server.admin import TICK_SECONDS
 from appliance.server.block_feed import BlockFeed
 from appliance.stats import EngineStats, SequenceView, StepView
@@ -110,11 +111,15 @@ def main() -> None:
         memory_bytes=0, load_seconds=0.0, fingerprint="",
     )  # fmt: skip
     sizes: list[int] = []
+    packer = zlib.compressobj(level=1, wbits=zlib.MAX_WBITS | 16)  # as `server.stream` does
+
+    def packed(frame: bytes) -> int:
+        return len(packer.compress(frame) + packer.flush(zlib.Z_SYNC_FLUSH))
 
     def tick() -> None:
         event = feed.poll(words.data, info)
         if event is not None:
-            sizes.append(len(encode_event(event)))
+            sizes.append(packed(encode_event(event)))
 
     def change_and_tick() -> None:
         for first in generator.integers(0, options.blocks - 8, options.changes // 4).tolist():
@@ -129,14 +134,19 @@ def main() -> None:
         lambda: [metadata.write(b, BlockState.ACTIVE, 1, 1) for b in range(options.changes)], 20
     )
     quiet = cost(tick, 50)
+    living = Sequences(sequences=views(options.sequences))
+    told = cost(lambda: packed(encode_event(living)), 50)
     print(f"API process, {options.blocks:,} blocks, a tick every {TICK_SECONDS:g} s and watcher:")
     for name, seconds in (
         (f"{options.changes} blocks changed", changes - only_writes),
         ("nothing changed", quiet),
+        (f"{options.sequences} sequences told anew", told),
     ):
         share = seconds / TICK_SECONDS
         print(f"  {name:36} {1e6 * seconds:8.1f} us  {100 * share:7.3f} % of a core")
-    print(f"  a delta has {int(np.mean(sizes)):,} bytes, the first snapshot {snapshot:,}")
+    print(
+        f"  on the wire a delta has {int(np.mean(sizes)):,} bytes, the first snapshot {snapshot:,}"
+    )
 
 
 if __name__ == "__main__":
