@@ -61,7 +61,7 @@ DIMMED = len(_BRIGHT)  # added to an index, the dimmed form of that colour
 PAINT = (*_BRIGHT, *(palette.dimmed(color) for color in _BRIGHT))
 # One letter for each, where one block is one cell or a terminal has no colours.
 _STEPS = "".join(map(str, range(1, 1 + len(palette.REFERENCE_STEPS))))
-LETTERS = " .:l#w*" + "#" * len(palette.OWNER_HUES) + _STEPS + _STEPS[::-1] + "X"
+LETTERS = " .:s#w*" + "#" * len(palette.OWNER_HUES) + _STEPS + _STEPS[::-1] + "X"
 LETTERS += " .:" + "-" * (DIMMED - 3)
 _LETTER_OF = np.array([ord(letter) for letter in LETTERS], dtype=np.uint32)
 _DIGITS = np.array([ord(digit) for digit in "0123456789ABCDEF"], dtype=np.uint32)

@@ -23,7 +23,7 @@ _POST_ERRORS = {
 }
 _ANY_ERRORS = {
     401: "The API key is missing or wrong.",
-    403: "Host or Origin is not allowed.",
+    403: "Host or Origin is not allowed, or it belongs to another key.",
     500: "The server failed.",
     503: "The engine is not ready.",
 }

@@ -132,6 +132,8 @@ function takeStats(stats) {
     Device: info.device,
     Context: `${number.format(info.context_length)} tokens`,
     "KV cache": `${info.kv_format}, ${number.format(info.num_blocks)} blocks of ${info.block_size}`,
+    "KV in host memory": engine.kv_host_capacity
+      ? `${number.format(engine.kv_host_blocks)} of ${number.format(engine.kv_host_capacity)} blocks, ${number.format(engine.kv_host_swapped)} swapped` : "",
     Requests: `${stats.requests_running} running, ${stats.requests_waiting} waiting`,
     "Tokens per second": `${rate(stats.prompt_tokens_per_second)} in, ${rate(stats.generation_tokens_per_second)} out`,
     "First token": seconds(stats.time_to_first_token),
