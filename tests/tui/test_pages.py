@@ -12,6 +12,7 @@ from appliance.tui.widgets.panel import LongPanel
 from appliance.tui.widgets.requests import columns_for
 from tests.tui.conftest import (
     CACHED,
+    FREE,
     INFO,
     STATS,
     Answer,
@@ -55,9 +56,9 @@ async def test_the_table_is_sorted_by_any_column(event_server: EventServer) -> N
         await shown(app, pilot)
         assert order(screen_text(app))[0] == "2"
         # The heading of the column `prompt`, inside the border.
-        await pilot.click("RequestTable", offset=(57, 1))
+        await pilot.click("RequestTable", offset=(60, 1))
         assert app.look.sort is Sort.PROMPT
-        await pilot.click("RequestTable", offset=(57, 1))
+        await pilot.click("RequestTable", offset=(60, 1))
         assert app.look.ascending
 
 
@@ -318,3 +319,15 @@ def test_columns_of_the_table_fit_and_the_id_stays(width: int) -> None:
     assert columns[0].sort is Sort.REQUEST
     assert 4 + sum(column.width for column in columns) <= max(width, 44)
     assert (len(columns) == len(Sort)) is (width >= 92)
+
+
+async def test_siblings_are_told_apart_however_long_their_id_is(event_server: EventServer) -> None:
+    long = "cmpl-" + 24 * "0123456789"
+    beams = [sequence(1 + n, index=n, request_id=long) for n in range(3)]
+    answer = Answer((INFO, snapshot([FREE] * 64), sequences(*beams), STATS))
+    async with dashboard(event_server, LARGE, answer) as (app, pilot):
+        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot)
+        text = screen_text(app)
+    assert "cmpl-012345678901234… #1" in text
+    assert "… #2" in text

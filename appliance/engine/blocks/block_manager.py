@@ -342,7 +342,7 @@ class BlockManager:
 
     def _active_state(self, block: int) -> BlockState:
         if block in self.loading:
-            return BlockState.SWAPPED
+            return BlockState.LOADING
         is_open = self._references[block] == 1 and self._filled[block] < self.block_size
         return BlockState.WRITING if is_open else BlockState.ACTIVE
 

@@ -34,6 +34,11 @@ class HostStore:
         return len(self._held) + len(self._spare)
 
     @property
+    def num_wanted(self) -> int:
+        """Blocks here that somebody comes back to."""
+        return len(self._held)
+
+    @property
     def room(self) -> int:
         """Blocks that can be reserved."""
         return self.capacity - self._reserved
