@@ -44,7 +44,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits_disk_total: int = 0  # and from the disk
     swapped: int = 0  # sequences that wait and whose blocks are kept
     kv_host_blocks: int = 0  # in host memory: of preempted sequences, read ahead, or evicted
-    kv_host_wanted: int = 0  # of these, blocks that sequences which wait come back to
+    kv_host_swapped: int = 0  # of these, of preempted sequences
     kv_host_capacity: int = 0  # blocks
     kv_disk_writing: bool = False  # false without a disk tier, or while the disk refuses
     kv_disk_blocks: int = 0  # of this model and KV format

@@ -120,8 +120,8 @@ class EngineCollector(Collector):
         # As the block map has them; there is none before the engine is ready.
         states = {} if engine.metadata is None else count_states(engine.metadata)
         host = {
-            "wanted": stats.kv_host_wanted,
-            "cached": stats.kv_host_blocks - stats.kv_host_wanted,
+            "swapped": stats.kv_host_swapped,
+            "cached": stats.kv_host_blocks - stats.kv_host_swapped,
         }
         for name, text, counts in (
             (
@@ -131,7 +131,7 @@ class EngineCollector(Collector):
             ),
             (
                 "appliance_kv_host_blocks",
-                "KV blocks in host memory; a sequence that waits comes back to the wanted ones.",
+                "KV blocks in host memory: of preempted sequences, or cached and read ahead.",
                 host,
             ),
         ):

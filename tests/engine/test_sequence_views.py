@@ -70,16 +70,16 @@ def test_swapped_sequences_say_what_is_kept_of_them_and_where(tiny_llama: Path) 
     assert all(stats.swapped == len(views) for stats, views in swapped)
     assert all(view.kept_tokens > 0 == view.blocks for _, views in swapped for view in views)
     # The crowd shares nothing, so that every block in host memory is that of one sequence.
-    assert all(s.kv_host_wanted == sum(v.host_blocks for v in views) for s, views in seen)
+    assert all(s.kv_host_swapped == sum(v.host_blocks for v in views) for s, views in seen)
     assert any(view.host_blocks > 1 for _, views in swapped for view in views)
     last, _ = seen[-1]
-    assert (last.swapped, last.kv_host_wanted) == (0, 0)
+    assert (last.swapped, last.kv_host_swapped) == (0, 0)
 
 
 def test_without_host_memory_they_are_preempted(tiny_llama: Path) -> None:
     seen = watched(tight(tiny_llama, kv_host_memory=0), *crowd())
     assert states(seen) == {"waiting", "running", "preempted"}
-    assert all(s.swapped == s.kv_host_wanted == 0 for s, _ in seen)
+    assert all(s.swapped == s.kv_host_swapped == 0 for s, _ in seen)
 
 
 def test_beams_without_blocks_wait_to_fork(tiny_llama: Path) -> None:

@@ -82,7 +82,7 @@ async def test_blocks_of_the_cache_and_of_host_memory_are_told_by_state(serve: S
         task = asyncio.create_task(running.complete("a" * 100, max_tokens=300))
         await running.until(lambda: any(engine.metadata or ()))
         engine.stats = msgspec.structs.replace(
-            engine.stats, swapped=2, kv_host_blocks=7, kv_host_wanted=5, kv_host_capacity=9
+            engine.stats, swapped=2, kv_host_blocks=7, kv_host_swapped=5, kv_host_capacity=9
         )
         found = by_state(running.state.metrics.render().decode())
         task.cancel()
@@ -90,7 +90,7 @@ async def test_blocks_of_the_cache_and_of_host_memory_are_told_by_state(serve: S
     assert set(blocks) == {"free", "cached", "active", "shared", "writing", "loading"}
     assert sum(blocks.values()) == 256
     assert blocks["active"] >= 7
-    assert found["appliance_kv_host_blocks", "wanted"] == 5
+    assert found["appliance_kv_host_blocks", "swapped"] == 5
     assert found["appliance_kv_host_blocks", "cached"] == 2
     assert found["appliance_sequences_swapped", ""] == 2
 

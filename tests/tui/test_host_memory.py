@@ -26,7 +26,7 @@ def answer(**numbers: int) -> Answer:
     return Answer((INFO, snapshot(cells), sequences(sequence(1), *SWAPPED), stats))
 
 
-FULL = answer(kv_host_blocks=50, kv_host_wanted=40, kv_host_capacity=100, swaps_total=2, swapped=2)
+FULL = answer(kv_host_blocks=50, kv_host_swapped=40, kv_host_capacity=100, swaps_total=2, swapped=2)
 
 
 def colors(strip: HostStrip) -> dict[str, int]:
@@ -64,7 +64,7 @@ async def test_the_strip_shows_what_waits_and_what_room_is_left(event_server: Ev
 async def test_one_block_is_seen_and_no_more_cells_are_drawn_than_there_are(
     event_server: EventServer,
 ) -> None:
-    few = answer(kv_host_blocks=2, kv_host_wanted=1, kv_host_capacity=100_000)
+    few = answer(kv_host_blocks=2, kv_host_swapped=1, kv_host_capacity=100_000)
     async with dashboard(event_server, LARGE, few) as (app, pilot):
         await shown(app, pilot, lambda: app.state.stats)
         await shown(app, pilot)
@@ -118,6 +118,11 @@ async def test_a_request_says_what_it_waits_for(event_server: EventServer) -> No
         facts = " ".join(screen_text(app).split())
         assert "kept for it tokens 480" in facts
         assert "blocks in host memory 30" in facts
+        await pilot.press("2")
+        await shown(app, pilot)
+        facts = " ".join(screen_text(app).split())
+        assert "blocks in host memory 30" in facts
+        assert "had to make room" in facts
 
 
 async def test_the_memory_page_tells_of_the_tiers(event_server: EventServer) -> None:

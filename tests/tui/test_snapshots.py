@@ -50,7 +50,7 @@ STEPS = (StepView(1, 384, 2, 3, 0.02), StepView(2, 0, 3, 3, 0.01))
 TIERS = msgspec.structs.replace(
     STATS.engine,
     swaps_total=3, swapped=1, swapped_out_total=96, swapped_in_total=60,
-    kv_host_blocks=40, kv_host_wanted=36, kv_host_capacity=256,
+    kv_host_blocks=40, kv_host_swapped=36, kv_host_capacity=256,
     prefix_hits_host_total=48, prefix_hits_disk_total=160, kv_disk_writing=True,
     kv_disk_blocks=700, kv_disk_bytes=2**29, kv_disk_capacity_bytes=2**32, kv_disk_pending=12,
     kv_disk_written_total=650, kv_disk_read_total=100, kv_disk_evicted_total=3,

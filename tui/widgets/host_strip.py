@@ -45,7 +45,7 @@ class HostStrip(Lines):
         return engine, view.focused, view.lettered, view.latest.current
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Wanted and cached blocks and the room that is left, then how many they are."""
+        """Swapped and cached blocks and the room that is left, then how many they are."""
         stats = view.state.stats
         if stats is None or not stats.engine.kv_host_capacity:
             return []  # such as while the server starts anew, and the line is still there
@@ -59,9 +59,9 @@ class HostStrip(Lines):
 
 
 def _words(engine: EngineStats, focused: int | None) -> str:
-    kept = engine.kv_host_blocks - engine.kv_host_wanted
+    kept = engine.kv_host_blocks - engine.kv_host_swapped
     facts = [
-        f"{numbers.count(engine.kv_host_wanted)} swapped",
+        f"{numbers.count(engine.kv_host_swapped)} swapped",
         *([f"{numbers.count(focused)} of it in focus"] if focused else []),
         *([f"{numbers.count(kept)} cached"] if kept else []),
     ]
@@ -70,12 +70,12 @@ def _words(engine: EngineStats, focused: int | None) -> str:
 
 def _bar(view: View, engine: EngineStats, width: int) -> Text:
     """To scale, but what there is at all has a cell."""
-    focused = min(view.focused.host_blocks, engine.kv_host_wanted) if view.focused else 0
+    focused = min(view.focused.host_blocks, engine.kv_host_swapped) if view.focused else 0
     dims = view.focused is not None or not view.latest.current
     parts = (
         (focused, palette.SWAPPED, "s"),
-        (engine.kv_host_wanted - focused, _shade(palette.SWAPPED, dims), "-" if dims else "s"),
-        (engine.kv_host_blocks - engine.kv_host_wanted, _shade(palette.CACHED, dims), ":"),
+        (engine.kv_host_swapped - focused, _shade(palette.SWAPPED, dims), "-" if dims else "s"),
+        (engine.kv_host_blocks - engine.kv_host_swapped, _shade(palette.CACHED, dims), ":"),
     )
     line = Text()
     for blocks, color, letter in parts:

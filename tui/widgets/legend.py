@@ -89,7 +89,7 @@ def _entries(view: View, blocks: Blocks, *, lettered: bool) -> list[Text]:
 
 def _swapped(view: View) -> int:
     """Blocks that are not on the map: in host memory, for sequences that wait."""
-    return view.state.stats.engine.kv_host_wanted if view.state.stats is not None else 0
+    return view.state.stats.engine.kv_host_swapped if view.state.stats is not None else 0
 
 
 def _outside(view: View, blocks: int) -> Text:

@@ -71,6 +71,7 @@ class RequestDetail(Panel):
             lines += [Text(), *wrapped(f"{one.status}: {what}", width, palette.MUTED)]
         if one.prompt:
             lines += [Text(), *wrapped(one.prompt, width, palette.TEXT)]
-        elif info is not None and not info.prompts_shown:
-            lines += [Text(), Text("This server does not show prompts.", palette.NOTE)]
+        elif info is not None:
+            which = "another key's prompts" if info.prompts_shown else "prompts"
+            lines += [Text(), Text(f"This server does not show {which}.", palette.NOTE)]
         return lines

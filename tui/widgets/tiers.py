@@ -53,7 +53,7 @@ def _host(engine: EngineStats, block_bytes: float, width: int) -> list[Text]:
     return [
         pair("room", room, width, note=size),
         pair("blocks there", numbers.count(engine.kv_host_blocks), width, note=used),
-        pair("for sequences that wait", numbers.count(engine.kv_host_wanted), width),
+        pair("of sequences that wait", numbers.count(engine.kv_host_swapped), width),
         pair("blocks out / back", moved, width),
         _hits(engine, engine.prefix_hits_host_total, width),
     ]

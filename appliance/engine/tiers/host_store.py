@@ -34,9 +34,9 @@ class HostStore:
         return len(self._held) + len(self._spare)
 
     @property
-    def num_wanted(self) -> int:
-        """Blocks here that somebody comes back to."""
-        return len(self._held)
+    def num_swapped(self) -> int:
+        """Blocks that left the cache, and that somebody comes back to."""
+        return sum(not held.from_disk for held in self._held.values())
 
     @property
     def room(self) -> int:

@@ -324,7 +324,7 @@ class Tiers:
             prefix_hits_disk_total=counters.disk_hits,
             swapped=sum(sequence.num_kept > 0 for sequence in self._kept),
             kv_host_blocks=len(self.host) + num_last,
-            kv_host_wanted=self.host.num_wanted + num_last,
+            kv_host_swapped=self.host.num_swapped + num_last,
             kv_host_capacity=self.host.capacity,
         )
         if self.disk is None or self.writes is None:
