@@ -139,7 +139,7 @@ class LLMEngine:
         steps repeat it.
         """
         begin = now = self._clock()
-        self._expired += [_overdue(sequence, now) for sequence in self._scheduler.expire(now)]
+        self._expired += self._expire(now)
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
@@ -174,6 +174,15 @@ class LLMEngine:
         if tiers.writes is not None:
             tiers.writes.after_step(self._step_seconds)
         return self._report(deltas, started)
+
+    def _expire(self, now: float) -> list[SequenceDelta]:
+        over = self._scheduler.expire(now)
+        found = {answer.sequence: answer for answer in self._scheduler.take_answers()}
+        return [
+            self._found(found[sequence]) if sequence in found else _overdue(sequence, now)
+            for sequence in over
+            if sequence.index < sequence.request.sampling.num_choices
+        ]
 
     def _report(
         self, deltas: tuple[SequenceDelta, ...] = (), started: tuple[str, ...] = ()
