@@ -53,7 +53,13 @@ def clock(loaded: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def request(name: str, **fields: Any) -> Request:
-    sampling = {"n": 3, "best_of": 4, "use_beam_search": True, "max_tokens": 30, "ignore_eos": True}
+    sampling: dict[str, Any] = {
+        "n": 3,
+        "best_of": 4,
+        "use_beam_search": True,
+        "max_tokens": 30,
+        "ignore_eos": True,
+    }
     sampling |= fields.pop("sampling", {})
     return Request(
         request_id=name,
