@@ -181,7 +181,7 @@ class LLMEngine:
         return [
             self._found(found[sequence]) if sequence in found else _overdue(sequence, now)
             for sequence in over
-            if sequence.index < sequence.request.sampling.num_choices
+            if _is_choice(sequence)
         ]
 
     def _report(
@@ -311,6 +311,7 @@ class LLMEngine:
                 error=message,
             )
             for ended in self._scheduler.finish(sequence, FinishReason.ERROR)
+            if _is_choice(ended)
         ]
 
     @staticmethod
@@ -342,6 +343,11 @@ class LLMEngine:
             queue_seconds=_waited(sequence) if sequence.index == 0 else None,
             cumulative_logprob=answer.cumulative_logprob,
         )
+
+
+def _is_choice(sequence: Sequence) -> bool:
+    """Whether the client knows of it: a search may have more beams than answers."""
+    return sequence.index < sequence.request.sampling.num_choices
 
 
 def _waited(sequence: Sequence) -> float:
