@@ -35,7 +35,7 @@ from appliance.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-ECHO = (sys.executable, str(Path(__file__).parent.parent / "engine" / "echo_worker.py"))
+ECHO = (sys.executable, str(Path(__file__).parent.parent / "engine" / "process" / "echo_worker.py"))
 SPECIAL = ["<eos>", "<|im_start|>", "<|im_end|>", *(f"<spare{n}>" for n in range(259, 272))]
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__).parent
-ECHO = HERE.parent / "engine" / "echo_worker.py"
+ECHO = HERE.parent / "engine" / "process" / "echo_worker.py"
 
 
 class Server:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken_logits import break_logits
 
 from appliance.config import EngineConfig
 from appliance.engine.device.device import Device, Event, Graph, HostDevice
@@ -248,22 +249,7 @@ def test_broken_logits_end_that_request_only_and_are_counted(
     requests = [request(name, prompt(10, i), ignore_eos=True) for i, name in enumerate("abc")]
     expected = run(load(tiny_llama, None), *requests)
     engine = load(tiny_llama, LateDevice())
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner)
-    decoder = runner._executor
-
-    class Broken:
-        device, spec = decoder.device, decoder.spec
-        calls = 0
-
-        def forward(self, *arguments: Any) -> torch.Tensor:
-            logits = decoder.forward(*arguments)
-            self.calls += 1
-            if self.calls == 4:
-                logits[1] = torch.nan
-            return logits
-
-    monkeypatch.setattr(runner, "_executor", Broken())
+    break_logits(engine, monkeypatch, lambda call, rows: call == 4)
     deltas = deltas_of(engine, *requests)
     errors = {d.request_id: d.error for d in deltas if d.finish_reason is FinishReason.ERROR}
     assert list(errors) == ["b"]
