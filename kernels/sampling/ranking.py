@@ -24,9 +24,13 @@ def likeliest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     # A float's bits are ordered as an integer's once those of negative ones are turned around.
     # Adding zero makes -0.0 what it is equal to.
     bits = (scores + 0.0).view(torch.int32)
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    ordered = bits >> 31
+    ordered &= 0x7FFFFFFF
+    ordered ^= bits
     last = scores.shape[-1] - 1
-    places = torch.arange(last, -1, -1, device=scores.device)
-    best = ((order << 32) | places).topk(count).values
+    keys = ordered.to(torch.int64)
+    keys <<= 32
+    keys |= torch.arange(last, -1, -1, device=scores.device)
+    best = keys.topk(count).values
     token_ids = last - (best & _LOW)
     return scores.gather(-1, token_ids), token_ids
