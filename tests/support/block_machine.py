@@ -1,7 +1,8 @@
 """Random histories of the block manager, with a model of the memory that its tables point into.
 
 Each written slot remembers the salt and all tokens up to its own, which is what real keys and
-values depend on. Whatever a block table promises is read back after every rule.
+values depend on. Whatever a block table promises is read back after every rule. What is evicted
+goes outside, by its hash, and comes back when a sequence that begins alike is admitted.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from hypothesis.stateful import (
     rule,
 )
 
+from appliance.engine.blocks.block_loads import confirm_loads, load_blocks
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import unpack
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.plan import BlockCopy, ScheduledSequence
+from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock, ScheduledSequence
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.events import BlockState
@@ -82,6 +84,13 @@ class BlockMachine(RuleBasedStateMachine):
         self.pages: dict[tuple[int, int], Content] = {}  # open ones
         self.holders: list[Sequence] = []
         self.preempted: list[Sequence] = []
+        self.outside: dict[bytes, list[Content]] = {}
+        self.last: dict[
+            Sequence, tuple[int, list[Content]]
+        ] = {}  # of preempted ones: at which token
+        # Of sequences that begin with some, until the step has run: index of the first, and what.
+        self.loads: dict[Sequence, tuple[int, list[tuple[BlockMove, list[Content]]]]] = {}
+        self.blocks.on_evict = self.evicted
         self.slots = list(range(1, MAX_SEQUENCES + 1))
         self.steps = 0
         self.admit(make(tokens, salt))
@@ -107,6 +116,42 @@ class BlockMachine(RuleBasedStateMachine):
         self.holders.remove(sequence)
         self.slots.append(sequence.slot)
 
+    def evicted(self, content: bytes, block: int) -> None:
+        self.outside[content] = [self.memory[block, at] for at in range(self.blocks.block_size)]
+
+    def load(self, sequence: Sequence) -> None:
+        """Continue a block table with what lies outside; the books know, but nobody finds it."""
+        size = self.blocks.block_size
+        first, num_last = divmod(sequence.num_computed, size)
+        if num_last:
+            return
+        contents = []
+        self.blocks.index.extend_hashes(sequence, (len(sequence.token_ids) - 1) // size)
+        for content in sequence.block_hashes[first : (len(sequence.token_ids) - 1) // size]:
+            if content not in self.outside:
+                break
+            contents.append(self.outside[content])
+        num_tokens = len(contents) * size
+        kept, last = self.last.pop(sequence, (0, []))
+        if kept and first * size + num_tokens == kept - kept % size:
+            contents.append(last)
+            num_tokens += kept % size
+            seen["tokens loaded of a block that is not full"] += kept % size
+        if not contents:
+            return
+        held = [HeldBlock() for _ in contents]
+        moves = load_blocks(self.blocks, sequence, held, num_tokens)
+        self.blocks.check_invariants(self.holders)
+        self.loads[sequence] = first, list(zip(moves, contents, strict=True))
+        seen["blocks loaded"] += len(moves)
+
+    def put(self, move: BlockMove, contents: list[Content]) -> None:
+        for offset, content in enumerate(contents):
+            if move.open_page >= 0:
+                self.pages[move.open_page, offset] = content
+            else:
+                self.memory[move.block, offset] = content
+
     def admit(self, sequence: Sequence, fails: bool = False) -> None:
         """Attach what is found and compute at least a token, as admission does."""
         prefix = self.blocks.find_prefix(sequence)
@@ -114,6 +159,10 @@ class BlockMachine(RuleBasedStateMachine):
         if cost > self.blocks.num_free_blocks:
             prefix = self.blocks.without_copy(prefix)
             cost = self.blocks.cost_of_admission(sequence, prefix)
+        if self.shuffle.random() < 0.5:
+            whole = self.blocks.whole(prefix)  # more of it may be outside
+            if (less := self.blocks.cost_of_admission(sequence, whole)) <= cost:
+                prefix, cost = whole, less
         fits = cost <= self.blocks.num_free_blocks
         before = self.blocks.num_free_blocks
         self.hold(sequence)
@@ -124,7 +173,10 @@ class BlockMachine(RuleBasedStateMachine):
         seen["tokens hit of a block"] += partial
         seen["tokens hit of an open page"] += partial if self.sealed else 0
         if not fits:
+            self.last.pop(sequence, None)
             return
+        self.load(sequence)
+        sequence.num_kept = 0
         rows = min(self.rows, sequence.num_uncomputed)
         copies = self.blocks.allocate(sequence, rows)
         assert copies is not None, "the cost of admission was not enough"
@@ -142,6 +194,9 @@ class BlockMachine(RuleBasedStateMachine):
             seen["copies of failed steps"] += len(copies)
             self.write(sequence, num_tokens, junk=True)
         for sequence, _, _ in plan:
+            if sequence in self.loads:
+                seen["loads of failed steps"] += 1
+                sequence.num_computed = self.loads.pop(sequence)[0] * self.blocks.block_size
             self.drop(sequence)
             self.preempted.append(sequence)
 
@@ -164,6 +219,11 @@ class BlockMachine(RuleBasedStateMachine):
                         (copy.open_source, offset), NOTHING
                     )
         for sequence, num_tokens, _ in plan:
+            if sequence in self.loads:
+                first, loads = self.loads.pop(sequence)
+                for move, found in loads:
+                    self.put(move, found)
+                confirm_loads(self.blocks, sequence, first)
             self.write(sequence, num_tokens)
             self.blocks.commit(sequence, num_tokens)
 
@@ -274,9 +334,43 @@ class BlockMachine(RuleBasedStateMachine):
         self.compute(child, num_tokens)
 
     @precondition(has_holder)
-    @rule(pick=PICK)
-    def preempt(self, pick: int) -> None:
-        sequence = self.holder(pick)
+    @rule(pick=PICK, token=st.integers(0, 1), width=st.integers(1, 3))
+    def grow_beams(self, pick: int, token: int, width: int) -> None:
+        """Others give up what they have and go on where one is, each with a token of its own."""
+        parent = self.holder(pick)
+        self.compute(parent, len(parent.token_ids))
+        if parent.num_uncomputed:
+            return
+        salt = parent.request.cache_salt
+        beams: list[Sequence] = []
+        for other in self.holders:
+            if other is not parent and other.request.cache_salt == salt and len(beams) < width:
+                self.blocks.free(other)
+                beams.append(other)
+        for other in beams:
+            other.token_ids = [*parent.token_ids, 1 - token]
+            self.blocks.fork(parent, other, parent.num_computed)
+        parent.token_ids.append(token)
+        seen["beams"] += len(beams)
+        plan, rows = [], self.rows
+        for beam in (*beams, parent):
+            count = min(rows, beam.num_uncomputed)  # of sealed blocks the rest, once more
+            copies = self.allocate(beam, count) if count else None
+            if copies is not None:
+                plan.append((beam, count, copies))
+                rows -= count
+        self.run(plan)
+
+    @precondition(has_holder)
+    @rule(pick=PICK, keeps=st.booleans())
+    def preempt(self, pick: int, keeps: bool) -> None:
+        sequence, size = self.holder(pick), self.blocks.block_size
+        held = self.blocks.num_held(sequence)
+        if keeps and held:
+            self.blocks.index.extend_hashes(sequence, held // size)
+            sequence.num_kept = held
+            places = [self.place(sequence, at) for at in range(held - held % size, held)]
+            self.last[sequence] = held, [memory[place] for memory, place in places]
         self.drop(sequence)
         self.preempted.append(sequence)
 

@@ -46,7 +46,9 @@ def run_operations(number: int, seed: int) -> None:
         elif kind < 0.78 and machine.has_room():
             machine.fork(pick, chosen.randrange(4), tokens(), few == 1, few)
         elif kind < 0.84:
-            machine.preempt(pick)
+            machine.preempt(pick, few % 2 == 0)
+        elif kind < 0.87:
+            machine.grow_beams(pick, few % 2, 1 + few % 3)
         elif kind < 0.9:
             machine.free(pick)
         elif kind < 0.94:
@@ -74,7 +76,7 @@ def test_random_histories_keep_the_books_and_the_content() -> None:
     run_state_machine_as_test(
         BlockMachine,
         settings=settings(
-            max_examples=150,
+            max_examples=120,
             stateful_step_count=60,
             deadline=None,
             derandomize=True,
