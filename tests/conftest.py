@@ -1,10 +1,11 @@
-"""Fixtures that several test folders share: the packaged models, if they were fetched."""
+"""Fixtures that several test folders share, and the order of a run on several processors."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,21 @@ def _model_file(name: str) -> Path:
     if not path.is_file():
         pytest.fail(f"{path} is missing; scripts/test fetches it")
     return path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    from file_scheduling import FileScheduling
+
+    return FileScheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow files first, or one worker may be left with them when the others are done."""
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")

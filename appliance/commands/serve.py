@@ -197,6 +197,11 @@ def banner(
             f" + workspace {info.workspace_bytes / mib:,.0f} MiB"
             f" of {info.memory_bytes / mib:,.0f} MiB",
         ),
+        *(
+            [("swap", f"up to {info.kv_host_bytes / mib:,.0f} MiB of host memory for KV blocks")]
+            if info.kv_host_bytes
+            else []
+        ),
         (
             "KV cache",
             f"{info.kv_format}, {info.num_blocks:,} blocks of {info.block_size}"

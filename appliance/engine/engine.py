@@ -141,7 +141,7 @@ class LLMEngine:
         steps repeat it.
         """
         begin = now = self._clock()
-        self._expired += [_overdue(sequence, now) for sequence in self._scheduler.expire(now)]
+        self._expired += self._expire(now)
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
@@ -176,6 +176,15 @@ class LLMEngine:
         if tiers.writes is not None:
             tiers.writes.after_step(self._step_seconds)
         return self._report(deltas, started)
+
+    def _expire(self, now: float) -> list[SequenceDelta]:
+        over = self._scheduler.expire(now)
+        found = {answer.sequence: answer for answer in self._scheduler.take_answers()}
+        return [
+            self._found(found[sequence]) if sequence in found else _overdue(sequence, now)
+            for sequence in over
+            if _is_choice(sequence)
+        ]
 
     def _report(
         self, deltas: tuple[SequenceDelta, ...] = (), started: tuple[str, ...] = ()
@@ -287,6 +296,7 @@ class LLMEngine:
                 error=message,
             )
             for ended in self._scheduler.finish(sequence, FinishReason.ERROR)
+            if _is_choice(ended)
         ]
 
     @staticmethod
@@ -318,6 +328,11 @@ class LLMEngine:
             queue_seconds=_waited(sequence) if sequence.index == 0 else None,
             cumulative_logprob=answer.cumulative_logprob,
         )
+
+
+def _is_choice(sequence: Sequence) -> bool:
+    """Whether the client knows of it: a search may have more beams than answers."""
+    return sequence.index < sequence.request.sampling.num_choices
 
 
 def _waited(sequence: Sequence) -> float:

@@ -22,7 +22,7 @@ from appliance.engine.device.device import CudaDevice
 from appliance.engine.device.device_runner import DeviceRunner, fixed_bytes, largest_step
 from appliance.engine.device.device_sampler import DeviceSampler
 from appliance.engine.device.measure import graph_allowance, measure_workspace
-from appliance.engine.execution import Precision, TorchExecution, choose_execution
+from appliance.engine.execution import Precision, TorchExecution, choose_execution, why_not_native
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
@@ -151,9 +151,12 @@ def load_parts(
         ),
         # As `BlockManager` writes them: 1 is a block that has an open page.
         precisions=(in_words(precision), *(["int8 while open"] if num_open else [])),
-        notes=(*kv_notes, *notes, *source.weights.notes()),
+        notes=(*kv_notes, *notes, *source.weights.notes(), *_host_notes(plan)),
+        kv_host_bytes=plan.kv_host_bytes,
     )
-    tiers, tier_notes = load_tiers(config, blocks, moves, rates, info, precision)
+    tiers, tier_notes = load_tiers(
+        config, blocks, moves, rates, info, precision, plan.kv_host_bytes
+    )
     info = msgspec.structs.replace(info, notes=(*info.notes, *tier_notes))
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     scheduler = Scheduler(blocks, limits, eos_token_ids, look_ahead=runner.depth > 0, tiers=tiers)
@@ -261,7 +264,10 @@ def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tu
     else:
         old_gpu = device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0)
         dtype = torch.float16 if old_gpu else torch.bfloat16
-    return choose_kv(config, source, device, dtype)
+    native = (
+        device.type == "cpu" and config.kernels == "auto" and why_not_native(config, source) is None
+    )
+    return choose_kv(config, source, device, dtype, native=native)
 
 
 def _num_open(
@@ -296,6 +302,19 @@ def _memory_request(
         kv_cache_memory=config.kv_cache_memory,
         fill=precision.device.type == "cuda",
         open_bytes=num_open * execution.open_page_bytes(source.spec),
+        kv_host_memory=config.kv_host_memory,
+        host_budget_bytes=None if precision.device.type == "cpu" else _host_budget(),
+    )
+
+
+def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
+    """What to say where little is left for blocks that have to make room."""
+    if not plan.host_is_short:
+        return ()
+    return (
+        f"only {plan.kv_host_bytes / 2**20:,.0f} MiB of host memory are left for sequences that"
+        " have to make room: long ones are computed again; --kv-host-memory says how much,"
+        " --kv-cache-memory or --max-model-len leave more",
     )
 
 
@@ -304,6 +323,10 @@ def memory_budget(device: torch.device, gpu_memory_utilization: float) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(total * gpu_memory_utilization) - (total - free)
+    return _host_budget()
+
+
+def _host_budget() -> int:
     available = psutil.virtual_memory().available
     return int(min(available, _cgroup_headroom()) * (1 - CPU_RESERVE))
 

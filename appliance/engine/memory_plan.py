@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 # A cache for this many whole contexts is as much as a home needs by default on a CPU, whose
 # memory other programs want too; on a GPU all that is left is used.
 DEFAULT_CONTEXTS = 4
+# Host memory for blocks that had to make room: a share of what is left, and most of it. Where the
+# cache is host memory itself, only preempted sequences and what is read ahead need some.
+_SHARE_BESIDE_CPU, _MOST_BESIDE_CPU = 16, 1 << 30
+_SHARE_BESIDE_GPU, _MOST_BESIDE_GPU = 8, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class MemoryPlan:
     kv_bytes: int
     workspace_bytes: int
     budget_bytes: int  # what this process may use
+    kv_host_bytes: int = 0  # of host memory, for blocks that have to leave the cache
+    host_is_short: bool = False  # that is less than usual, and than one context
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class MemoryRequest:
     fill: bool  # use all that is left for the KV cache
     workspace_bytes: int | None = None  # measured; None estimates it
     open_bytes: int = 0  # of open pages, for blocks that are sealed
+    kv_host_memory: int | None = None  # bytes asked for, or None
+    host_budget_bytes: int | None = None  # beside a GPU; None if the cache is in host memory itself
 
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:
@@ -57,7 +65,8 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
 
     Raises:
         ConfigError: the context asked for is longer than the model's.
-        MemoryPlanError: one whole context does not fit beside the weights.
+        MemoryPlanError: one whole context does not fit beside the weights, or there is less host
+            memory than was asked for.
     """
     context = request.max_model_len or request.spec.context_length
     if context > request.spec.context_length:
@@ -67,7 +76,7 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
         )
     workspace = workspace_bytes(request)
     block_bytes = request.kv_bytes_per_token * request.block_size
-    for_kv = request.budget_bytes - request.weight_bytes - workspace
+    for_kv = request.budget_bytes - request.weight_bytes - workspace - _host_share(request)
     least = -(-context // request.block_size)
     if request.kv_cache_memory is not None:
         num_blocks = request.kv_cache_memory // block_bytes
@@ -77,15 +86,45 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
         num_blocks = max(min(for_kv // block_bytes, DEFAULT_CONTEXTS * least), 0)
     if num_blocks < least or num_blocks * block_bytes > for_kv:
         raise MemoryPlanError(_refusal(request, context, workspace, for_kv))
+    kv_bytes = num_blocks * block_bytes
+    host_bytes, usual = _host_bytes(request, for_kv - kv_bytes)
     return MemoryPlan(
         num_blocks=num_blocks,
         block_size=request.block_size,
         context_length=context,
         weight_bytes=request.weight_bytes,
-        kv_bytes=num_blocks * block_bytes,
+        kv_bytes=kv_bytes,
         workspace_bytes=workspace,
         budget_bytes=request.budget_bytes,
+        kv_host_bytes=host_bytes,
+        host_is_short=host_bytes < min(usual, least * block_bytes),
     )
+
+
+def _host_share(request: MemoryRequest) -> int:
+    """What was asked for of host memory, where it is taken from the same memory as the cache."""
+    return (request.kv_host_memory or 0) if request.host_budget_bytes is None else 0
+
+
+def _host_bytes(request: MemoryRequest, left: int) -> tuple[int, int]:
+    """Host memory for blocks that leave the cache, and how much is usual.
+
+    Args:
+        request: what is to be fitted.
+        left: bytes of the budget that nothing else takes, what was asked for of them not counted.
+    """
+    asked, budget = request.kv_host_memory, request.host_budget_bytes
+    if asked is None:
+        if budget is None:
+            return min(left // _SHARE_BESIDE_CPU, _MOST_BESIDE_CPU), _MOST_BESIDE_CPU
+        return min(max(budget, 0) // _SHARE_BESIDE_GPU, _MOST_BESIDE_GPU), _MOST_BESIDE_GPU
+    if budget is not None and asked > budget:
+        raise MemoryPlanError(
+            f"this does not fit: --kv-host-memory asks for {_size(asked)} of host memory and"
+            f" {_size(max(budget, 0))} may be used. Nearest settings: --kv-host-memory"
+            f" {max(budget, 0) >> 20}MiB, or 0 to compute again what has to make room"
+        )
+    return asked, 0
 
 
 def workspace_bytes(request: MemoryRequest) -> int:
@@ -114,15 +153,21 @@ def workspace_bytes(request: MemoryRequest) -> int:
 
 def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -> str:
     needed = context * request.kv_bytes_per_token
+    host = _host_share(request)
+    swapped = f" and {_size(host)} for blocks that make room (--kv-host-memory)" if host else ""
     numbers = (
         f"one context of {context:,} tokens needs {_size(needed)} of KV cache ({request.kv_format})"
-        f" beside {_size(request.weight_bytes)} of weights and {_size(workspace)} of workspace;"
-        f" {_size(request.budget_bytes)} may be used"
+        f" beside {_size(request.weight_bytes)} of weights and {_size(workspace)} of workspace"
+        f"{swapped}; {_size(request.budget_bytes)} may be used"
     )
     asked = request.kv_cache_memory
     usable = for_kv if asked is None else min(for_kv, asked)
     tokens = max(usable, 0) // request.kv_bytes_per_token
     advice = []
+    block_bytes = request.kv_bytes_per_token * request.block_size
+    wanted = max(asked or 0, -(-context // request.block_size) * block_bytes)
+    if host and 0 <= for_kv + host - wanted < host:
+        advice.append(f"--kv-host-memory {(for_kv + host - wanted) >> 20}MiB would fit")
     if asked is not None and needed <= for_kv:
         too_much = asked > for_kv
         size = for_kv // 2**20 if too_much else -(-needed // 2**20)

@@ -116,6 +116,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str  # of weights, formats and engine version
     precisions: tuple[str, ...] = ()  # what the index in a block's word means; kv_format if empty
     notes: tuple[str, ...] = ()  # fallbacks taken, in words
+    kv_host_bytes: int = 0  # of host memory, for blocks that have to leave the cache
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.messages import Candidate, TokenLogprobs
 from appliance.engine.plan import Continuations
 from appliance.kernels.sampling import SamplingRows
+from appliance.kernels.sampling.ranking import likeliest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
@@ -184,8 +185,8 @@ class Sampler:
             if self._is_adjusted(sequences[row]):
                 self._adjust(scores[place], sequences[row])
             counts.append(num_candidates(sequences[row].request.sampling, self._eos_token_ids))
-        best = scores.topk(min(max(counts), scores.shape[-1]))
-        pairs = zip(rows, counts, best.indices.tolist(), best.values.tolist(), strict=True)
+        best, token_ids = likeliest(scores, min(max(counts), scores.shape[-1]))
+        pairs = zip(rows, counts, token_ids.tolist(), best.tolist(), strict=True)
         return {row: candidates_of(ids[:count], found[:count]) for row, count, ids, found in pairs}
 
     @staticmethod
@@ -194,7 +195,7 @@ class Sampler:
             return None
         top: tuple[Candidate, ...] = ()
         if count := sequence.request.sampling.logprobs:
-            values, token_ids = logprobs.topk(count)
-            pairs = zip(token_ids.tolist(), values.tolist(), strict=True)
+            values, token_ids = likeliest(logprobs[None], count)
+            pairs = zip(token_ids[0].tolist(), values[0].tolist(), strict=True)
             top = tuple(Candidate(candidate, value) for candidate, value in pairs)
         return TokenLogprobs(Candidate(token_id, logprobs[token_id].item()), top)

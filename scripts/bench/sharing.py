@@ -8,6 +8,10 @@ in all tables: what as many sequences would take without sharing. No time is mea
 
 The paper's figures are those of its figure 15 for OPT-13B and Alpaca (Kwon et al. 2023). There an
 answer has the length of the data set's; here too, so answers go on past the end of sequence.
+
+All sequences run at once and the prefix cache is off, so that nothing but forks is counted. With
+fewer slots some of a request's answers begin when others have ended, and two that never live at
+the same time share nothing (`--slots` shows that).
 """
 
 from __future__ import annotations
@@ -71,13 +75,15 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6])
     parser.add_argument("--text", type=Path, default=None, help="prose that prompts are cut from")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slots", type=int, default=None, help="sequences at once [all]")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--output", type=Path, default=None, help="also write the JSON here")
     options = parser.parse_args()
 
     given = {} if options.threads is None else {"threads": options.threads}
-    llm = LLM(options.model, max_num_seqs=48, prefix_caching=False, **given)
     count, seed = options.requests, options.seed
+    slots = options.slots or count * max(options.widths)
+    llm = LLM(options.model, max_num_seqs=slots, prefix_caching=False, **given)
     prompt_lengths = lengths(count, PROMPT_TOKENS, SPREAD, least=4, most=200, seed=seed)
     answer_lengths = lengths(count, ANSWER_TOKENS, SPREAD, least=4, most=400, seed=seed + 1)
     source = ExactPrompts(llm.tokenizer, seed)
@@ -116,6 +122,7 @@ def main() -> None:
             "prompts": "words" if options.text is None else "prose",
             "requests": count,
             "seed": seed,
+            "max_num_seqs": slots,
             "block_size": llm.engine.info.block_size,
             "kv_format": llm.engine.info.kv_format,
             "prompt_tokens_mean": round(sum(map(len, prompts)) / count, 1),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken_logits import break_logits
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
@@ -164,21 +165,7 @@ def test_every_way_to_end(engine: LLMEngine) -> None:
 def test_broken_logits_end_that_request_only(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = engine._runner
-    assert isinstance(runner, ModelRunner)
-    decoder = runner._executor
-    forward = type(decoder).forward
-
-    class Broken:
-        device = decoder.device
-
-        def forward(self, *arguments: Any) -> torch.Tensor:
-            logits: torch.Tensor = forward(decoder, *arguments)
-            if len(logits) == 3:
-                logits[1] = torch.nan
-            return logits
-
-    monkeypatch.setattr(runner, "_executor", Broken())
+    break_logits(engine, monkeypatch, lambda call, rows: rows == 3)
     before = engine.stats().nan_logits_total
     for name in ("a", "b", "c"):
         engine.submit(request(name, prompt(10, ord(name)), max_tokens=5))

@@ -91,3 +91,46 @@ def test_a_refusal_names_settings_that_then_fit(changes: dict[str, int]) -> None
         plan_memory(request(**changes, kv_format="int8", kv_bytes_per_token=4 * 2 * 2 * (64 + 2)))
     if changes == {"budget_bytes": 90 * MIB}:
         assert "quantize" in message
+
+
+def test_on_a_cpu_blocks_that_make_room_get_a_share_of_what_is_left() -> None:
+    plan = plan_memory(request())
+    used = plan.weight_bytes + plan.kv_bytes + plan.workspace_bytes
+    assert plan.kv_host_bytes == (plan.budget_bytes - used) // 16
+    assert plan_memory(request(budget_bytes=2**40)).kv_host_bytes == 2**30
+    assert plan_memory(request(kv_host_memory=0)).kv_host_bytes == 0
+
+
+def test_a_share_that_holds_no_whole_context_is_said_to_be_short() -> None:
+    assert plan_memory(request()).host_is_short
+    assert not plan_memory(request(max_model_len=16)).host_is_short
+    assert not plan_memory(request(kv_host_memory=0)).host_is_short, "as it was asked for"
+
+
+def test_host_memory_that_was_asked_for_is_part_of_the_plan_on_a_cpu() -> None:
+    without = plan_memory(request(fill=True, kv_host_memory=0))
+    plan = plan_memory(request(fill=True, kv_host_memory=50 * MIB))
+    assert plan.kv_host_bytes == 50 * MIB
+    assert 0 <= without.kv_bytes - 50 * MIB - plan.kv_bytes < 16 * 2048 * 2
+    used = plan.weight_bytes + plan.kv_bytes + plan.workspace_bytes + plan.kv_host_bytes
+    assert used <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("changes", [{}, {"kv_cache_memory": 40 * MIB}])
+def test_too_much_host_memory_is_refused_with_what_would_fit(changes: dict[str, int]) -> None:
+    with pytest.raises(MemoryPlanError, match=r"187\.5 MiB for blocks that make room") as caught:
+        plan_memory(request(kv_host_memory=int(187.5 * MIB), **changes))
+    found = re.search(r"--kv-host-memory (\d+)MiB", str(caught.value))
+    assert found is not None
+    plan = plan_memory(request(kv_host_memory=int(found[1]) * MIB, **changes))
+    assert plan.kv_host_bytes == int(found[1]) * MIB > 0
+
+
+def test_beside_a_gpu_it_is_other_memory() -> None:
+    beside = {"fill": True, "host_budget_bytes": 64 * MIB}
+    plan = plan_memory(request(**beside))
+    assert plan.kv_host_bytes == 8 * MIB
+    assert plan.kv_bytes == plan_memory(request(fill=True, kv_host_memory=0)).kv_bytes
+    assert plan_memory(request(**beside, kv_host_memory=64 * MIB)).kv_bytes == plan.kv_bytes
+    with pytest.raises(MemoryPlanError, match=r"64\.0 MiB may be used.* --kv-host-memory 64MiB"):
+        plan_memory(request(**beside, kv_host_memory=65 * MIB))

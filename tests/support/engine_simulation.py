@@ -10,18 +10,30 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
-from load_script import EOS, VOCAB, Event, Script, Setting, beams_of, ends
-from virtual_runner import Clock, DeviceLostError, VirtualRunner, content_of, next_token
+from load_script import EOS, VOCAB, Event, Script, Setting, answer_of, beams_of, ends
+from virtual_disk import VirtualDisk
+from virtual_runner import (
+    Clock,
+    DeviceLostError,
+    VirtualRunner,
+    content_of,
+    logprob_of,
+    next_token,
+)
 
+from appliance.best_of import Likelihood, best
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
+from appliance.engine.scheduling.policy import may_admit
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers, TierSizes
+from appliance.engine.tiers.write_behind import WriteBehind
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
@@ -29,6 +41,21 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
 
 PATIENCE = 300  # steps in which nobody gets a token
+MIN_DISK_TOKENS = 4  # of what is written, and of what is read: prompts are short here
+
+Found = tuple[tuple[int, ...], FinishReason]
+
+
+@dataclass(slots=True)
+class Search:
+    """A beam search, as its client sees it."""
+
+    right: list[Found]
+    found: dict[int, Found] = field(default_factory=dict)  # so far
+
+    def is_part_of(self, answers: list[Found]) -> bool:
+        """Whether these may be all of the answers."""
+        return all(answers[index] == found for index, found in self.found.items())
 
 
 @dataclass(slots=True)
@@ -41,7 +68,8 @@ class Choice:
     arrival: float
     num_tokens: int = 0  # of the answer
     reason: FinishReason | None = None
-    beams: list[tuple[tuple[int, ...], FinishReason]] = field(default_factory=list)
+    search: Search | None = None
+    likelihood: Likelihood = field(default_factory=Likelihood)
 
 
 @dataclass
@@ -61,6 +89,20 @@ class Simulation:
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
+        setting, noise = self.script.setting, random.Random(self.script.noise)
+        self.noise = noise
+        self.clock = Clock()
+        self.failed = False  # the latest step
+        self.moved = 0  # the last step in which anybody got a token
+        self.live: dict[tuple[str, int], Choice] = {}
+        self.ended: dict[str, list[Choice]] = {}  # of requests that want the best of several
+        self.disk: VirtualDisk | None = None
+        if setting.disk_blocks and setting.prefix_caching:
+            self.disk = VirtualDisk(self.clock, setting.disk_blocks, noise)
+        self.start()
+
+    def start(self) -> None:
+        """Begin with an empty cache; only what the disk has is left of what was before."""
         setting = self.script.setting
         limits = SchedulerLimits(
             setting.max_num_seqs, setting.max_num_batched_tokens, setting.context_length
@@ -71,17 +113,22 @@ class Simulation:
             setting.block_size,
             plans=1 + setting.depth,
         )
-        self.clock = Clock()
-        self.failed = False  # the latest step
-        self.moved = 0  # the last step in which anybody got a token
-        self.live: dict[tuple[str, int], Choice] = {}
-        self.blocks = BlockManager(
+        self.blocks = blocks = BlockManager(
             setting.num_blocks,
             setting.block_size,
             prefix_caching=setting.prefix_caching,
             num_open=num_open if setting.sealed else 0,
         )
-        look_ahead = setting.depth > 0
+        self.runner = VirtualRunner(
+            blocks,
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            max_rows=setting.max_num_batched_tokens,
+            sealed=setting.sealed,
+            depth=setting.depth,
+            noise=self.noise,
+            clock=self.clock,
+        )
         sizes = TierSizes(
             block_bytes=8,
             open_bytes=8 if setting.sealed else 0,
@@ -90,24 +137,28 @@ class Simulation:
         )
         # To move a block takes as long as to compute so many tokens.
         rates = Rates(prefill=1.0, moves=8.0 / setting.tokens_per_move)
-        tiers = Tiers(self.blocks, sizes, rates)
-        self.scheduler = Scheduler(self.blocks, limits, (EOS,), look_ahead=look_ahead, tiers=tiers)
-        self.runner = VirtualRunner(
-            self.blocks,
-            vocab_size=VOCAB,
-            eos_token_ids=(EOS,),
-            max_rows=setting.max_num_batched_tokens,
-            sealed=setting.sealed,
-            depth=setting.depth,
-            noise=random.Random(self.script.noise),
-            clock=self.clock,
+        tiers = Tiers(blocks, sizes, rates)
+        if (disk := self.disk) is not None:
+            tiers.disk = disk  # type: ignore[assignment]
+            tiers.writes = WriteBehind(blocks, disk, self.runner.save, self.clock.read)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(
+            blocks, limits, (EOS,), look_ahead=setting.depth > 0, tiers=tiers
         )
         self.engine = LLMEngine(
             self.scheduler, self.runner, engine_info(setting), clock=self.clock.read
         )
 
     def run(self) -> int:
-        """Play the script to its end; how many steps it took."""
+        """Play the script to its end; how many steps the last engine took."""
+        admission = fits_now if self.script.setting.admits_eagerly else may_admit
+        with (
+            patch("appliance.engine.scheduling.admission.may_admit", admission),
+            patch("appliance.engine.tiers.write_behind.MIN_TOKENS", MIN_DISK_TOKENS),
+            patch("appliance.engine.tiers.tiers.MIN_READ_TOKENS", MIN_DISK_TOKENS),
+        ):
+            return self.play()
+
+    def play(self) -> int:
         events, at, step = self.script.events, 0, 0
         while True:
             while at < len(events) and events[at].step <= step:
@@ -118,7 +169,7 @@ class Simulation:
                     break
                 step = self.moved = max(step, events[at].step)
                 continue
-            if self.step():
+            if self.step() or not self.scheduler.has_work:
                 self.moved = step
             step += 1
             assert step < self.moved + PATIENCE, "there is work, but nobody gets a token"
@@ -129,8 +180,12 @@ class Simulation:
 
     def happen(self, event: Event) -> None:
         self.clock.now += event.seconds
-        if event.fault:
+        if event.fault == "death":
+            self.die()
+        elif event.fault:
             self.runner.fault = event.fault
+        if event.disk_fault is not None and self.disk is not None:
+            self.disk.fault = event.disk_fault
         if event.arrives is not None:
             self.arrive(event.arrives)
         if event.leaves is not None:
@@ -139,7 +194,7 @@ class Simulation:
                 choice
                 for choice in self.live.values()
                 if choice.request.request_id == request_id
-                and (index in (None, choice.index) or choice.beams)
+                and (index in (None, choice.index) or choice.search)
             ]
             aborted = self.engine.abort(request_id, index)
             if gone and not aborted:
@@ -153,10 +208,10 @@ class Simulation:
         setting = self.script.setting
         length = len(request.prompt_token_ids)
         fits = length < setting.context_length and length < setting.num_slots
-        beams = []
+        search = None
         if request.sampling.use_beam_search and fits:
-            beams = beams_of(request, setting)
-            fits = bool(beams)
+            search = Search(beams_of(request, setting))
+            fits = bool(search.right)
         try:
             self.engine.submit(request)
         except RequestError:
@@ -167,8 +222,8 @@ class Simulation:
         last = 0
         for token in request.prompt_token_ids:
             last = content_of(request.cache_salt, last, token)
-        for index in range(request.sampling.n):
-            choice = Choice(request, index, last, self.clock.now, beams=beams)
+        for index in range(request.sampling.num_choices):
+            choice = Choice(request, index, last, self.clock.now, search=search)
             self.live[request.request_id, index] = choice
 
     def step(self) -> bool:
@@ -188,12 +243,15 @@ class Simulation:
         choice = self.live.get((delta.request_id, delta.index))
         assert choice is not None, "an answer goes on behind its end"
         request = choice.request
-        if choice.beams and delta.token_ids:
-            found = delta.token_ids, delta.finish_reason
-            assert found == choice.beams[choice.index], "another beam is the best one"
-            self.seen["beams"] += 1
-            self.end(choice, choice.beams[choice.index][1])
+        if delta.finish_reason is FinishReason.TIMEOUT or delta.expired:
+            assert self.clock.now >= choice.arrival + first_limit(request)
+        if choice.search is not None and delta.token_ids:
+            assert delta.finish_reason is not None
+            choice.search.found[choice.index] = delta.token_ids, delta.finish_reason
+            self.look_at_search(choice, choice.search)
+            self.end(choice, delta.finish_reason)
             return
+        choice.likelihood.add(delta)
         for token in delta.token_ids:
             assert token == next_token(choice.last, choice.index, VOCAB), "a wrong token"
             choice.last = content_of(request.cache_salt, choice.last, token)
@@ -204,14 +262,63 @@ class Simulation:
             assert over == (delta.finish_reason is not None), "it ends where it should not"
         if delta.finish_reason is not None:
             assert (delta.finish_reason is FinishReason.ERROR) == (delta.error is not None)
-            is_late = delta.expired or delta.finish_reason is FinishReason.TIMEOUT
-            assert not is_late or self.clock.now >= choice.arrival + first_limit(request)
             self.end(choice, delta.finish_reason)
+
+    def look_at_search(self, choice: Choice, search: Search) -> None:
+        """What was found so far is right, for the whole search or for one that was cut off."""
+        self.seen["beams"] += 1
+        if search.is_part_of(search.right):
+            return
+        assert choice.request.timeout is not None, "another beam is the best one"
+        assert self.clock.now >= choice.arrival + choice.request.timeout, "it was cut off early"
+        self.seen["beams cut off"] += 1
+        setting, longest = self.script.setting, max(len(found) for found, _ in search.right)
+        assert any(
+            search.is_part_of(beams_of(choice.request, setting, most))
+            for most in range(1, longest + 1)
+        ), "another beam is the best one so far"
+
+    def look_at_best(self, choices: list[Choice]) -> None:
+        """The best were chosen, if none of them was disturbed."""
+        request = choices[0].request
+        if any(choice.reason not in (FinishReason.STOP, FinishReason.LENGTH) for choice in choices):
+            return
+        choices.sort(key=lambda choice: choice.index)
+        right = []
+        for choice in choices:
+            answer = answer_of(request, choice.index, self.script.setting.max_tokens)
+            likelihood, last = Likelihood(), 0
+            for token in request.prompt_token_ids:
+                last = content_of(request.cache_salt, last, token)
+            for token in answer:
+                likelihood.cumulative_logprob += logprob_of(last, choice.index)
+                likelihood.num_tokens += 1
+                last = content_of(request.cache_salt, last, token)
+            right.append(likelihood)
+        found = best([choice.likelihood for choice in choices], request.sampling.n)
+        assert found == best(right, request.sampling.n), "others are the best"
+        self.seen["best of several"] += 1
+
+    def die(self) -> None:
+        """The engine process dies with all it had, and the next one begins."""
+        for choice in list(self.live.values()):
+            self.end(choice, FinishReason.ERROR)
+        self.count()
+        self.seen["deaths"] += 1
+        if self.disk is not None:
+            self.disk.lose_engine()
+        self.start()
 
     def end(self, choice: Choice, reason: FinishReason) -> None:
         choice.reason = reason
         self.seen[f"ended: {reason.value}"] += 1
-        del self.live[choice.request.request_id, choice.index]
+        name, sampling = choice.request.request_id, choice.request.sampling
+        del self.live[name, choice.index]
+        if sampling.takes_best:
+            ended = self.ended.setdefault(name, [])
+            ended.append(choice)
+            if len(ended) == sampling.num_choices:
+                self.look_at_best(self.ended.pop(name))
 
     def check_end(self) -> None:
         assert not self.live, "somebody waits for ever"
@@ -220,6 +327,13 @@ class Simulation:
         held = (stats.running, stats.waiting, stats.blocks_active, stats.kv_tokens)
         assert held == (0, 0, 0, 0), "nothing is left to do, but something is held"
         assert stats.blocks_cached + stats.blocks_free == self.script.setting.num_blocks
+        self.count()
+        if self.disk is not None:
+            self.seen["damaged files"] += self.disk.counters.corrupt
+            self.seen["blocks written to the disk"] += self.disk.counters.written
+
+    def count(self) -> None:
+        stats = self.engine.stats()
         self.seen["steps"] += stats.steps_total
         self.seen["rows"] += self.runner.rows
         self.seen["preempted"] += stats.preemptions_total
@@ -229,6 +343,7 @@ class Simulation:
         self.seen["blocks out to the host"] += stats.swapped_out_total
         self.seen["blocks back from the host"] += stats.swapped_in_total
         self.seen["tokens from the host"] += stats.prefix_hits_host_total
+        self.seen["tokens from the disk"] += stats.prefix_hits_disk_total
 
 
 def engine_info(setting: Setting) -> EngineInfo:
@@ -252,6 +367,10 @@ def engine_info(setting: Setting) -> EngineInfo:
         load_seconds=0.0,
         fingerprint="",
     )
+
+
+def fits_now(cost: int, num_free_blocks: int, num_promised: int) -> bool:
+    return cost <= num_free_blocks
 
 
 def first_limit(request: Request) -> float:

@@ -19,7 +19,8 @@ VOCAB = 48
 EOS = 3
 SALTS = ("", "", "", "x")
 OWNERS = ("", "ann", "bob", "agent")
-FAULTS = ("memory", "launch", "collect", "nan")
+FAULTS = ("memory", "launch", "collect", "nan", "death")
+DISK_FAULTS = ("full", "slow", "damaged", "damaged", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Setting:
     host_blocks: int
     host_keeps_evicted: bool
     tokens_per_move: int
+    disk_blocks: int
+    admits_eagerly: bool  # whatever fits at this moment, at the price of many preemptions
 
     @property
     def num_slots(self) -> int:
@@ -57,6 +60,7 @@ class Event:
     arrives: Request | None = None
     leaves: tuple[str, int | None] | None = None
     fault: str = ""
+    disk_fault: str | None = None  # from now on
     seconds: float = 0.0
 
 
@@ -84,8 +88,16 @@ def answer_of(request: Request, index: int, max_tokens: int) -> list[int]:
         last = content_of(request.cache_salt, last, token)
 
 
-def beams_of(request: Request, setting: Setting) -> list[tuple[tuple[int, ...], FinishReason]]:
-    """What a beam search must find, with no cache at all; nothing if it can never run."""
+def beams_of(
+    request: Request, setting: Setting, most: int | None = None
+) -> list[tuple[tuple[int, ...], FinishReason]]:
+    """What a beam search must find, with no cache at all; nothing if it can never run.
+
+    Args:
+        request: what is searched for.
+        setting: the engine, whose cache bounds the search.
+        most: tokens after which time is over.
+    """
     prompt, width = request.prompt_token_ids, request.sampling.num_sequences
     longest = max_beam_tokens(len(prompt), width, setting.block_size, setting.num_blocks)
     if width > setting.max_num_seqs or longest <= len(prompt):
@@ -103,6 +115,8 @@ def beams_of(request: Request, setting: Setting) -> list[tuple[tuple[int, ...], 
             (beam, content_of(request.cache_salt, grown[place][1], beam.token_id))
             for place, beam in search.advance(heard)
         ]
+        if grown and grown[0][0].num_tokens == most:
+            search.cut(beam for beam, _ in grown)
     return [(found.token_ids, found.reason) for found in search.finished]
 
 
@@ -134,10 +148,12 @@ def _steps_of(request: Request, setting: Setting) -> float:
     """About how many steps an engine has less for others."""
     longest = setting.max_tokens - len(request.prompt_token_ids)
     answer = max(1, min(request.sampling.max_tokens or longest, longest, 40))
-    rows = min(len(request.prompt_token_ids), 40) + request.sampling.n * answer
+    rows = min(len(request.prompt_token_ids), 40) + request.sampling.num_sequences * answer
     fitting = setting.num_slots // (len(request.prompt_token_ids) + answer)
     at_once = max(1, min(setting.max_num_seqs, setting.max_num_batched_tokens, fitting))
-    return max(rows / setting.max_num_batched_tokens, request.sampling.n * answer / at_once)
+    return max(
+        rows / setting.max_num_batched_tokens, request.sampling.num_sequences * answer / at_once
+    )
 
 
 def _setting(rng: random.Random) -> Setting:
@@ -157,6 +173,8 @@ def _setting(rng: random.Random) -> Setting:
         host_blocks=rng.choice([0, 4, 20, 100]),
         host_keeps_evicted=rng.random() < 0.5,
         tokens_per_move=rng.choice([1, 1, 1000]),
+        disk_blocks=rng.choice([0, 30, 1000]),
+        admits_eagerly=rng.random() < 0.5,
     )
 
 
@@ -167,6 +185,8 @@ def _happening(rng: random.Random, setting: Setting, step: int, told: list[Reque
     if kind < 0.12 and told:
         gone = rng.choice(told[-8:]).request_id
         return Event(step, leaves=(gone, rng.choice([None, None, 0, 1])))
+    if kind < 0.13 and setting.disk_blocks:
+        return Event(step, disk_fault=rng.choice(DISK_FAULTS))
     if kind < 0.14:
         return Event(step, seconds=rng.choice([0.5, 5.0, 50.0]))
     return Event(step, arrives=_request(rng, setting, str(len(told)), told))
@@ -191,12 +211,15 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
     if rng.random() < 0.95:
         prompt = prompt[: setting.max_tokens - 2]
     max_tokens = rng.choice([1, 2, 6, 12, 12, 20, 40, None])
-    beams = rng.random() < 0.06
+    beams = rng.random() < 0.08
+    n = rng.choice([1, 1, 1, 1, 2, 4])
+    best_of = rng.choice([None, None, None, None, None, n + rng.choice([0, 1, 2])])
     return Request(
         request_id=name,
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(
-            n=rng.choice([2, 3]),
+            n=rng.choice([1, 2]),
+            best_of=rng.choice([2, 3]),
             use_beam_search=True,
             length_penalty=rng.choice([0.5, 1.0]),
             early_stopping=rng.random() < 0.5,
@@ -206,7 +229,9 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
         )
         if beams
         else SamplingParams(
-            n=rng.choice([1, 1, 1, 1, 2, 4]),
+            n=n,
+            best_of=best_of,
+            logprobs=None if best_of is None else 0,
             max_tokens=max_tokens,
             min_tokens=rng.choice([0, 0, 1 if max_tokens is None else min(2, max_tokens)]),
             stop_token_ids=rng.choice([(), (), (7,)]),
@@ -217,6 +242,6 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=salt,
         owner=rng.choice(OWNERS),
-        timeout=rng.choice([None, None, None, None, 0.2, 1.0, 4.0]),
+        timeout=rng.choice([None, None, 0.2, 1.0, 4.0, *([] if beams else [None] * 2)]),
         max_queue_seconds=rng.choice([None, None, None, 0.3, 3.0]),
     )

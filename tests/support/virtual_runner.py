@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.engine.beams.beam_search import num_candidates
-from appliance.engine.messages import Candidate
+from appliance.engine.messages import Candidate, TokenLogprobs
 from appliance.engine.plan import Continuations
 from appliance.engine.sampler import Sampled
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Sequences
+
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.plan import BlockMove, Plan, ScheduledSequence
     from appliance.engine.sequence import Sequence
@@ -62,6 +64,11 @@ def content_of(salt: str, previous: int, token: int) -> int:
 def next_token(content: int, index: int, vocab_size: int) -> int:
     """What the model says after the last slot; `index` is the choice of the request."""
     return hash((content, index)) % vocab_size
+
+
+def logprob_of(content: int, index: int) -> float:
+    """What the model thinks of that token."""
+    return -0.01 - hash((content, index, -3)) % 997 / 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,7 @@ class VirtualRunner:
         assert 0 < plan.num_tokens <= self._max_rows, "the budget was exceeded"
         opened = plan.open_pages or ((),) * len(plan.scheduled)
         assert (plan.open_pages is not None) == self._sealed
+        self._look_at_moves(plan)
         entries = []
         for scheduled, pages in zip(plan.scheduled, opened, strict=True):
             sequence, start, end = scheduled.sequence, scheduled.start, scheduled.end
@@ -161,7 +169,7 @@ class VirtualRunner:
         for move in plan.loads:
             self._load(move)
         sampled: dict[Sequence, int] = {}
-        beams: dict[Sequence, Continuations] = {}
+        results: list[Sampled] = []
         for entry in entries:
             last = self._run(entry)
             scheduled = entry.scheduled
@@ -170,19 +178,26 @@ class VirtualRunner:
                 count = num_candidates(request.sampling, self._eos_token_ids)
                 follows = continuations_of(last, count, self._vocab_size)
                 sampled[scheduled.sequence] = -1
-                beams[scheduled.sequence] = follows
+                results.append(Sampled(continuations=follows))
             elif scheduled.samples:
-                token = next_token(last, scheduled.sequence.index, self._vocab_size)
+                index = scheduled.sequence.index
+                token = next_token(last, index, self._vocab_size)
                 sampled[scheduled.sequence] = token
+                logprobs = None
+                if request.sampling.logprobs is not None:
+                    logprobs = TokenLogprobs(Candidate(token, logprob_of(last, index)), ())
+                results.append(Sampled(token, logprobs))
         self._latest = sampled
         self.rows += plan.num_tokens
-        results = [
-            Sampled(token, continuations=beams.get(sequence)) for sequence, token in sampled.items()
-        ]
         if self.fault == "nan" and results:
             results[self._noise.randrange(len(results))] = BROKEN
             self.fault = ""
         return results
+
+    def save(self, moves: Sequences[BlockMove]) -> None:
+        """Take content out of the cache; see `BlockMoves`."""
+        for move in moves:
+            move.held.content = self._content_of(move)
 
     def discard(self) -> None:
         """See `Runner`."""
@@ -196,12 +211,36 @@ class VirtualRunner:
         """A sequence has ended."""
         self._truth.pop(sequence, None)
 
+    def _look_at_moves(self, plan: Plan) -> None:
+        """What a plan copies and loads is for sequences in it, right before their first rows.
+
+        So nothing is left of a sequence that was preempted while the plan was made.
+        """
+        if not (plan.copies or plan.loads):
+            return
+        size = self._size
+        written = [move.block for move in plan.loads]
+        written += [copy.destination for copy in plan.copies]
+        assert len(set(written)) == len(written), "a block is filled twice"
+        begun, before = (
+            set(),
+            set(),
+        )  # blocks that first rows lie in behind others, and those before
+        for entry in plan.scheduled:
+            table, full = entry.sequence.block_table, entry.start // size
+            before.update(table[:full])
+            if entry.start % size:
+                begun.add(table[full])
+        for copy in plan.copies:
+            assert copy.destination in begun, "a copy is made for nobody"
+        for move in plan.loads:
+            assert move.block in begun or move.block in before, "a block is loaded for nobody"
+
     def _copy(self, plan: Plan) -> None:
         size, slots = self._size, self._slots
         if not plan.copies:
             return
         destinations = {copy.destination for copy in plan.copies}
-        assert len(destinations) == len(plan.copies)
         assert not destinations & {copy.source for copy in plan.copies}
         for copy in self._noise.sample(plan.copies, len(plan.copies)):
             to, origin = copy.destination * size, copy.source * size

@@ -144,6 +144,13 @@ class BeamGroups:
         self._regroup(group, [(parents[place], beam) for place, beam in grown])
         return False
 
+    def cut(self, sequence: Sequence) -> None:
+        """Let the search that the sequence is part of, if any, end with the best it has now."""
+        group = self._groups.get(sequence.request.request_id)
+        if group is not None:
+            group.search.cut(group.beams.values())
+            self._answers += self._best(group)
+
     def take_answers(self) -> list[BeamAnswer]:
         """What came of the searches that ended since the last call."""
         answers, self._answers = self._answers, []

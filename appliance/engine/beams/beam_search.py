@@ -14,7 +14,7 @@ from appliance.engine.messages import Candidate, TokenLogprobs
 from appliance.engine.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from appliance.engine.plan import Continuations
     from appliance.engine.request import Request, SamplingParams
@@ -140,6 +140,16 @@ class BeamSearch:
                 self._finish(beam, FinishReason.STOP if ends else FinishReason.LENGTH)
         self.over = not grown or self._is_settled(grown[0][1])
         return [] if self.over else grown
+
+    def cut(self, beams: Iterable[Beam]) -> None:
+        """End it now: beams that have come past the prompt are answers as they are.
+
+        They are compared with those that are finished by the same score.
+        """
+        for beam in beams:
+            if beam.num_tokens:
+                self._finish(beam, FinishReason.TIMEOUT)
+        self.over = True
 
     def _extend(self, beam: Beam, continuations: Continuations, rank: int) -> tuple[Beam, bool]:
         """A beam with one of its continuations, and whether that ends it."""

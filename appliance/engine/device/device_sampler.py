@@ -14,6 +14,7 @@ from appliance.engine.messages import Candidate, TokenLogprobs
 from appliance.engine.plan import Continuations
 from appliance.engine.sampler import BANNED, BROKEN, Sampled, candidates_of
 from appliance.kernels.sampling.adjust import adjust
+from appliance.kernels.sampling.ranking import likeliest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -194,7 +195,7 @@ class DeviceSampler:
         if raw is not None:
             chosen = raw.gather(1, latest[: len(tokens)][index][:, None])[:, 0]
             most = max(entries[row].sequence.request.sampling.logprobs or 0 for row in reported)
-            top, top_ids = raw.topk(most)
+            top, top_ids = likeliest(raw, most)
             fetch = self._device.fetch
             logprobs = _Logprobs(reported, fetch(chosen), fetch(top), fetch(top_ids))
         return SampledRows(entries, self._device.fetch(tokens), largest, logprobs, candidates)
@@ -221,5 +222,5 @@ class DeviceSampler:
         if adjustments.changed:
             adjust(scores, adjustments.send(self._device))
         most = min(max(count for _, count in places.values()), scores.shape[-1])
-        values, token_ids = scores.topk(most)
+        values, token_ids = likeliest(scores, most)
         return _Candidates(places, self._device.fetch(values), self._device.fetch(token_ids))

@@ -144,16 +144,17 @@ class Scheduler:
         self._counters.prompt_tokens += num_tokens
 
     def expire(self, now: float) -> list[Sequence]:
-        """End the sequences whose time is over.
+        """End the sequences whose time is over; beam searches with the best they have so far.
 
         Args:
             now: monotonic seconds.
 
         Returns:
-            Those that were live until now.
+            Those that were live until now; for beams, see `take_answers`.
         """
         over = self._deadlines.take(now)
         for sequence in over:
+            self._beams.cut(sequence)
             self.finish(sequence, FinishReason.TIMEOUT)
         self._counters.expired += len({sequence.request.request_id for sequence in over})
         return over

@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.disk_tier import DiskTier
 from appliance.engine.tiers.tiers import Tiers, TierSizes
@@ -23,20 +21,7 @@ if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
     from appliance.engine.rates import Rates
 
-# Of the memory that is free once everything is loaded. On a CPU the cache is host memory itself,
-# so only preempted sequences and what is read ahead need some.
-_HOST_SHARE = {"cpu": 16, "cuda": 8}
-_MAX_HOST_BYTES = {"cpu": 1 << 30, "cuda": 4 << 30}
-
 logger = logging.getLogger(__name__)
-
-
-def host_bytes(config: EngineConfig, device: str) -> int:
-    """Host memory for content that is not in the cache."""
-    if config.kv_host_memory is not None:
-        return config.kv_host_memory
-    free = psutil.virtual_memory().available
-    return min(free // _HOST_SHARE[device], _MAX_HOST_BYTES[device])
 
 
 def load_tiers(
@@ -46,6 +31,7 @@ def load_tiers(
     rates: Rates,
     info: EngineInfo,
     precision: Precision,
+    host_bytes: int,
 ) -> tuple[Tiers, tuple[str, ...]]:
     """Set up host memory and disk.
 
@@ -56,6 +42,7 @@ def load_tiers(
         rates: what `moves` measures.
         info: of the engine.
         precision: how the cache is stored.
+        host_bytes: host memory for content that is not in the cache.
 
     Returns:
         The tiers, and in words what a person should know of them.
@@ -64,7 +51,7 @@ def load_tiers(
     sizes = TierSizes(
         moves.block_bytes,
         moves.open_bytes,
-        host_bytes(config, device),
+        host_bytes,
         keeps_evicted=device == "cuda" and config.prefix_caching,
     )
     if config.kv_disk in ("auto", "off") or not config.prefix_caching:

@@ -35,6 +35,7 @@ class WriteBehind:
         blocks: the cache's books.
         disk: where they go.
         save: takes content out of the cache.
+        clock: seconds, to see how long that takes.
 
     Attributes:
         num_dropped: blocks that were to be written and left the cache before.
@@ -45,11 +46,13 @@ class WriteBehind:
         blocks: BlockManager,
         disk: DiskTier,
         save: Callable[[Sequence[BlockMove]], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.num_dropped = 0
         self._blocks = blocks
         self._disk = disk
         self._save = save
+        self._clock = clock
         self._pending: dict[bytes, int] = {}  # time of last use, by hash
         self._allowance = 0.0  # seconds
         self._copy_seconds = 0.0  # of the last block
@@ -116,8 +119,8 @@ class WriteBehind:
         if block is None or content in self._disk:
             self.num_dropped += block is None
             return
-        begin = time.perf_counter()
+        begin = self._clock()
         held = HeldBlock()
         self._save([BlockMove(block, held)])
-        self._copy_seconds = time.perf_counter() - begin
+        self._copy_seconds = self._clock() - begin
         self._disk.write(content, held, stamp)

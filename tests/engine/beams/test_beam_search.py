@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from broken_logits import break_logits
 
 from appliance.config import EngineConfig
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
-from appliance.engine.model_runner import ModelRunner
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.errors import RequestError
 
@@ -254,21 +254,8 @@ def test_a_failed_step_is_repeated(engine: LLMEngine, monkeypatch: pytest.Monkey
 def test_broken_logits_of_one_beam_end_its_request_and_no_other(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = engine._runner
-    assert isinstance(runner, ModelRunner)
-    decoder = runner._executor
-    forward = type(decoder).forward
-
-    class Broken:
-        device = decoder.device
-
-        def forward(self, *arguments: Any) -> torch.Tensor:
-            logits: torch.Tensor = forward(decoder, *arguments)
-            if len(logits) == 5:  # four beams and the other request
-                logits[1] = torch.nan
-            return logits
-
-    monkeypatch.setattr(runner, "_executor", Broken())
+    # Five rows: four beams, and the other request.
+    break_logits(engine, monkeypatch, lambda call, rows: rows == 5)
     engine.submit(request("beams", prompt(10, 1), 4, ignore_eos=True))
     plain = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
     engine.submit(Request(request_id="other", prompt_token_ids=prompt(9, 2), sampling=plain))

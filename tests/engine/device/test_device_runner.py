@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from broken_logits import break_logits
+from late_device import LateDevice
 
 from appliance.config import EngineConfig
-from appliance.engine.device.device import Device, Event, Graph, HostDevice
+from appliance.engine.device.device import Device, HostDevice
 from appliance.engine.device.device_runner import DeviceRunner
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
@@ -18,36 +19,6 @@ from appliance.engine.messages import SequenceDelta
 from appliance.engine.request import FinishReason, Request, SamplingParams
 
 EOS = 2
-
-
-class LateDevice(HostDevice):
-    """What is fetched arrives when an event recorded later is waited for, and not before."""
-
-    def __init__(self) -> None:
-        self.queue: list[Callable[[], object]] = []
-        self.captures = 0
-
-    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        host, content = torch.full_like(tensor, -7), tensor.clone()
-        self.queue.append(lambda: host.copy_(content))
-        return host
-
-    def record(self) -> Event:
-        return Late(self, len(self.queue))
-
-    def capture(self, function: Callable[[], None]) -> Graph:
-        self.captures += 1
-        return super().capture(function)
-
-
-class Late:
-    def __init__(self, device: LateDevice, count: int) -> None:
-        self.device, self.arrivals = device, device.queue[:count]
-
-    @torch.inference_mode()
-    def wait(self) -> None:
-        for arrive in self.arrivals:
-            arrive()
 
 
 def load(folder: Path, device: Device | None, **options: Any) -> LLMEngine:
@@ -248,22 +219,7 @@ def test_broken_logits_end_that_request_only_and_are_counted(
     requests = [request(name, prompt(10, i), ignore_eos=True) for i, name in enumerate("abc")]
     expected = run(load(tiny_llama, None), *requests)
     engine = load(tiny_llama, LateDevice())
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner)
-    decoder = runner._executor
-
-    class Broken:
-        device, spec = decoder.device, decoder.spec
-        calls = 0
-
-        def forward(self, *arguments: Any) -> torch.Tensor:
-            logits = decoder.forward(*arguments)
-            self.calls += 1
-            if self.calls == 4:
-                logits[1] = torch.nan
-            return logits
-
-    monkeypatch.setattr(runner, "_executor", Broken())
+    break_logits(engine, monkeypatch, lambda call, rows: call == 4)
     deltas = deltas_of(engine, *requests)
     errors = {d.request_id: d.error for d in deltas if d.finish_reason is FinishReason.ERROR}
     assert list(errors) == ["b"]

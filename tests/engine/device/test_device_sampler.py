@@ -69,6 +69,57 @@ def test_results_equal_those_of_the_synchronous_sampler() -> None:
         assert sample(logits, ENTRIES) == expected
 
 
+def beam(width: int, answer: tuple[int, ...] = (), **sampling: object) -> ScheduledSequence:
+    return entry(answer, best_of=width, use_beam_search=True, **sampling)
+
+
+BEAMS = [
+    beam(2),
+    entry(temperature=1.0),
+    beam(6, (3, 4), logprobs=4),
+    beam(3, logit_bias={4: 9.0, 5: -100.0}, logprobs=0),
+    beam(4, (3,), min_tokens=2, stop_token_ids=(8, 9)),
+    beam(16, min_tokens=1, stop_token_ids=tuple(range(VOCAB - 9)), logprobs=2),  # 9 are left
+    entry(logprobs=3),
+]
+
+
+@pytest.mark.parametrize("levels", [1000, 4, 1])
+def test_what_may_follow_beams_equals_that_of_the_synchronous_sampler(levels: int) -> None:
+    """With few levels of logits most tokens are equally likely, with one all are."""
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randint(levels, (len(BEAMS), VOCAB), generator=generator) * (8 / levels)
+        expected = Sampler((EOS,), batched.choose).sample(
+            logits.clone(), [entry.sequence for entry in BEAMS]
+        )
+        found = sample(logits, BEAMS)
+        assert found == expected
+        assert [result.continuations is not None for result in found] == [
+            entry.sequence.request.sampling.use_beam_search for entry in BEAMS
+        ]
+        for one in (0, 2, 4):  # neighbours with more beams change nothing, not even among equals
+            assert sample(logits[one : one + 1], [BEAMS[one]])[0] == found[one]
+
+
+def test_of_equally_likely_continuations_the_lowest_token_comes_first() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 20] = 1.0
+    (result,) = sample(logits, [beam(2, logprobs=3)])
+    assert result.continuations is not None
+    assert [one.token_id for one in result.continuations.candidates] == [20, 0, 1, 2, 3]
+    assert [one.token_id for one in result.continuations.top] == [20, 0, 1]
+
+
+def test_broken_logits_of_a_beam_are_told() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[1, 3] = torch.nan
+    fine, broken = sample(logits, [beam(2), beam(2)])
+    assert fine.continuations is not None
+    assert broken.broken
+    assert broken.continuations is None
+
+
 def test_a_broken_row_and_a_ban_of_everything_are_told_apart() -> None:
     banned = entry(logit_bias=dict.fromkeys(range(VOCAB), -100.0), min_tokens=1)
     everything = entry(min_tokens=1, stop_token_ids=tuple(range(VOCAB)))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.plan import BlockCopy, Plan
+from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock, Plan
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.draft import Draft
 from appliance.engine.sequence import Sequence
@@ -34,6 +34,7 @@ def test_what_is_taken_back_leaves_nothing() -> None:
     draft = Draft(budget=8)
     victim, other = sequence(9, 4), sequence(9, 8)
     draft.add(victim, 5, (BlockCopy(1, 2),))
+    draft.loads[victim] = [BlockMove(3, HeldBlock())]
     draft.take_back(victim)
     draft.take_back(other)
     assert draft.budget == 8

@@ -3,6 +3,9 @@
 Triton decides when it is imported whether it compiles or interprets, and a process that interprets
 cannot compile: so this process collects the tests, a child pytest runs all those that were
 selected, and every test here passes or fails as it did there. Fixtures are set up in both.
+
+The child computes in the background while other tests run here; in a parallel run, where others
+compute already, from the moment that the first of its tests comes up in one of the workers.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ CHILD = pytest.StashKey["Child"]()
 
 
 class Child:
-    """A pytest that runs in the background from the moment all tests are known."""
+    """A pytest that runs in the background."""
 
     def __init__(self, session: pytest.Session) -> None:
         tests = [item.nodeid for item in session.items if item.path.is_relative_to(HERE)]
@@ -82,7 +85,8 @@ class Child:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     chosen = any(item.path.is_relative_to(HERE) for item in session.items)
-    if chosen and not INTERPRETS and not session.config.option.collectonly:
+    in_parallel = hasattr(session.config, "workerinput")
+    if chosen and not (INTERPRETS or in_parallel or session.config.option.collectonly):
         session.stash[CHILD] = Child(session)
 
 
@@ -96,13 +100,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE) and not INTERPRETS:
             item.add_marker(pytest.mark.timeout(CHILD_TIMEOUT + 60))
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if INTERPRETS:
         return None
-    child = pyfuncitem.session.stash[CHILD]
+    stash = pyfuncitem.session.stash
+    if CHILD not in stash:
+        stash[CHILD] = Child(pyfuncitem.session)
+    child = stash[CHILD]
     result = child.outcomes().get(pyfuncitem.nodeid)
     if result is None:
         pytest.fail(f"the child did not run this test; it said:\n{child.output()}", pytrace=False)

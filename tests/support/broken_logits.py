@@ -1,0 +1,40 @@
+"""An engine whose model now and then gives one sequence logits that are no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from appliance.engine.engine import LLMEngine
+
+ROW = 1
+
+
+class BrokenExecutor:
+    """The executor of a model, except that logits in `ROW` are NaN when told so."""
+
+    def __init__(self, executor: Any, breaks: Callable[[int, int], bool]) -> None:
+        self._executor = executor
+        self._breaks = breaks
+        self._num_calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        logits: torch.Tensor = self._executor.forward(*arguments)
+        self._num_calls += 1
+        if self._breaks(self._num_calls, len(logits)):
+            logits[ROW] = torch.nan
+        return logits
+
+
+def break_logits(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, breaks: Callable[[int, int], bool]
+) -> None:
+    """Until the test is over; `breaks` gets the call's number, from 1, and how many rows it has."""
+    runner: Any = engine._runner
+    monkeypatch.setattr(runner, "_executor", BrokenExecutor(runner._executor, breaks))

@@ -1,0 +1,24 @@
+"""How a parallel run (`pytest -n`) shares the tests out: whole files, as they were collected."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+import pytest
+from xdist.scheduler.loadscope import LoadScopeScheduling
+
+# What one child process runs, and waits for, in the worker that gets the first of its tests.
+ONE_UNIT = PurePosixPath("tests/kernels/triton_interpreter")
+
+
+class FileScheduling(LoadScopeScheduling):
+    """Gives a worker that is about to run out of tests the next file, or that folder."""
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        config.option.loadscopereorder = False  # it would begin with the most tests, however quick
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = PurePosixPath(nodeid.split("::", 1)[0])
+        return str(ONE_UNIT if file.is_relative_to(ONE_UNIT) else file)

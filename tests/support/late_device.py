@@ -1,0 +1,42 @@
+"""A device on the host whose results come as late as a real one's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.engine.device.device import Event, Graph, HostDevice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class LateDevice(HostDevice):
+    """What is fetched arrives when an event recorded later is waited for, and not before."""
+
+    def __init__(self) -> None:
+        self.queue: list[Callable[[], object]] = []
+        self.captures = 0
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        host, content = torch.full_like(tensor, -7), tensor.clone()
+        self.queue.append(lambda: host.copy_(content))
+        return host
+
+    def record(self) -> Event:
+        return Late(self, len(self.queue))
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        self.captures += 1
+        return super().capture(function)
+
+
+class Late:
+    def __init__(self, device: LateDevice, count: int) -> None:
+        self.device, self.arrivals = device, device.queue[:count]
+
+    @torch.inference_mode()
+    def wait(self) -> None:
+        for arrive in self.arrivals:
+            arrive()
