@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch.nn import functional
+from transformers_gguf import load_with_transformers
 
 from appliance.kernels.backend import CPU, REFERENCE, Backend
 from appliance.kernels.cpu.engine import NativeEngine
@@ -67,15 +68,11 @@ class Agreement:
 
 @pytest.fixture(scope="module", params=["smollm2_gguf", "gemma3_gguf"])
 def oracle(request: pytest.FixtureRequest) -> Oracle:
-    from transformers import AutoModelForCausalLM
-
     path: Path = request.getfixturevalue(request.param)
     text = "\n\n".join(topics[name] for name in sorted(topics))[:8000]
     token_ids = Tokenizer.from_path(path).encode(text, add_special_tokens=True)[:NUM_TOKENS]
     assert len(token_ids) == NUM_TOKENS
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
+    model = load_with_transformers(path)
     with torch.inference_mode():
         logits = model(torch.tensor([token_ids])).logits[0]
     return Oracle(path, token_ids, logits)

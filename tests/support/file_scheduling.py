@@ -16,6 +16,7 @@ class FileScheduling(LoadScopeScheduling):
     """Gives a worker that is about to run out of tests the next file, or that folder."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
+        assert (config.rootpath / ONE_UNIT).is_dir(), f"{ONE_UNIT} is not there; has it moved?"
         config.option.loadscopereorder = False  # it would begin with the most tests, however quick
         super().__init__(config, log)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers_gguf import load_with_transformers
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
@@ -28,12 +29,8 @@ SEARCHES: list[tuple[int, int, bool | str, float]] = [
 
 
 def test_answers_are_those_of_transformers(smollm2_gguf: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     tokenizer = Tokenizer.from_path(smollm2_gguf)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
-    )
+    model = load_with_transformers(smollm2_gguf)
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
     settings |= {"dtype": "float32", "architectures": ["LlamaForCausalLM"]}
