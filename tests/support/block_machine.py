@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import takewhile
 
 import hypothesis.strategies as st
 from content_memory import Content, ContentMemory, truth
@@ -81,9 +82,8 @@ class BlockMachine(RuleBasedStateMachine):
         self.holders: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.outside: dict[bytes, list[Content]] = {}
-        self.last: dict[
-            Sequence, tuple[int, list[Content]]
-        ] = {}  # of preempted ones: at which token
+        # Of preempted ones the block that is not full, and tokens in all.
+        self.last: dict[Sequence, tuple[int, list[Content]]] = {}
         # Of sequences that begin with some, until the step has run: index of the first, and what.
         self.loads: dict[Sequence, tuple[int, list[tuple[BlockMove, list[Content]]]]] = {}
         self.blocks.on_evict = self.evicted
@@ -110,9 +110,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.slots.append(sequence.slot)
 
     def evicted(self, content: bytes, block: int) -> None:
-        self.outside[content] = [
-            self.memory.slots[block, at] for at in range(self.blocks.block_size)
-        ]
+        self.outside[content] = self.memory.full(block)
 
     def load(self, sequence: Sequence) -> None:
         """Continue a block table with what lies outside; the books know, but nobody finds it."""
@@ -120,12 +118,10 @@ class BlockMachine(RuleBasedStateMachine):
         first, num_last = divmod(sequence.num_computed, size)
         if num_last:
             return
-        contents = []
-        self.blocks.index.extend_hashes(sequence, (len(sequence.token_ids) - 1) // size)
-        for content in sequence.block_hashes[first : (len(sequence.token_ids) - 1) // size]:
-            if content not in self.outside:
-                break
-            contents.append(self.outside[content])
+        num_full = (len(sequence.token_ids) - 1) // size
+        self.blocks.index.extend_hashes(sequence, num_full)
+        known = takewhile(self.outside.__contains__, sequence.block_hashes[first:num_full])
+        contents = [self.outside[content] for content in known]
         num_tokens = len(contents) * size
         kept, last = self.last.pop(sequence, (0, []))
         if kept and first * size + num_tokens == kept - kept % size:

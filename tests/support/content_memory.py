@@ -43,6 +43,10 @@ class ContentMemory:
                     page = self.pages.get((copy.open_source, at), NOTHING)
                     self.pages[copy.open_destination, at] = page
 
+    def full(self, block: int) -> list[Content]:
+        """What a full block holds."""
+        return [self.slots[block, at] for at in range(self.blocks.block_size)]
+
     def put(self, move: BlockMove, contents: list[Content]) -> None:
         for offset, content in enumerate(contents):
             if move.open_page >= 0:
