@@ -20,7 +20,6 @@ from hypothesis.stateful import (
     rule,
 )
 
-from appliance.engine.blocks.block_loads import confirm_loads, load_blocks
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import unpack
 from appliance.engine.blocks.open_pages import num_open_pages
@@ -86,7 +85,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.last: dict[Sequence, tuple[int, list[Content]]] = {}
         # Of sequences that begin with some, until the step has run: index of the first, and what.
         self.loads: dict[Sequence, tuple[int, list[tuple[BlockMove, list[Content]]]]] = {}
-        self.blocks.on_evict = self.evicted
+        self.blocks.pool.on_evict = self.evicted
         self.slots = list(range(1, MAX_SEQUENCES + 1))
         self.steps = 0
         self.admit(make(tokens, salt))
@@ -131,7 +130,7 @@ class BlockMachine(RuleBasedStateMachine):
         if not contents:
             return
         held = [HeldBlock() for _ in contents]
-        moves = load_blocks(self.blocks, sequence, held, num_tokens)
+        moves = self.blocks.load(sequence, held, num_tokens)
         self.blocks.check_invariants(self.holders)
         self.loads[sequence] = first, list(zip(moves, contents, strict=True))
         seen["blocks loaded"] += len(moves)
@@ -199,7 +198,7 @@ class BlockMachine(RuleBasedStateMachine):
                 first, loads = self.loads.pop(sequence)
                 for move, found in loads:
                     self.memory.put(move, found)
-                confirm_loads(self.blocks, sequence, first)
+                self.blocks.confirm_loads(sequence, first)
             self.memory.write(sequence, num_tokens)
             self.blocks.commit(sequence, num_tokens)
 
@@ -369,7 +368,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.blocks.check_invariants(self.holders)
         self.steps += 1
         seen["steps"] += 1
-        seen["shared blocks"] += self.blocks.num_shared
+        seen["shared blocks"] += self.blocks.pool.num_shared
         self.blocks.metadata.begin_step(self.steps)
 
     @invariant()
@@ -384,10 +383,10 @@ class BlockMachine(RuleBasedStateMachine):
         size = self.blocks.block_size
         states = unpack(self.blocks.metadata.words).state
         for block in (states == BlockState.CACHED).nonzero()[0].tolist():
-            filled = self.blocks._filled[block]
+            filled = self.blocks.pool.filled[block]
             memory, place = self.memory.slots, block
             if self.sealed and filled < size:
-                memory, place = self.memory.pages, self.blocks._open[block]
+                memory, place = self.memory.pages, self.blocks.pool.open[block]
             salt, tokens = memory[place, filled - 1]
             assert salt not in ("junk", "nothing")
             assert len(tokens) % size == filled % size
