@@ -107,7 +107,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queue_seconds: float = 600.0  # that one may wait before it is started
     share_prefixes_between_keys: bool = False  # though timing then tells keys of each other
     max_body_bytes: int = 2 * 1024 * 1024
-    show_prompts: bool = False  # to dashboards that watch with the key
+    show_prompts: bool = False  # to dashboards, of several keys each its own
     min_quality: str | None = None  # such as kld<=0.1 or warn:same-top>=90, see quant.min_quality
 
     def __post_init__(self) -> None:

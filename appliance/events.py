@@ -39,7 +39,7 @@ class BlockState(IntEnum):
     CACHED = 1  # content kept for reuse, referenced by no sequence
     ACTIVE = 2  # referenced by at least one sequence
     WRITING = 3  # active, and the open last block of a sequence: tokens are being written to it
-    SWAPPED = 4  # kept for a sequence whose content is in host memory
+    LOADING = 4  # active, and its content is on the way from host memory or the disk
 
 
 def pack_cell(state: int, precision: int, references: int, owner: int) -> int:

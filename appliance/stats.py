@@ -42,7 +42,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     swaps_total: int = 0  # preemptions that kept the blocks, rather than computing them again
     prefix_hits_host_total: int = 0  # of the prefix hits, tokens that came from host memory
     prefix_hits_disk_total: int = 0  # and from the disk
+    swapped: int = 0  # sequences that wait and whose blocks are kept
     kv_host_blocks: int = 0  # in host memory: of preempted sequences, read ahead, or evicted
+    kv_host_swapped: int = 0  # of these, of preempted sequences
     kv_host_capacity: int = 0  # blocks
     kv_disk_writing: bool = False  # false without a disk tier, or while the disk refuses
     kv_disk_blocks: int = 0  # of this model and KV format
@@ -88,6 +90,17 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
+# What a sequence does, in the words of `SequenceView.status`.
+SEQUENCE_STATES = {
+    "waiting": "holds no blocks, and was not started yet",
+    "reading": "waits for its blocks to be read from the disk",
+    "running": "holds blocks",
+    "to fork": "a beam that waits to fork the blocks of a sibling",
+    "swapped": "had to make room; its blocks are kept and come back",
+    "preempted": "had to make room; what has left the cache is computed again",
+}
+
+
 class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     """One live sequence as the dashboard shows it."""
 
@@ -95,7 +108,7 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     slot: int
     owner: str
-    status: str
+    status: str  # one of `SEQUENCE_STATES`
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -103,6 +116,8 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     age_seconds: float
     computed_tokens: int = 0  # in the cache; fewer than the prompt has while it is in prefill
     preemptions: int = 0
+    kept_tokens: int = 0  # while swapped: in blocks that are kept, in the cache or host memory
+    host_blocks: int = 0  # of its blocks in host memory, preempted or read from the disk
     tokens_per_second: float = 0.0  # generated, over the last second or two
     model: str = ""
     prompt: str = ""  # its beginning, only if the server was started to show prompts

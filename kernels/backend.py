@@ -121,6 +121,11 @@ class Backend:
     # once per step, shared by all layers; the second argument is the block size
     plan_attention: Callable[[RaggedBatch, int], object]
     paged_attention: PagedAttention
+    # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
+    # one operation, or None where there is none for such a weight
+    prepare_gated: (
+        Callable[[Weight, Tensor | None, torch.dtype, Activation], Linear | None] | None
+    ) = None
 
 
 REFERENCE = Backend(
@@ -193,6 +198,7 @@ def triton_backend() -> Backend:
     from appliance.kernels.kv_seal.launch import seal
     from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
     from appliance.kernels.norm_rope.launch import add_rms_norm, rms_norm
+    from appliance.kernels.packed import PackedWeight
     from appliance.kernels.packed_matmul import launch as packed_matmul
     from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
     from appliance.kernels.soft_cap.launch import soft_cap
@@ -201,6 +207,13 @@ def triton_backend() -> Backend:
         if isinstance(weight, Fp8Weight):
             return fp8_matmul.prepare_linear(weight, bias, dtype)
         return packed_matmul.prepare_linear(weight, bias, dtype)
+
+    def prepare_gated(
+        weight: Weight, bias: Tensor | None, dtype: torch.dtype, activation: Activation
+    ) -> Linear | None:
+        if isinstance(weight, PackedWeight) and packed_matmul.has_gated(weight, dtype, activation):
+            return packed_matmul.prepare_gate_up(weight, bias, dtype)
+        return None
 
     return replace(
         REFERENCE,
@@ -216,4 +229,5 @@ def triton_backend() -> Backend:
         allocate_cache=KVPages.allocate,
         plan_attention=plan_attention,
         paged_attention=paged_attention,
+        prepare_gated=prepare_gated,
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from appliance.events import Delta, Snapshot
 
 _MAX_CELL = 0xFFFFFFFF
-_NOT_HELD = (BlockState.FREE, BlockState.CACHED, BlockState.SWAPPED)
+_NOT_HELD = (BlockState.FREE, BlockState.CACHED, BlockState.LOADING)
 _HELD = np.array([state not in _NOT_HELD for state in range(16)])
 
 
@@ -32,7 +32,7 @@ class BlockCounts:
     active: int = 0
     shared: int = 0
     writing: int = 0
-    swapped: int = 0
+    loading: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +123,7 @@ class Blocks:
             active=int(np.count_nonzero(held)),
             shared=int(np.count_nonzero(held & (self.references > 1))),
             writing=int(per_state[BlockState.WRITING]),
-            swapped=int(per_state[BlockState.SWAPPED]),
+            loading=int(per_state[BlockState.LOADING]),
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import httpx
 import msgspec
 
-from appliance.events import Delta, Snapshot, decode_event
+from appliance.events import Delta, Snapshot, Stats, decode_event
 from appliance.tui.foreign import MetricsReader
 from appliance.tui.server import CONNECT_TIMEOUT
 from appliance.tui.sse import FrameDecoder
@@ -33,6 +34,7 @@ METRICS_SECONDS = 1.0
 FIRST_RETRY = 0.5  # seconds; doubles with every failure in a row
 LAST_RETRY = 8.0
 SILENCE_TIMEOUT = 20.0  # stats come every second, and comments while there is nothing to tell
+MAX_LATENESS = 10.0  # seconds; what waits on the way for longer is dropped with its connection
 MAX_STRAY_DELTAS = 10  # of an epoch that no snapshot announced, before the feed is read anew
 _HEADERS = {"Accept": "text/event-stream"}
 
@@ -44,6 +46,27 @@ class FeedError(Exception):
         super().__init__(reason)
         self.phase = phase
         self.reason = reason
+
+
+class Lateness:
+    """How much longer than the quickest the latest numbers of one connection were on their way.
+
+    The server stops sending where nothing is read, but a tunnel or a proxy may read ahead.
+    """
+
+    def __init__(self) -> None:
+        self._least = math.inf
+
+    def of(self, stats: Stats, now: float) -> float:
+        """In seconds; the two clocks need not agree.
+
+        Args:
+            stats: that arrived.
+            now: Unix seconds here.
+        """
+        way = now - stats.time
+        self._least = min(self._least, way)
+        return way - self._least
 
 
 class EventFeed:
@@ -91,6 +114,7 @@ class EventFeed:
         answered = False
         epoch: int | None = None
         strays = 0
+        lateness = Lateness()
         try:
             url = self.server.path(EVENTS_PATH)
             async with client.stream("GET", url, headers=_HEADERS) as response:
@@ -105,7 +129,11 @@ class EventFeed:
                         if event is None:
                             continue
                         publish(event)
-                        if isinstance(event, Snapshot):
+                        if isinstance(event, Stats):
+                            late = lateness.of(event, time.time())
+                            if late > MAX_LATENESS:
+                                raise FeedError(Phase.LOST, f"a slow link: {late:.0f} s behind")
+                        elif isinstance(event, Snapshot):
                             epoch, strays, self._retry = event.epoch, 0, self._first_retry
                         elif isinstance(event, Delta) and event.epoch != epoch:
                             strays += 1

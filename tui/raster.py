@@ -39,7 +39,7 @@ class ColorMode(Enum):
 
 
 # Indices into PAINT, in the order in which a bucket prefers them.
-NONE, FREE, CACHED, SWAPPED, ACTIVE, WRITING, SHARED = range(7)
+NONE, FREE, CACHED, LOADING, ACTIVE, WRITING, SHARED = range(7)
 OWNER = 7
 REFERENCE = OWNER + len(palette.OWNER_HUES)
 AGE = REFERENCE + len(palette.REFERENCE_STEPS)
@@ -61,7 +61,7 @@ DIMMED = len(_BRIGHT)  # added to an index, the dimmed form of that colour
 PAINT = (*_BRIGHT, *(palette.dimmed(color) for color in _BRIGHT))
 # One letter for each, where one block is one cell or a terminal has no colours.
 _STEPS = "".join(map(str, range(1, 1 + len(palette.REFERENCE_STEPS))))
-LETTERS = " .:s#w*" + "#" * len(palette.OWNER_HUES) + _STEPS + _STEPS[::-1] + "X"
+LETTERS = " .:l#w*" + "#" * len(palette.OWNER_HUES) + _STEPS + _STEPS[::-1] + "X"
 LETTERS += " .:" + "-" * (DIMMED - 3)
 _LETTER_OF = np.array([ord(letter) for letter in LETTERS], dtype=np.uint32)
 _DIGITS = np.array([ord(digit) for digit in "0123456789ABCDEF"], dtype=np.uint32)
@@ -96,7 +96,7 @@ def _looks_table() -> NDArray[np.uint8]:
     of_state = np.full(16, ACTIVE, dtype=np.uint8)
     of_state[BlockState.FREE] = FREE
     of_state[BlockState.CACHED] = CACHED
-    of_state[BlockState.SWAPPED] = SWAPPED
+    of_state[BlockState.LOADING] = LOADING
     of_state[BlockState.WRITING] = WRITING
     looks: NDArray[np.uint8] = of_state[cells & 0xF]
     looks[(looks == ACTIVE) & (cells >> 8 > 1)] = SHARED
@@ -185,7 +185,7 @@ def _focused(blocks: Blocks, emphasis: Emphasis) -> NDArray[np.bool_] | None:
     if emphasis.slot is None:
         return None
     owned: NDArray[np.bool_] = (blocks.owners == emphasis.slot) & (
-        appearance(blocks.cells) >= SWAPPED
+        appearance(blocks.cells) >= LOADING
     )
     if emphasis.table:
         at = np.fromiter(emphasis.table, dtype=np.int64)

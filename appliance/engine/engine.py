@@ -20,8 +20,9 @@ from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Tab
 from appliance.engine.request import FinishReason
 from appliance.engine.scheduling.deadlines import was_started, why_refused
 from appliance.engine.sequence import SequenceStatus
+from appliance.engine.sequence_views import view_sequences
 from appliance.errors import RequestError
-from appliance.stats import EngineStats, SequenceView, StepView
+from appliance.stats import EngineStats, StepView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from appliance.engine.sampler import Sampled
     from appliance.engine.scheduling.scheduler import Scheduler
     from appliance.engine.sequence import Sequence
+    from appliance.stats import SequenceView
 
 MAX_STEPS_KEPT = 1024
 _READ_SECONDS = 0.01  # of waiting for the disk, between looks at what else came
@@ -253,24 +255,7 @@ class LLMEngine:
 
     def sequences(self) -> tuple[SequenceView, ...]:
         """All live sequences, as the dashboard shows them."""
-        now = self._clock()
-        return tuple(
-            SequenceView(
-                request_id=sequence.request.request_id,
-                index=sequence.index,
-                slot=sequence.slot,
-                owner=sequence.request.owner,
-                status=sequence.status.value,
-                prompt_tokens=sequence.num_prompt_tokens,
-                cached_tokens=sequence.num_cached,
-                output_tokens=sequence.num_output_tokens,
-                blocks=len(sequence.block_table),
-                age_seconds=now - sequence.arrival,
-                computed_tokens=sequence.num_computed,
-                preemptions=sequence.num_preemptions,
-            )
-            for sequence in self._scheduler.sequences()
-        )
+        return view_sequences(self._scheduler, self._clock())
 
     def take_steps(self) -> tuple[StepView, ...]:
         """The steps since the last call, or the latest of them."""

@@ -230,15 +230,11 @@ def choose_execution(
     num_layers = len(source.spec.layers)
     _check_block_size(precision, num_layers)
     if precision.device.type == "cpu" and config.kernels == "auto":
-        reason = _why_not_native(precision, source)
+        reason = why_not_native(config, source) or _why_not_of_blocks(precision)
         if reason is None:
-            try:
-                library = load_library()
-                isa = select_isa(library, config.cpu_isa)
-            except LibraryError as error:
-                reason = str(error)
-            else:
-                return NativeExecution(precision, NativeEngine(library, threads), isa.name), ()
+            library = load_library()
+            isa = select_isa(library, config.cpu_isa)
+            return NativeExecution(precision, NativeEngine(library, threads), isa.name), ()
         if config.cpu_isa != "auto":
             raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")
         notes.append(f"torch executes the model, slower than the CPU library would: {reason}")
@@ -264,11 +260,19 @@ def _check_block_size(precision: Precision, num_layers: int) -> None:
         )
 
 
-def _why_not_native(precision: Precision, source: ModelSource) -> str | None:
-    """Why the CPU library cannot execute this, in words."""
+def why_not_native(config: EngineConfig, source: ModelSource) -> str | None:
+    """Why the CPU library cannot execute a model on this machine, in words; None: it can."""
+    try:
+        select_isa(load_library(), config.cpu_isa)
+    except LibraryError as error:
+        return str(error)
+    return why_unsupported(source)
+
+
+def _why_not_of_blocks(precision: Precision) -> str | None:
     if precision.block_size % 16:
         return f"its blocks hold a multiple of 16 tokens, not {precision.block_size}"
-    return why_unsupported(source)
+    return None
 
 
 def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:

@@ -22,7 +22,7 @@ from appliance.engine.device.device import CudaDevice
 from appliance.engine.device.device_runner import DeviceRunner, fixed_bytes, largest_step
 from appliance.engine.device.device_sampler import DeviceSampler
 from appliance.engine.device.measure import graph_allowance, measure_workspace
-from appliance.engine.execution import Precision, TorchExecution, choose_execution
+from appliance.engine.execution import Precision, TorchExecution, choose_execution, why_not_native
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
@@ -264,7 +264,10 @@ def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tu
     else:
         old_gpu = device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0)
         dtype = torch.float16 if old_gpu else torch.bfloat16
-    return choose_kv(config, source, device, dtype)
+    native = (
+        device.type == "cpu" and config.kernels == "auto" and why_not_native(config, source) is None
+    )
+    return choose_kv(config, source, device, dtype, native=native)
 
 
 def _num_open(

@@ -17,17 +17,43 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class MLP:
-    """down(act(gate(x)) * up(x))."""
+class GatedLinear:
+    """act(gate(x)) * up(x), where the backend has no one operation for it."""
 
     backend: Backend
     activation: Activation
     gate_up: Linear  # hidden to gate, then up
+
+    @property
+    def in_features(self) -> int:
+        """Width of x."""
+        return self.gate_up.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Width of the result."""
+        return self.gate_up.out_features // 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight and bias take."""
+        return self.gate_up.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map x (num_tokens, in_features) to (num_tokens, out_features)."""
+        return self.backend.gated_activation(self.gate_up(x), self.activation)
+
+
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """down(act(gate(x)) * up(x))."""
+
+    gated: Linear  # hidden to act(gate) * up
     down: Linear
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Map hidden (num_tokens, hidden_size) to the same shape."""
-        return self.down(self.backend.gated_activation(self.gate_up(hidden), self.activation))
+        return self.down(self.gated(hidden))
 
 
 @dataclass(frozen=True, slots=True)

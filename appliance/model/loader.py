@@ -14,8 +14,8 @@ from appliance.kernels.packed_matmul.reference import DenseLinear
 from appliance.model.attention import Attention
 from appliance.model.decoder import Decoder
 from appliance.model.embedding import Embedding
-from appliance.model.layers import MLP, DecoderLayer
-from appliance.model.linear import prepare_fused
+from appliance.model.layers import MLP, DecoderLayer, GatedLinear
+from appliance.model.linear import prepare_fused, stack_neighbours
 from appliance.model.reader import ModelReader
 from appliance.model.rope import Rope, distinct_ropes
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from appliance.kernels.activation import Activation
     from appliance.kernels.backend import Backend, Linear
     from appliance.model.linear import LinearPart
     from appliance.model.norm import Norm
@@ -115,9 +116,7 @@ class LayerBuilder:
                 key_norm=self._optional(weights.key_norm),
             ),
             mlp=MLP(
-                backend=self._backend,
-                activation=spec.mlp.activation,
-                gate_up=self._linear(weights.gate_up),
+                gated=self.gated(weights.gate_up, spec.mlp.activation),
                 down=self._linear([weights.down]),
             ),
             mlp_norm=self.counted(weights.mlp_norm),
@@ -125,6 +124,17 @@ class LayerBuilder:
             attention_post_norm=self._optional(weights.attention_post_norm),
             mlp_post_norm=self._optional(weights.mlp_post_norm),
         )
+
+    def gated(self, parts: list[LinearPart], activation: Activation) -> Linear:
+        """act(gate(x)) * up(x): one operation, if the backend has it and the packing allows it."""
+        stacked = stack_neighbours(parts)
+        if len(stacked) == 1 and self._backend.prepare_gated is not None:
+            (part,) = stacked
+            linear = self._backend.prepare_gated(part.weight, part.bias, self._dtype, activation)
+            if linear is not None:
+                self.nbytes += linear.nbytes
+                return linear
+        return GatedLinear(self._backend, activation, self._linear(parts))
 
     def counted(self, norm: Norm) -> Norm:
         """The same norm, its bytes added to the sum."""

@@ -50,6 +50,13 @@ class GoneError(RequestError):
     status = 404
 
 
+class NotYoursError(RequestError):
+    """The request came with another key."""
+
+    status = 403
+    type = "permission_error"
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,13 +66,17 @@ def admin_router(state: ServerState) -> APIRouter:
     watchers: set[Watcher] = set()
 
     @router.get("/admin/v1/events", **describes(None, None, media_type="text/event-stream"))
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
         feed = await asyncio.to_thread(_new_feed)
         if len(watchers) >= MAX_WATCHERS:
             raise QueueFullError(f"{MAX_WATCHERS} dashboards watch already", retry_after=5)
-        watcher = Watcher(state, feed)
+        watcher = Watcher(state, feed, key_name(request.scope))
         watchers.add(watcher)
-        return EventStream(watcher.frames(), on_close=lambda: watchers.discard(watcher))
+        return EventStream(
+            watcher.frames(),
+            on_close=lambda: watchers.discard(watcher),
+            gzip=accepts_gzip(request.headers.get("accept-encoding", "")),
+        )
 
     @router.get(
         "/admin/v1/sequences/{request_id}/{index}/blocks",
@@ -75,12 +86,16 @@ def admin_router(state: ServerState) -> APIRouter:
         """Which physical blocks a sequence holds, in logical order."""
         request_id, index = request.path_params["request_id"], request.path_params["index"]
         choice = int(index) if index.isdecimal() and len(index) < 8 else -1
+        owner = state.engine.owner_of(request_id)
         table = await state.engine.fetch_table(request_id, choice)
         metadata = state.engine.metadata
         if not table.blocks or metadata is None:
             raise GoneError("no such sequence holds blocks now")
         from appliance.server.block_feed import table_entries
 
+        if owner is None or not state.may_manage(key_name(request.scope), owner):
+            # Who can guess a prompt could tell by its hashes that it was asked.
+            table = msgspec.structs.replace(table, hashes=b"")
         return json_response(
             BlockTable(
                 request_id=request_id,
@@ -96,9 +111,15 @@ def admin_router(state: ServerState) -> APIRouter:
     async def abort(request: Request) -> Response:
         """End a request in whatever phase it is; its client is told so."""
         request_id = request.path_params["request_id"]
-        if not state.engine.cancel(request_id):
+        owner, holder = state.engine.owner_of(request_id), key_name(request.scope)
+        if owner is None:
             raise GoneError("no such request is open")
-        holder = key_name(request.scope)
+        if not state.may_manage(holder, owner):
+            raise NotYoursError(
+                f"this request is of {owner!r}; a key can end its own, and only the key without "
+                "a name those of others"
+            )
+        state.engine.cancel(request_id)
         logger.info("%s: ended by a dashboard%s", request_id, f" of {holder}" if holder else "")
         return json_response(Aborted(aborted=True))
 
@@ -113,13 +134,19 @@ def admin_router(state: ServerState) -> APIRouter:
 
 
 class Watcher:
-    """One dashboard: what it has been told, so that it is told only what is new."""
+    """One dashboard: what it has been told, so that it is told only what is new.
 
-    def __init__(self, state: ServerState, blocks: BlockFeed) -> None:
+    Args:
+        state: of the server.
+        blocks: what it knows of the block map.
+        holder: name of the key that it watches with.
+    """
+
+    def __init__(self, state: ServerState, blocks: BlockFeed, holder: str) -> None:
         self._state = state
         self._blocks = blocks
         self._info: Info | None = None
-        self._sequences = SequenceFeed(state)
+        self._sequences = SequenceFeed(state, holder)
         self._log = LogFeed(state.warnings)
         self._jobs: dict[str, Job] = {}
         self._next_stats = 0.0
@@ -229,6 +256,15 @@ class Rates:
         seconds = when - before[0]
         # Counters start again at 0 with another engine.
         return max(0, now[1] - before[1]) / seconds, max(0, now[2] - before[2]) / seconds
+
+
+def accepts_gzip(header: str) -> bool:
+    """Whether an Accept-Encoding header names gzip, and not to refuse it."""
+    for offer in header.lower().split(","):
+        name, _, weight = offer.replace(" ", "").partition(";q=")
+        if name == "gzip":
+            return weight.strip("0.") != "" or not weight
+    return False
 
 
 def _new_feed() -> BlockFeed:

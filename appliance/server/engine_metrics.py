@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.registry import Collector
 
 from appliance.api_keys import NO_KEY
+from appliance.engine.blocks.block_word import count_states
 from appliance.engine.process.supervisor import EngineState
 from appliance.server.families import counter, gauge
 from appliance.version import __version__
@@ -102,7 +103,7 @@ class EngineCollector(Collector):
             ("appliance_kv_block_slots", "Token slots of a KV block.", stats.block_size),
             ("appliance_sequences_running", "Sequences that hold blocks.", stats.running),
             ("appliance_sequences_waiting", "Sequences that hold none.", stats.waiting),
-            ("appliance_kv_host_blocks", "KV blocks in host memory.", stats.kv_host_blocks),
+            ("appliance_sequences_swapped", "Waiting ones with blocks kept.", stats.swapped),
             ("appliance_kv_host_capacity", "KV blocks that fit there.", stats.kv_host_capacity),
             ("appliance_kv_disk_blocks", "KV blocks on the disk.", stats.kv_disk_blocks),
             ("appliance_kv_disk_bytes", "KV files of all models.", stats.kv_disk_bytes),
@@ -116,17 +117,26 @@ class EngineCollector(Collector):
             ("appliance_queue_limit", "Requests that may wait.", self._state.config.max_queue),
         ):
             yield gauge(name, text, [(self._labels, value)])
-        states = {
-            "free": stats.blocks_free,
-            "cached": stats.blocks_cached,
-            "active": stats.blocks_active - stats.blocks_shared,
-            "shared": stats.blocks_shared,
+        # As the block map has them; there is none before the engine is ready.
+        states = {} if engine.metadata is None else count_states(engine.metadata)
+        host = {
+            "swapped": stats.kv_host_swapped,
+            "cached": stats.kv_host_blocks - stats.kv_host_swapped,
         }
-        yield gauge(
-            "appliance_kv_blocks",
-            "KV blocks by state; shared ones stand in more than one block table.",
-            [({**self._labels, "state": state}, count) for state, count in states.items()],
-        )
+        for name, text, counts in (
+            (
+                "appliance_kv_blocks",
+                "KV blocks by state; shared ones stand in more than one block table.",
+                states,
+            ),
+            (
+                "appliance_kv_host_blocks",
+                "KV blocks in host memory: of preempted sequences, or cached and read ahead.",
+                host,
+            ),
+        ):
+            samples = [({**self._labels, "state": state}, count) for state, count in counts.items()]
+            yield gauge(name, text, samples)
 
     def _requests(self) -> Iterator[Metric]:
         # Zeros too, so that no series ends when nobody asks for anything.

@@ -104,8 +104,8 @@ class EnergyMeter:
     def update(self, now: float, joules: float, tokens: int) -> float | None:
         """Joules per token since the oldest sample of the last minute; None without a token."""
         samples = self._samples
-        if samples and tokens < samples[-1][2]:
-            samples.clear()  # counters start again with another engine
+        if samples and (tokens < samples[-1][2] or joules < samples[-1][1]):
+            samples.clear()  # counters start again with another engine, or another driver
         samples.append((now, joules, tokens))
         while now - samples[0][0] > ENERGY_SECONDS:
             samples.popleft()

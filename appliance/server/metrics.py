@@ -16,6 +16,8 @@ from appliance.events import Quantiles
 from appliance.server.histogram import Histogram
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from prometheus_client.registry import Collector
 
     from appliance.engine.messages import StepReport
@@ -146,6 +148,14 @@ class Metrics:
     def add(self, collector: Collector) -> None:
         """Report numbers that somebody else keeps, too."""
         self.registry.register(collector)
+
+    def know_keys(self, names: Iterable[str]) -> None:
+        """Begin what is counted by key at zero, so that no series starts with its first event."""
+        for name in names:
+            self._waits.labels(name)
+            self._shed.labels(name)
+            for state in ("waiting", "running"):
+                self._expired.labels(name, state)
 
     def take_steps(self, report: StepReport) -> None:
         """Count the steps that the engine reports."""

@@ -23,7 +23,7 @@ from appliance.server.sampling import completion_budget, sampling_params
 from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import Scoring
 from appliance.server.stream import EventStream, unless_disconnected
-from appliance.server.terms import Terms
+from appliance.server.terms import Terms, salt_of
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -49,7 +49,8 @@ def openai_router(state: ServerState) -> APIRouter:
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        prompt = await chat_prompt(state, body.messages)
+        salt = salt_of(state, body, key_name(request.scope))
+        prompt = await chat_prompt(state, body.messages, salt)
         asked = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )

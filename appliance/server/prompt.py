@@ -23,8 +23,13 @@ _ROLES = {"system", "developer", "user", "assistant", "tool"}
 ResultT = TypeVar("ResultT")
 
 
-async def chat_prompt(state: ServerState, messages: list[Message]) -> list[int]:
+async def chat_prompt(state: ServerState, messages: list[Message], salt: str) -> list[int]:
     """Token ids of a conversation in the model's own chat format.
+
+    Args:
+        state: the server.
+        messages: the conversation.
+        salt: only chats of the same salt find one another's texts tokenized; see `terms.salt_of`.
 
     Raises:
         RequestError: a message is of a kind that is not supported.
@@ -39,7 +44,7 @@ async def chat_prompt(state: ServerState, messages: list[Message]) -> list[int]:
         )
     turns = [_turn(message, f"messages[{number}]") for number, message in enumerate(messages)]
     length = sum(len(turn["content"]) for turn in turns)
-    return await _run(state, length, partial(tokenizer.encode_chat, turns))
+    return await _run(state, length, partial(tokenizer.encode_chat, turns, salt=salt))
 
 
 async def completion_prompts(

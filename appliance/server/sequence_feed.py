@@ -20,10 +20,16 @@ Key = tuple[str, int]
 
 
 class SequenceFeed:
-    """What one watcher knows of the sequences."""
+    """What one watcher knows of the sequences.
 
-    def __init__(self, state: ServerState) -> None:
+    Args:
+        state: of the server.
+        holder: name of the key that the watcher came with; it sees no prompts of others.
+    """
+
+    def __init__(self, state: ServerState, holder: str) -> None:
         self._state = state
+        self._holder = holder
         self._known: tuple[SequenceView, ...] | None = None
         self._rates: dict[Key, TokenRate] = {}
         self._prompts: dict[str, str] = {}
@@ -54,6 +60,8 @@ class SequenceFeed:
             return
         before, self._prompts = self._prompts, {}
         for request, _ in self._state.engine.open_requests():
+            if not self._state.may_manage(self._holder, request.owner):
+                continue
             known = before.get(request.request_id)
             if known is None:
                 known = tokenizer.decode(request.prompt_token_ids[:SHOWN_TOKENS])

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from appliance.api_keys import BARE_NAME, NO_KEY
 from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError, QueueFullError, UnknownModelError
 from appliance.log import RecentWarnings
@@ -61,6 +62,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.machine = MachineProbe(self.engine)
         self.key_names = tuple(self.config.keys())
+        self.metrics.know_keys(self.key_names or (NO_KEY,))
         self.engine.observers += [self._take_warnings, self.metrics.take_steps]
 
     def _take_warnings(self, report: StepReport) -> None:
@@ -71,6 +73,17 @@ class ServerState:
     def several_keys(self) -> bool:
         """Whether more than one key is let in."""
         return len(self.key_names) > 1
+
+    def may_manage(self, holder: str, owner: str) -> bool:
+        """Whether a key may end a request, and see more of it than numbers.
+
+        Where several are let in, those are its owner's and the one without a name.
+
+        Args:
+            holder: name of the key that asks.
+            owner: name of the key that the request came with.
+        """
+        return not self.several_keys or holder in (BARE_NAME, owner)
 
     @property
     def unavailable(self) -> str | None:

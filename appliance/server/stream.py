@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+import zlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -28,6 +29,7 @@ STALL_SECONDS = 60.0  # for a client that does not read
 DONE = b"data: [DONE]\n\n"
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_GZIP = zlib.MAX_WBITS | 16  # with that format's header
 _KEEP_ALIVE = b": keep-alive\n\n"
 
 _encode = msgspec.json.Encoder().encode
@@ -78,6 +80,7 @@ class EventStream(Response):
     Args:
         frames: complete frames.
         on_close: called when the stream is over, however it ended, even if it never began.
+        gzip: whether to compress it; every frame can still be read as soon as it has come.
     """
 
     media_type = "text/event-stream"
@@ -87,15 +90,18 @@ class EventStream(Response):
         frames: AsyncGenerator[bytes, None],
         *,
         on_close: Callable[[], None] = lambda: None,
+        gzip: bool = False,
     ) -> None:
-        super().__init__(headers=_HEADERS)
+        super().__init__(headers={**_HEADERS, "content-encoding": "gzip"} if gzip else _HEADERS)
         del self.headers["content-length"]  # of the empty body that is not sent
         self._frames = frames
         self._on_close = on_close
+        self._gzip = gzip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, unless the client goes away."""
-        stream = _Stream(scope, receive, send, self)
+        packer = zlib.compressobj(level=1, wbits=_GZIP) if self._gzip else None
+        stream = _Stream(scope, receive, send, self, packer)
         try:
             await _guarded(stream.send_all(self._frames), stream.watch(), _disconnect(receive))
         except ClientGoneError as error:
@@ -111,11 +117,19 @@ class _Stream:
     A frame takes no clock of its own: one task watches for silence and for a stall.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, response: Response) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        response: Response,
+        packer: zlib._Compress | None,
+    ) -> None:
         self._scope = scope
         self._receive = receive
         self._send = send
         self._response = response
+        self._packer = packer
         self._lock = asyncio.Lock()
         self._write_chunk: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(CHUNKS)
         self._started = False
@@ -172,7 +186,13 @@ class _Stream:
     def _write_at_once(self, data: bytes) -> bool:
         """Write past locks and middlewares, if nothing is in the way."""
         write = self._write_chunk
-        if write is None or not self._started or self._lock.locked() or not write(data):
+        if (
+            write is None
+            or self._packer is not None
+            or not self._started
+            or self._lock.locked()
+            or not write(data)
+        ):
             return False
         self._last = time.monotonic()
         return True
@@ -191,6 +211,9 @@ class _Stream:
                         "headers": self._response.raw_headers,
                     }
                 )
+            if self._packer is not None:
+                mode = zlib.Z_FINISH if last else zlib.Z_SYNC_FLUSH
+                data = self._packer.compress(data) + self._packer.flush(mode)
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})
             self._ended = last
             self._last = time.monotonic()

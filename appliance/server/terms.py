@@ -43,13 +43,12 @@ class Terms:
                 "lower is served earlier",
                 param="priority",
             )
-        apart = state.several_keys and not state.config.share_prefixes_between_keys
         return cls(
             owner=owner,
             priority=priority,
             timeout=body.timeout,
             max_queue_seconds=state.config.max_queue_seconds,
-            cache_salt=prefix_salt(owner if apart else "", body.cache_salt or ""),
+            cache_salt=salt_of(state, body, owner),
         )
 
     def request(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Request:
@@ -68,6 +67,12 @@ class Terms:
             cache_salt=self.cache_salt,
             owner=self.owner,
         )
+
+
+def salt_of(state: ServerState, body: SamplingFields, owner: str) -> str:
+    """What keeps apart what this request's prompt leaves in caches; see `prefix_salt`."""
+    apart = state.several_keys and not state.config.share_prefixes_between_keys
+    return prefix_salt(owner if apart else "", body.cache_salt or "")
 
 
 def prefix_salt(owner: str, asked: str) -> str:

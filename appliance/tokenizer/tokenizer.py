@@ -14,6 +14,7 @@ from appliance.errors import ChatTemplateError, ModelError, RequestError
 from appliance.tokenizer.control_tokens import ContentGuard, ControlTokens, Occurrence
 from appliance.tokenizer.from_folder import load_from_folder
 from appliance.tokenizer.from_gguf import load_from_gguf
+from appliance.tokenizer.known_texts import KnownTexts
 from appliance.tokenizer.pieces import Spelling, piece_bytes
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Tokenizer:
         self._backend.encode_special_tokens = True
         self._backend.add_tokens([AddedToken(self._separator, normalized=False, special=False)])
         self._separator_id = self._backend.token_to_id(self._separator)
+        # What follows a separator is tokenized as if nothing stood before it.
+        self._known_texts = KnownTexts(self._encode_texts)
         self.add_bos = self.bos_token_id is not None and self.encode("", add_special_tokens=True)[
             :1
         ] == [self.bos_token_id]
@@ -108,10 +111,13 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        salt: str = "",
     ) -> list[int]:
         """Token ids of a chat in the model's own format.
 
         Control tokens come from the template alone: what looks like one in a message stays text.
+        Texts between them that were in a chat lately are not tokenized again; `salt` keeps chats
+        apart that must not learn of one another, by the time that it takes.
 
         Raises:
             ChatTemplateError: the model has no chat template, or it refuses the messages.
@@ -129,7 +135,14 @@ class Tokenizer:
         )
         occurrences = self._control_tokens.find(_valid(text))
         pieces = [_valid(guard.restore(piece)) for piece in _split(text, occurrences)]
-        return self._encode_pieces(pieces, occurrences, add_special_tokens=False)
+        begin, *others = self._known_texts.ids_of(
+            [pieces[0], *(self._separator + piece for piece in pieces[1:])], salt
+        )
+        ids = list(begin)
+        for occurrence, piece in zip(occurrences, others, strict=True):
+            ids.append(occurrence.token_id)
+            ids.extend(piece[1:])
+        return ids
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of a whole sequence, without control tokens."""
@@ -166,15 +179,20 @@ class Tokenizer:
         self, pieces: list[str], between: list[Occurrence], add_special_tokens: bool
     ) -> list[int]:
         """Ids of texts with a control token between each two."""
-        # Batches, even of one, let other threads run meanwhile; a single text does not.
-        (encoding,) = self._backend.encode_batch_fast(
-            [self._separator.join(pieces)], add_special_tokens=add_special_tokens
-        )
-        ids: list[int] = encoding.ids
+        (ids,) = self._encode_texts([self._separator.join(pieces)], add_special_tokens)
         if not between:
             return ids
         control = iter(between)
         return [next(control).token_id if i == self._separator_id else i for i in ids]
+
+    def _encode_texts(
+        self, texts: Sequence[str], add_special_tokens: bool = False
+    ) -> list[list[int]]:
+        # Batches, even of one, let other threads run meanwhile; a single text does not.
+        encodings = self._backend.encode_batch_fast(
+            list(texts), add_special_tokens=add_special_tokens
+        )
+        return [encoding.ids for encoding in encodings]
 
 
 def _split(text: str, occurrences: list[Occurrence]) -> list[str]:

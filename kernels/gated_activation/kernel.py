@@ -11,18 +11,25 @@ EXPONENT_LIMIT: tl.constexpr = tl.constexpr(126.0)
 @triton.jit
 def gated_activation_kernel(
     output_ptr,  # (num_tokens, intermediate)
-    gate_up_ptr,  # (num_tokens, 2 * intermediate), rows stride apart, the gate first
+    gate_up_ptr,  # (num_tokens, 2 * intermediate), rows stride apart; see RUN
     intermediate,
     stride,
     ACTIVATION: tl.constexpr,  # the value of an Activation
+    RUN: tl.constexpr,  # so many columns of gate, then of up, in turns; 0: half a row each
     BLOCK: tl.constexpr,
 ):
     i_token = tl.program_id(0).to(tl.int64)
     o_column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b_mask = o_column < intermediate
-    p_gate = gate_up_ptr + i_token * stride + o_column
-    b_gate = tl.load(p_gate, mask=b_mask, other=0.0).to(tl.float32)
-    b_up = tl.load(p_gate + intermediate, mask=b_mask, other=0.0).to(tl.float32)
+    if RUN:
+        o_gate = o_column // RUN * (2 * RUN) + o_column % RUN
+        o_up = o_gate + RUN
+    else:
+        o_gate = o_column
+        o_up = o_column + intermediate
+    p_row = gate_up_ptr + i_token * stride
+    b_gate = tl.load(p_row + o_gate, mask=b_mask, other=0.0).to(tl.float32)
+    b_up = tl.load(p_row + o_up, mask=b_mask, other=0.0).to(tl.float32)
     if ACTIVATION == "silu":
         b_inner = b_gate
     else:

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: Activation, *, run: int = 0) -> Tensor:
     """See `reference.gated_activation`.
 
     Args:
         gate_up: (num_tokens, 2 * intermediate) bfloat16, float16 or float32, the gate in the first
             half of each row.
         activation: the nonlinearity.
+        run: gate and up take turns in each row, so many columns at a time; 0: halves.
 
     Raises:
         UnsupportedModelError: no kernel covers the dtype.
@@ -36,7 +37,7 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
             f"supported: {', '.join(map(str, FLOAT_DTYPES))}"
         )
     assert gate_up.stride(1) == 1, gate_up.stride()
-    assert width % 2 == 0, width
+    assert width % (2 * max(run, 1)) == 0, (width, run)
     intermediate = width // 2
     output = gate_up.new_empty(num_tokens, intermediate)
     if num_tokens:
@@ -47,6 +48,7 @@ def gated_activation(gate_up: Tensor, activation: Activation) -> Tensor:
                 intermediate,
                 gate_up.stride(0),
                 ACTIVATION=activation.value,
+                RUN=run,
                 BLOCK=BLOCK,
                 num_warps=NUM_WARPS,
             )

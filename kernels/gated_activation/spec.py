@@ -19,10 +19,12 @@ class ActivationShape:
     name: str
     intermediate: int
     activation: Activation
+    run: int = 0  # gate and up take turns, so many columns at a time; 0: halves
 
 
 SHAPES = (
     ActivationShape("llama_8b", 14336, Activation.SILU),
+    ActivationShape("llama_8b_packed", 14336, Activation.SILU, run=8),
     ActivationShape("gemma3_270m", 2048, Activation.GELU_TANH),
 )
 NUM_TOKENS = (1, 16, 64, 512, 2048)  # what is measured
@@ -37,7 +39,7 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
 def activation_signature(shape: ActivationShape) -> KernelSignature:
     """How `gated_activation_kernel` is compiled for BF16 activations."""
     return KernelSignature(
-        name=f"gated_activation {shape.activation.value} bf16",
+        name=f"gated_activation {shape.activation.value} bf16" + " in turns" * bool(shape.run),
         module="appliance.kernels.gated_activation.kernel",
         function="gated_activation_kernel",
         types={
@@ -46,7 +48,7 @@ def activation_signature(shape: ActivationShape) -> KernelSignature:
             "intermediate": "i32",
             "stride": "i32",
         },
-        constexprs={"ACTIVATION": shape.activation.value, "BLOCK": BLOCK},
+        constexprs={"ACTIVATION": shape.activation.value, "RUN": shape.run, "BLOCK": BLOCK},
         multiples_of_16=frozenset({"intermediate", "stride"}),
         num_warps=NUM_WARPS,
         num_stages=1,

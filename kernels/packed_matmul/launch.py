@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.activation import Activation
+from appliance.kernels.gated_activation.launch import gated_activation
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.packed_matmul.kernel import (
     dequantize_kernel,
@@ -26,6 +28,7 @@ from appliance.kernels.packed_matmul.spec import (
     matmul_constexprs,
 )
 from appliance.kernels.packed_matmul.tiled import (
+    GATE_RUN,
     ROW_MULTIPLE,
     TiledWeight,
     interleaved_gate_up,
@@ -126,6 +129,16 @@ def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> L
     return reordered(linear, weight.input_order)
 
 
+def has_gated(weight: PackedWeight, dtype: torch.dtype, activation: Activation) -> bool:
+    """Whether `prepare_gate_up` is for such a weight."""
+    return (
+        weight.input_order is None
+        and not weight.shape[0] % (2 * GATE_RUN)
+        and dtype in DTYPES
+        and activation is Activation.SILU
+    )
+
+
 def prepare_gate_up(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> TiledLinear:
     """One linear for silu(x @ gate.T) * (x @ up.T).
 
@@ -139,7 +152,7 @@ def prepare_gate_up(weight: PackedWeight, bias: Tensor | None, dtype: torch.dtyp
     """
     _check_supported(weight, dtype)
     assert weight.input_order is None, "not read here"
-    if weight.shape[0] % 16:
+    if weight.shape[0] % (2 * GATE_RUN):
         msg = f"gate and up of {weight.shape[0]} rows together; supported: multiples of 16"
         raise UnsupportedModelError(msg)
     workspace_of(weight.codes.device)
@@ -221,9 +234,7 @@ def _multiply_dense(linear: TiledLinear, x: Tensor, residual: Tensor | None) -> 
         else:
             torch.addmm(linear.bias[start:end].to(x.dtype), x, dense, out=part)
     if linear.gated:
-        pairs = out.view(x.shape[0], -1, 2, 8)
-        gate = torch.nn.functional.silu(pairs[:, :, 0].float())
-        out = (gate * pairs[:, :, 1]).flatten(1).to(x.dtype)
+        out = gated_activation(out, Activation.SILU, run=GATE_RUN)
     return out if residual is None else out.add_(residual)
 
 

@@ -20,6 +20,7 @@ from appliance.kernels.weight_codes.order import TILE_N, TileOrder
 
 ROW_MULTIPLE = 2 * TILE_N  # the tallest block of a kernel
 REPACKED_AT_ONCE = 1 << 22  # elements; each takes about 20 bytes for a moment
+GATE_RUN = 8  # rows of gate, then so many of up: both are in the same thread of the epilogue
 FLIP = 0x80  # the top bit of 8-bit integer codes, as the kernels want them
 HALF_ROUNDING = 2.0**-11
 
@@ -151,8 +152,8 @@ def centered(weight: PackedWeight) -> tuple[Tensor, Tensor]:
 
 
 def interleaved_gate_up(out_features: int) -> Tensor:
-    """Row numbers of gate over up, 8 rows of each in turn: what the gated epilogue wants."""
-    halves = torch.arange(out_features).view(2, -1, 8)
+    """Row numbers of gate over up, `GATE_RUN` of each in turn: what the gated epilogue wants."""
+    halves = torch.arange(out_features).view(2, -1, GATE_RUN)
     return halves.transpose(0, 1).flatten()
 
 

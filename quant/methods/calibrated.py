@@ -74,34 +74,45 @@ def quantize_layers(
         QuantizeError: activations are not finite; the message names the weight.
     """
     for index in range(first, len(source.spec.layers)):
-        block = walk.block(index)
-        parts = _parts(source, index)
-        chosen = [_scheme(schemes, [name for name, _ in rows]) for rows in parts]
-        if method.scales_inputs:
-            moments = walk.observe(block, list(block.linears()))
-            offset = source.spec.layers[index].norm.offset
-            scale_inputs(block, moments, chosen, dtype, offset)
-        tensors = _norms_and_biases(source, index, block, parts)
-        losses: dict[str, float] = {}
-        notes: list[str] = []
-        for linear, rows, scheme in zip(block.linears(), parts, chosen, strict=True):
-            name = " + ".join(name for name, _ in rows)
-            whole: Tensor | PackedWeight = linear.weight
-            if scheme is not None:
-                whole, losses[name], silent = _quantize(
-                    walk, block, linear, scheme, method, dtype, name
+        yield _quantize_layer(source, walk, method, schemes, dtype, index)
+
+
+def _quantize_layer(
+    source: ModelSource,
+    walk: Walk,
+    method: Method,
+    schemes: Mapping[str, LinearScheme | None],
+    dtype: torch.dtype,
+    index: int,
+) -> QuantizedLayer:
+    """One layer; of what it took nothing is left but the result when the next one is read."""
+    block = walk.block(index)
+    parts = _parts(source, index)
+    chosen = [_scheme(schemes, [name for name, _ in rows]) for rows in parts]
+    if method.scales_inputs:
+        moments = walk.observe(block, list(block.linears()))
+        offset = source.spec.layers[index].norm.offset
+        scale_inputs(block, moments, chosen, dtype, offset)
+        del moments
+    tensors = _norms_and_biases(source, index, block, parts)
+    losses: dict[str, float] = {}
+    notes: list[str] = []
+    for linear, rows, scheme in zip(block.linears(), parts, chosen, strict=True):
+        name = " + ".join(name for name, _ in rows)
+        whole: Tensor | PackedWeight = linear.weight
+        if scheme is not None:
+            whole, losses[name], silent = _quantize(
+                walk, block, linear, scheme, method, dtype, name
+            )
+            if silent:
+                notes.append(
+                    f"{silent:,} of {linear.in_features:,} inputs of {name} were 0 in all"
+                    " calibration text; their weights are rounded"
                 )
-                if silent:
-                    notes.append(
-                        f"{silent:,} of {linear.in_features:,} inputs of {name} were 0 in all"
-                        " calibration text; their weights are rounded"
-                    )
-            for part, where in rows:
-                tensors[part] = (
-                    whole.rows(where) if isinstance(whole, PackedWeight) else whole[where]
-                )
-        walk.advance(block)
-        yield QuantizedLayer(index, tensors, losses, tuple(notes))
+        for part, where in rows:
+            tensors[part] = whole.rows(where) if isinstance(whole, PackedWeight) else whole[where]
+    walk.advance(block)
+    return QuantizedLayer(index, tensors, losses, tuple(notes))
 
 
 def _quantize(

@@ -12,6 +12,8 @@ import psutil
 import torch
 
 _STATUS = Path("/proc/self/status")
+_MAPPED_FROM = -3  # glibc's M_MMAP_THRESHOLD
+_LARGE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,20 @@ class MemoryUse:
             vram = torch.cuda.memory_allocated(device)
             peak_vram = torch.cuda.max_memory_allocated(device)
         return cls(psutil.Process().memory_info().rss, peak_ram(), vram, peak_vram)
+
+
+def return_large_blocks() -> None:
+    """Let large blocks of memory go back to the system as soon as they are freed, from now on.
+
+    Left alone, glibc learns from the blocks it sees to keep ever larger ones, up to 32 MiB, and the
+    gaps between those in use grow from layer to layer, in no two runs alike: the peak of an AWQ run
+    was 2 to 10 % above that of its trial, now it is within 2 %. The page faults cost about a
+    fifth more CPU time on a small model, so this is for runs with a ceiling. Elsewhere than on
+    glibc nothing changes.
+    """
+    change = getattr(ctypes.CDLL(None), "mallopt", None)
+    if change is not None:
+        change(_MAPPED_FROM, _LARGE)
 
 
 def release_unused() -> None:

@@ -32,7 +32,7 @@ from appliance.quant.methods.precisions import kept_schemes, mixed_schemes
 from appliance.quant.run.dry_run import out_of_memory_is_one_line, plan_run
 from appliance.quant.run.fingerprint import fingerprint_of
 from appliance.quant.run.journal import Journal
-from appliance.quant.run.memory import MemoryUse
+from appliance.quant.run.memory import MemoryUse, return_large_blocks
 from appliance.quant.run.memory_plan import check_mixed
 from appliance.quant.run.options import Engine, QuantizeOptions
 from appliance.quant.run.plan import make_plan, stored_dtype
@@ -148,6 +148,8 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
 
 def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started: float) -> Run:
     """Check what can be checked, and plan."""
+    if options.max_ram is not None:
+        return_large_blocks()
     # A run that was killed after it gave the result its name has only its own traces to remove.
     is_published = Journal(staging.state).is_complete and not staging.result.exists()
     if options.restart or not is_published:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from appliance.model.layers import GatedLinear
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -142,7 +144,9 @@ class Block:
     @property
     def gate_up(self) -> ObservedLinear:
         """Gate, then up."""
-        return _observed(self.layer.mlp.gate_up)
+        gated = self.layer.mlp.gated
+        assert isinstance(gated, GatedLinear), gated
+        return _observed(gated.gate_up)
 
     @property
     def down(self) -> ObservedLinear:

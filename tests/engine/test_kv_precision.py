@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from appliance.engine.request import Request, SamplingParams
 from appliance.errors import CheckpointError, ConfigError, UnsupportedModelError
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.model.source import open_model
+from appliance.model.spec import NormSpec
 from appliance.quant.formats.kv_plan import FILE
 
 CPU = torch.device("cpu")
@@ -28,7 +30,7 @@ def choose(
     folder: Path, word: str = "auto", device: torch.device = CPU
 ) -> tuple[tuple[LayerPrecision, ...], tuple[str, ...]]:
     config = EngineConfig(model=str(folder), kv_cache_dtype=word)
-    precision, notes = choose_kv(config, open_model(folder), device, torch.bfloat16)
+    precision, notes = choose_kv(config, open_model(folder), device, torch.bfloat16, native=False)
     assert precision.kv_layers is not None
     return precision.kv_layers, notes
 
@@ -153,3 +155,35 @@ def test_a_mixed_plan_is_served_and_named(model: Path) -> None:
     while engine.has_work:
         tokens += sum(len(delta.token_ids) for delta in engine.step().deltas)
     assert tokens == 120
+
+
+@pytest.mark.parametrize(
+    ("change", "native", "options", "expected"),
+    [
+        ({}, True, {}, KVFormat.INT8),
+        ({}, False, {}, KVFormat.BF16),
+        ({}, True, {"dtype": "bfloat16"}, KVFormat.BF16),
+        ({}, True, {"kv_cache_dtype": "bf16"}, KVFormat.BF16),
+        ({"qkv_bias": True}, True, {}, KVFormat.BF16),
+        ({"qk_norm": NormSpec(1e-6)}, True, {}, KVFormat.BF16),
+    ],
+)
+def test_the_cpu_library_keeps_even_keys_in_8_bits_unless_asked_otherwise(
+    model: Path, change: Any, native: bool, options: Any, expected: KVFormat
+) -> None:
+    source = open_model(model)
+    layers = tuple(
+        replace(layer, attention=replace(layer.attention, **change)) for layer in source.spec.layers
+    )
+    source = replace(source, spec=replace(source.spec, layers=layers))
+    config = EngineConfig(model=str(model), **options)
+    precision, _ = choose_kv(config, source, CPU, torch.bfloat16, native=native)
+    assert precision.kv_format is expected
+    assert precision.block_size == 16
+
+
+def test_only_blocks_that_are_closed_are_larger_where_the_cpu_library_serves(model: Path) -> None:
+    for word, size in (("int8", 16), ("int4-rotated", 16), ("fp8", 16), ("int4", 32), ("k8v4", 32)):
+        config = EngineConfig(model=str(model), kv_cache_dtype=word)
+        precision, _ = choose_kv(config, open_model(model), CPU, torch.bfloat16, native=True)
+        assert precision.block_size == size, word

@@ -24,7 +24,10 @@ Loop = dict[str, int]  # opcode, instructions
 Loops = dict[tuple[str, int], Loop]
 
 
-pytestmark = pytest.mark.timeout(1500)  # the first test compiles everything
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),  # the first test compiles everything
+]
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,10 @@ Table = dict[tuple[str, int], dict[str, Any]]
 Gate = Callable[[Table], Collection[object]]  # what offends
 
 
-pytestmark = pytest.mark.timeout(1500)  # the first test compiles everything
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),  # the first test compiles everything
+]
 
 
 @pytest.fixture(scope="module")

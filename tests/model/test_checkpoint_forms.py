@@ -18,6 +18,7 @@ from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
 from appliance.kernels.fp8 import BLOCK, Fp8Weight
 from appliance.kernels.packed import PackedWeight
+from appliance.model.layers import GatedLinear
 from appliance.model.linear import SideBySide
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native
@@ -201,7 +202,9 @@ def test_orders_of_their_own_stand_side_by_side(tmp_path: Path) -> None:
     qkv = decoder.layers[0].attention.qkv
     assert isinstance(qkv, SideBySide)
     assert [part.out_features for part in qkv.parts] == [192, 64]  # the value has another order
-    assert not isinstance(decoder.layers[0].mlp.gate_up, SideBySide)
+    gated = decoder.layers[0].mlp.gated
+    assert isinstance(gated, GatedLinear)
+    assert not isinstance(gated.gate_up, SideBySide)
     weight = source.weights.load("model.layers.0.self_attn.q_proj.weight")
     assert isinstance(weight, PackedWeight)
     assert weight.input_order is not None

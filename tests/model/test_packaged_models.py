@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from appliance.model.executor import Executor
     from appliance.model.native import NativeDecoder
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 NUM_TOKENS = 401  # 400 that are predicted
 CPU_DEVICE = torch.device("cpu")

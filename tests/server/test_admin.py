@@ -27,10 +27,10 @@ from appliance.events import (
 )
 from appliance.jobs import JobFile
 from appliance.log import MAX_RECENT, RecentWarnings
-from appliance.server.admin import MAX_WATCHERS, LogFeed, Rates
+from appliance.server.admin import MAX_WATCHERS, LogFeed, Rates, accepts_gzip
 from appliance.server.quality import ServedCard
 from appliance.server.sequence_feed import TokenRate
-from appliance.stats import EngineStats, LogLine
+from appliance.stats import EngineStats, LogLine, SequenceView
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
@@ -132,6 +132,38 @@ async def test_the_feed_tells_the_truth_about_blocks_and_sequences(serve: Serve)
             task.cancel()
         await until(lambda: blocks.active() == 0)
         await feed.aclose()
+
+
+@pytest.mark.parametrize(
+    ("header", "wanted"),
+    [("", False), ("gzip", True), ("br, GZip;q=0.5", True), ("gzip;q=0", False), ("*", False)],
+)
+def test_who_can_unpack_is_sent_less(header: str, wanted: bool) -> None:
+    assert accepts_gzip(header) is wanted
+
+
+async def test_the_feed_is_compressed_for_those_who_can_unpack_it(serve: Serve) -> None:
+    async with serve("step_seconds=0.01") as running:
+        work = [asyncio.create_task(running.complete(c * 99, max_tokens=300)) for c in "abcdefgh"]
+        await running.until(lambda: len(running.state.engine.sequences) == 8)
+        read: dict[str, tuple[int, int]] = {}
+        for encoding in ("gzip", "identity"):
+            async with running.http.stream(
+                "GET", EVENTS, headers={"accept-encoding": encoding}
+            ) as feed:
+                assert feed.headers.get("content-encoding", "identity") == encoding
+                text = ""
+                async for piece in feed.aiter_text():
+                    text += piece
+                    if text.count("event: sequences") == 3:
+                        break
+                read[encoding] = feed.num_bytes_downloaded, len(text)
+        for task in work:
+            task.cancel()
+        sent, size = read["gzip"]
+        assert sent < size / 4
+        sent, size = read["identity"]
+        assert sent == size
 
 
 async def test_a_new_engine_is_a_new_epoch(serve: Serve) -> None:
@@ -247,6 +279,79 @@ async def test_prompts_are_shown_where_the_server_was_started_to_show_them(serve
                     break
         work.cancel()
         await feed.aclose()
+
+
+KEYS = {"anna": "key-of-anna", "codex": "key-of-codex"}
+
+
+def bearing(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("bare", [True, False])
+async def test_of_several_keys_each_manages_its_own_requests(serve: Serve, bare: bool) -> None:
+    """The one without a name manages all."""
+    server = {"api_keys": KEYS, "show_prompts": True, "api_key": "bare-key" if bare else None}
+    async with serve("step_seconds=0.01", server=server) as running:
+        headers = bearing(KEYS["anna"])
+        body = {"prompt": "a" * 40, "max_tokens": 400}
+        work = asyncio.create_task(running.http.post("/v1/completions", json=body, headers=headers))
+        await running.until(lambda: bool(running.state.engine.sequences))
+        ((request, _),) = running.state.engine.open_requests()
+        abort = f"/admin/v1/requests/{request.request_id}/abort"
+        table = f"/admin/v1/sequences/{request.request_id}/0/blocks"
+        for key in ("key-of-codex", *(("bare-key",) if bare else ()), "key-of-anna"):
+            running.http.headers.update(bearing(key))
+            allowed = key != "key-of-codex"
+            views = await first_sequences(running)
+            assert [view.owner for view in views] == ["anna"], "everybody sees that it runs"
+            assert views[0].prompt_tokens == 40
+            assert views[0].prompt == ("a" * 40 if allowed else "")
+            entries = msgspec.json.decode((await running.http.get(table)).content, type=BlockTable)
+            assert len(entries.blocks) > 1
+            assert bool(entries.blocks[0].hash) is allowed
+            if key == "key-of-anna" or not allowed:
+                response = await running.http.post(abort)
+                assert response.status_code == (200 if allowed else 403)
+        running.http.headers.update(bearing("key-of-codex"))
+        assert (await running.http.post(abort)).status_code == 404, "it has ended"
+        assert (await work).status_code == 410
+
+
+async def test_the_key_without_a_name_ends_requests_of_others(serve: Serve) -> None:
+    async with serve(
+        "step_seconds=0.01",
+        server={"api_keys": KEYS, "api_key": "bare-key"},
+        headers=bearing(KEYS["anna"]),
+    ) as running:
+        work = asyncio.create_task(running.complete("a" * 40, max_tokens=400))
+        await running.until(lambda: bool(running.state.engine.num_running))
+        ((request, _),) = running.state.engine.open_requests()
+        path = f"/admin/v1/requests/{request.request_id}/abort"
+        response = await running.http.post(path, headers=bearing("key-of-codex"))
+        assert response.status_code == 403
+        assert "'anna'" in response.json()["error"]["message"]
+        response = await running.http.post(path, headers=bearing("bare-key"))
+        assert response.status_code == 200
+        assert (await work).status_code == 410
+
+
+async def test_the_only_key_manages_everything(serve: Serve) -> None:
+    server = {"api_keys": {"anna": KEYS["anna"]}}
+    async with serve(server=server) as running:
+        assert running.state.may_manage("anna", "whoever asked before a restart")
+
+
+async def first_sequences(running: Running) -> tuple[SequenceView, ...]:
+    feed = watch(running)
+    try:
+        async with asyncio.timeout(10):
+            async for event in feed:
+                if isinstance(event, Sequences) and event.sequences:
+                    return event.sequences
+    finally:
+        await feed.aclose()
+    raise AssertionError("the feed ended")
 
 
 async def test_warnings_of_the_engine_reach_every_watcher_once(serve: Serve) -> None:

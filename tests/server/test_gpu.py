@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from appliance.events import Gpu
-from appliance.server.gpu import EnergyMeter, GpuProbe
+from appliance.server.gpu import REASONS, EnergyMeter, GpuProbe
 
 
 class UnknownHereError(Exception):
@@ -115,6 +115,8 @@ def test_energy_is_that_of_the_last_minute_and_of_one_engine() -> None:
     assert meter.update(65.0, 500.0, 120) == 5.0, "since 10 s"
     assert meter.update(66.0, 510.0, 0) is None, "another engine"
     assert meter.update(67.0, 530.0, 4) == 5.0
+    assert meter.update(68.0, 1.0, 5) is None, "another driver"
+    assert meter.update(69.0, 7.0, 7) == 3.0
 
 
 NOT_SUPPORTED, GPU_IS_LOST = pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_GPU_IS_LOST
@@ -212,6 +214,16 @@ def test_what_one_driver_does_not_tell_hides_nothing_else(
     assert 1 <= len(lost) <= 2
     assert all(not fields(found)[key] for key in lost)
     assert not [record for record in caplog.records if record.levelname != "DEBUG"], "quietly"
+
+
+def test_reasons_and_kinds_are_what_the_library_calls_them() -> None:
+    names = (
+        *("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown"),
+        "HwPowerBrakeSlowdown",
+    )
+    bits = [getattr(pynvml, f"nvmlClocksEventReason{name}") for name in names]
+    assert [bit for bit, _ in REASONS] == bits
+    assert (pynvml.NVML_TEMPERATURE_GPU, pynvml.NVML_CLOCK_SM) == (0, 1)
 
 
 def test_old_drivers_are_asked_for_reasons_by_their_old_name(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from appliance.engine.process.supervisor import EngineState
@@ -73,6 +74,33 @@ async def test_metrics_have_the_known_names(serve: Serve) -> None:
         assert 'vllm:request_success_total{finished_reason="length",model_name="echo"} 2.0' in text
         assert 'route="/v1/completions",status="400"} 1.0' in text
         assert "/no/such/path" not in text
+
+
+async def test_blocks_of_the_cache_and_of_host_memory_are_told_by_state(serve: Serve) -> None:
+    async with serve("step_seconds=0.01") as running:
+        engine = running.state.engine
+        task = asyncio.create_task(running.complete("a" * 100, max_tokens=300))
+        await running.until(lambda: any(engine.metadata or ()))
+        engine.stats = msgspec.structs.replace(
+            engine.stats, swapped=2, kv_host_blocks=7, kv_host_swapped=5, kv_host_capacity=9
+        )
+        found = by_state(running.state.metrics.render().decode())
+        task.cancel()
+    blocks = {key[1]: value for key, value in found.items() if key[0] == "appliance_kv_blocks"}
+    assert set(blocks) == {"free", "cached", "active", "shared", "writing", "loading"}
+    assert sum(blocks.values()) == 256
+    assert blocks["active"] >= 7
+    assert found["appliance_kv_host_blocks", "swapped"] == 5
+    assert found["appliance_kv_host_blocks", "cached"] == 2
+    assert found["appliance_sequences_swapped", ""] == 2
+
+
+def by_state(text: str) -> dict[tuple[str, str], float]:
+    return {
+        (sample.name, sample.labels.get("state", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 async def test_nothing_of_a_prompt_is_logged_or_counted(

@@ -82,7 +82,7 @@ async def test_our_own_names_follow_the_rules_for_names(serve: Serve) -> None:
 def test_prometheus_understands_the_alerts_and_the_settings() -> None:
     result = promtool("check", "rules", str(path_of("alerts")))
     assert result.returncode == 0, result.stderr
-    assert "SUCCESS: 12 rules" in result.stdout
+    assert "SUCCESS: 14 rules" in result.stdout
     result = promtool("check", "config", "--syntax-only", str(path_of("prometheus")))
     assert result.returncode == 0, result.stderr
 

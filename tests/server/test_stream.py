@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,11 +33,11 @@ class Client:
         self.closed = 0
         self._scope = {"type": "http", "extensions": {CHUNKS: self._chunk} if chunks else {}}
 
-    async def listen(self, frames: AsyncGenerator[bytes, None]) -> None:
+    async def listen(self, frames: AsyncGenerator[bytes, None], *, gzip: bool = False) -> None:
         def on_close() -> None:
             self.closed += 1
 
-        stream = EventStream(frames, on_close=on_close)
+        stream = EventStream(frames, on_close=on_close, gzip=gzip)
         await stream(self._scope, self._receive, self._send)
 
     async def _receive(self) -> Message:
@@ -143,6 +144,26 @@ async def test_an_error_has_a_status_before_the_first_frame_and_a_frame_after_it
     assert json.loads(late.sent[3].removeprefix(b"data: "))["error"]["code"] == "internal_error"
     assert len(late.sent) == 4
     assert early.closed == late.closed == 1
+
+
+async def test_what_is_compressed_can_be_read_frame_by_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Comments and errors too, which do not come with the frames."""
+    monkeypatch.setattr("appliance.server.stream.KEEP_ALIVE_SECONDS", 0.02)
+
+    def fail() -> None:
+        raise ValueError("a bug")
+
+    client = Client(chunks=True)
+    frames = frames_of(b"1" * 99, lambda: asyncio.sleep(0.03), b"2" * 99, fail)
+    await client.listen(frames, gzip=True)
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    read = [unpacker.decompress(piece) for piece in client.sent[1:]]
+    assert read[:3] == [b"1" * 99, b": keep-alive\n\n", b"2" * 99]
+    assert b"internal_error" in read[3]
+    assert unpacker.eof
+    assert not client.past, "all goes one way"
 
 
 async def test_a_client_that_goes_away_ends_the_stream() -> None:

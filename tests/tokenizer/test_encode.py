@@ -13,10 +13,12 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from appliance.errors import ModelError, RequestError
 from appliance.tokenizer import DecodeStream, Tokenizer
+from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.source import TokenizerSource
 
 FRAGMENTS = ["<|im_end|>", "<|im_start|>", "<|end|>", "<s>", "<think>", "<|im_", "<", " ", "\n",
              "the fox", "é🙂", "a", "|>"]  # fmt: skip
+TURNS = "{% for m in messages %}{{ m.content }}<x>{% endfor %}"
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=8).map("".join)
 
 
@@ -70,6 +72,35 @@ def test_prefix_spaces_and_stripping_follow_the_library(prepend: str, text: str)
     native = sentencepiece(prepend=prepend)
     expected = native.encode(text, add_special_tokens=False).ids
     assert ours.encode(text, add_special_tokens=False) == expected
+
+
+@pytest.mark.parametrize("prepend", ["normalizer", "first", "always", "never"])
+@settings(max_examples=40, deadline=None)
+@given(chat=st.lists(texts.filter(lambda text: "<x>" not in text), max_size=4))
+def test_a_chat_is_tokenized_as_its_whole_text(prepend: str, chat: list[str]) -> None:
+    tokenizer = Tokenizer(
+        TokenizerSource(sentencepiece(prepend=prepend), None, (), ChatTemplate(TURNS, {}))
+    )
+    expected = sentencepiece(prepend=prepend).encode(
+        "".join(f"{content}<x>" for content in chat), add_special_tokens=False
+    )
+    messages = [{"role": "user", "content": content} for content in chat]
+    for _ in range(2):
+        assert tokenizer.encode_chat(messages) == expected.ids
+
+
+@settings(max_examples=40, deadline=None)
+@given(chat=st.lists(texts.filter(lambda text: "<s>" not in text), max_size=4))
+def test_a_byte_level_chat_too(native: tokenizers.Tokenizer, chat: list[str]) -> None:
+    turns = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    backend = tokenizers.Tokenizer.from_str(native.to_str())
+    tokenizer = Tokenizer(TokenizerSource(backend, None, (), ChatTemplate(turns, {})))
+    control = [token.content for token in backend.get_added_tokens_decoder().values()]
+    plain = [text for text in chat if not any(word in text for word in control)]
+    expected = native.encode("".join(f"<s>{text}" for text in plain), add_special_tokens=False)
+    messages = [{"role": "user", "content": content} for content in plain]
+    for _ in range(2):
+        assert tokenizer.encode_chat(messages) == expected.ids
 
 
 def test_properties(tokenizer: Tokenizer, native: tokenizers.Tokenizer) -> None:

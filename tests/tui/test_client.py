@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
-from appliance.events import Delta, Run, Snapshot
+from appliance.events import Delta, Run, Snapshot, Stats
 from appliance.tui import client
 from appliance.tui.client import EventFeed
 from appliance.tui.server import Server
@@ -212,3 +214,26 @@ async def test_it_tries_less_often_until_it_succeeds(
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert pauses[:9] == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 0.5, 1.0]
+
+
+async def test_what_waited_on_the_way_is_dropped_with_its_connection(
+    event_server: EventServer,
+) -> None:
+    def numbers(seconds_ago: float) -> Stats:
+        return msgspec.structs.replace(STATS, time=time.time() - seconds_ago)
+
+    event_server.answers = [Answer((INFO, snapshot([FREE] * 4), numbers(3600.0)))]
+    async with follow(event_server.url) as follower:
+        await follower.until(lambda: follower.state.stats)
+        event_server.send(numbers(3605.0))
+        await follower.until(lambda: len(follower.items) == 5)
+        assert len(event_server.requests) == 1, "clocks may differ, and links be a little uneven"
+        event_server.answers = [Answer((INFO, snapshot([CACHED] * 4), numbers(3600.0)))]
+        event_server.send(numbers(3620.0))
+        failure = await follower.failure()
+        assert (failure.phase, failure.reason) == (Phase.LOST, "a slow link: 20 s behind")
+        await follower.until(
+            lambda: follower.state.blocks and follower.state.blocks.counts().cached == 4
+        )
+        assert follower.state.connection.phase is Phase.LIVE
+        assert len(event_server.requests) == 2

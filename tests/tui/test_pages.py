@@ -12,6 +12,7 @@ from appliance.tui.widgets.panel import LongPanel
 from appliance.tui.widgets.requests import columns_for
 from tests.tui.conftest import (
     CACHED,
+    FREE,
     INFO,
     STATS,
     Answer,
@@ -55,9 +56,9 @@ async def test_the_table_is_sorted_by_any_column(event_server: EventServer) -> N
         await shown(app, pilot)
         assert order(screen_text(app))[0] == "2"
         # The heading of the column `prompt`, inside the border.
-        await pilot.click("RequestTable", offset=(57, 1))
+        await pilot.click("RequestTable", offset=(60, 1))
         assert app.look.sort is Sort.PROMPT
-        await pilot.click("RequestTable", offset=(57, 1))
+        await pilot.click("RequestTable", offset=(60, 1))
         assert app.look.ascending
 
 
@@ -97,6 +98,10 @@ async def test_prompts_that_are_not_shown_are_not_shown(event_server: EventServe
         await pilot.press("down")
         await shown(app, pilot)
         assert "This server does not show prompts." in screen_text(app)
+        event_server.send(msgspec.structs.replace(INFO, prompts_shown=True))
+        await shown(app, pilot, lambda: app.state.info and app.state.info.prompts_shown)
+        text = " ".join(screen_text(app).split())
+        assert "This server does not show another" in text
 
 
 @pytest.mark.parametrize("size", [LARGE, SMALL])
@@ -189,7 +194,9 @@ async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) 
         temperature_celsius=71.0, sm_clock_mhz=2520, throttled=("power cap",),
         joules_per_token=0.42,
     )  # fmt: skip
-    stats = msgspec.structs.replace(STATS, machine=Machine(gpus=(gpu, Gpu(name="silent"))))
+    laptop = Gpu(name="laptop", temperature_celsius=55.0)  # says nothing of power
+    machine = Machine(gpus=(gpu, laptop, Gpu(name="silent")))
+    stats = msgspec.structs.replace(STATS, machine=machine)
     async with dashboard(event_server, LARGE, Answer((INFO, stats))) as (app, pilot):
         await pilot.press("4")
         await shown(app, pilot, lambda: app.state.stats)
@@ -202,6 +209,8 @@ async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) 
         "limit: power cap",
         "2,520 MHz",
         "0.42 J/token",
+        "laptop",
+        "55 °C",
         "silent",
     ):
         assert words in text, words
@@ -318,3 +327,15 @@ def test_columns_of_the_table_fit_and_the_id_stays(width: int) -> None:
     assert columns[0].sort is Sort.REQUEST
     assert 4 + sum(column.width for column in columns) <= max(width, 44)
     assert (len(columns) == len(Sort)) is (width >= 92)
+
+
+async def test_siblings_are_told_apart_however_long_their_id_is(event_server: EventServer) -> None:
+    long = "cmpl-" + 24 * "0123456789"
+    beams = [sequence(1 + n, index=n, request_id=long) for n in range(3)]
+    answer = Answer((INFO, snapshot([FREE] * 64), sequences(*beams), STATS))
+    async with dashboard(event_server, LARGE, answer) as (app, pilot):
+        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot)
+        text = screen_text(app)
+    assert "cmpl-0123456789012345… #1" in text
+    assert "… #2" in text

@@ -47,7 +47,15 @@ JOB = Job(
     part="layer 2", parts_done=4, parts_total=38, loss=0.01234,
 )  # fmt: skip
 STEPS = (StepView(1, 384, 2, 3, 0.02), StepView(2, 0, 3, 3, 0.01))
-NUMBERS = msgspec.structs.replace(STATS, machine=MACHINE, steps=STEPS)
+TIERS = msgspec.structs.replace(
+    STATS.engine,
+    swaps_total=3, swapped=1, swapped_out_total=96, swapped_in_total=60,
+    kv_host_blocks=40, kv_host_swapped=36, kv_host_capacity=256,
+    prefix_hits_host_total=48, prefix_hits_disk_total=160, kv_disk_writing=True,
+    kv_disk_blocks=700, kv_disk_bytes=2**29, kv_disk_capacity_bytes=2**32, kv_disk_pending=12,
+    kv_disk_written_total=650, kv_disk_read_total=100, kv_disk_evicted_total=3,
+)  # fmt: skip
+NUMBERS = msgspec.structs.replace(STATS, engine=TIERS, machine=MACHINE, steps=STEPS)
 ALL: tuple[Event, ...] = (
     msgspec.structs.replace(
         INFO,
@@ -60,6 +68,16 @@ ALL: tuple[Event, ...] = (
         sequence(1, tokens_per_second=12.5, computed_tokens=1300),
         sequence(2, owner="codex", output_tokens=9),
         sequence(0, "waiting", request_id="cmpl-next", blocks=0, prompt_tokens=300),
+        sequence(
+            0,
+            "swapped",
+            request_id="chatcmpl-9",
+            blocks=0,
+            kept_tokens=590,
+            host_blocks=36,
+            preemptions=1,
+            age_seconds=9.0,
+        ),
     ),
     Log(lines=(LogLine(time=0.0, level="ERROR", source="engine", message="out of luck"),)),
     NUMBERS,

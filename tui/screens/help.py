@@ -10,7 +10,17 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from appliance.tui import palette
-from appliance.tui.raster import ACTIVE, CACHED, FREE, LETTERS, OWNER, PAINT, SHARED, WRITING
+from appliance.tui.raster import (
+    ACTIVE,
+    CACHED,
+    FREE,
+    LETTERS,
+    LOADING,
+    OWNER,
+    PAINT,
+    SHARED,
+    WRITING,
+)
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -29,8 +39,7 @@ _KEYS = (
     ("map: arrows", "move the cursor; enter focuses the owner of its block"),
     ("requests:", "s sorts, r reverses, / filters"),
     ("model, log:", "arrows and page keys scroll"),
-    ("ctrl+p", "all commands, and themes"),
-    ("? q", "this help, quit"),
+    ("ctrl+p  ?  q", "all commands, and themes; this help; quit"),
 )
 _COLORS = (
     (FREE, "free: holds nothing"),
@@ -38,6 +47,7 @@ _COLORS = (
     (ACTIVE, "active: in use; by owner, only if the one who took it has ended"),
     (OWNER, "owned: in use by one sequence, a hue for each; hues repeat"),
     (WRITING, "being written: the open last block of a sequence, by state"),
+    (LOADING, "swapped: in host memory, or on its way back from there or the disk"),
     (SHARED, "shared: used by several sequences at once"),
 )
 

@@ -12,6 +12,7 @@ from appliance.tui.screens.page import Page
 from appliance.tui.widgets.block_map import BlockMap
 from appliance.tui.widgets.block_table import BlockTablePanel
 from appliance.tui.widgets.detail import Detail
+from appliance.tui.widgets.host_strip import HostStrip
 from appliance.tui.widgets.legend import Legend
 from appliance.tui.widgets.minimap import Minimap
 
@@ -54,6 +55,7 @@ class MapPage(Page):
             with Vertical(id="map-panel"):
                 yield BlockMap()
                 yield Minimap()
+                yield HostStrip()
                 yield Legend()
                 yield Detail()
             yield BlockTablePanel()

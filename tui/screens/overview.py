@@ -12,6 +12,7 @@ from appliance.tui.screens.page import Page
 from appliance.tui.widgets.block_map import BlockMap
 from appliance.tui.widgets.cache import Cache
 from appliance.tui.widgets.engine import Engine
+from appliance.tui.widgets.host_strip import HostStrip
 from appliance.tui.widgets.latency import Latency
 from appliance.tui.widgets.legend import Legend
 from appliance.tui.widgets.machine import MachinePanel
@@ -52,6 +53,7 @@ class Overview(Page):
         &.-narrow #numbers, &.-low #numbers {{ display: none; }}
         &.-narrow StatusLine, &.-low StatusLine {{ display: block; }}
         &.-narrow #map-panel {{ padding: 0; }}
+        &.-narrow HostStrip, &.-low HostStrip {{ display: none; }}
         &.-huge Trends {{ display: block; }}
         &.-high RequestTable {{ height: 16; }}
     }}
@@ -62,6 +64,7 @@ class Overview(Page):
         with Horizontal(id="body"):
             with Vertical(id="map-panel"):
                 yield BlockMap()
+                yield HostStrip()
                 yield Legend()
             yield Trends()
             with Vertical(id="numbers"):

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
+from appliance.stats import SEQUENCE_STATES
 from appliance.tui import numbers, palette
+from appliance.tui.state import is_running
+from appliance.tui.widgets.model import wrapped
 from appliance.tui.widgets.panel import Panel, pair
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ class BlockTablePanel(Panel):
         room = max(0, height - len(lines) - 2)
         if view.table is not None:
             return [*lines, Text(), *_entries(view, view.table, width, room)]
+        if not is_running(sequence):
+            return [*lines, *_elsewhere(sequence, width)]
         return [*lines, Text(), *_from_map(view, sequence, room + 1)]
 
 
@@ -59,7 +64,9 @@ def _facts(view: View, sequence: SequenceView, width: int) -> list[Text]:
 
 def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]:
     """A heading and the last blocks, or those around the cursor."""
-    names = view.state.info.precisions if view.state.info else ()
+    info = view.state.info
+    names = info.precisions if info else ()
+    num_full = table.num_tokens // info.block_size if info and info.block_size else 0
     first = max(0, len(table.blocks) - room)
     for place, entry in enumerate(table.blocks):
         if entry.block == view.look.cursor:
@@ -68,9 +75,11 @@ def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]
     for place in range(first, min(len(table.blocks), first + room)):
         entry = table.blocks[place]
         index = entry.precision
+        # The server tells hashes of full blocks to those who may know what was asked.
+        known = entry.hash[:8] or ("hidden" if place < num_full else "open")
         color = palette.SHARED if entry.references > 1 else palette.TEXT
         line = Text(
-            f"{place:>7,} {entry.block:>9,} {entry.references:>5} {entry.hash[:8] or 'open':<9} "
+            f"{place:>7,} {entry.block:>9,} {entry.references:>5} {known:<9} "
             f"{_short(names[index]) if index < len(names) else index}",
             color,
         )
@@ -79,6 +88,15 @@ def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
     return lines
+
+
+def _elsewhere(sequence: SequenceView, width: int) -> list[Text]:
+    """Of a sequence without blocks: where its content is, and what it waits for."""
+    held = []
+    if sequence.host_blocks:
+        held = [pair("blocks in host memory", numbers.count(sequence.host_blocks), width)]
+    what = SEQUENCE_STATES.get(sequence.status, "")
+    return [*held, Text(), *wrapped(what, width, palette.MUTED)]
 
 
 def _short(precision: str) -> str:

@@ -41,10 +41,9 @@ class Cache(Panel):
         if not view.state.reduced:
             slots = numbers.percent(engine.kv_utilization)
             lines.append(pair("slots that hold tokens", slots, width))
-        lines.append(pair("preemptions", numbers.count(engine.preemptions_total), width))
-        if engine.swapped_out_total or engine.swapped_in_total:
-            words = f"{engine.swapped_out_total:,} + {engine.swapped_in_total:,}"
-            lines.append(pair("blocks swapped out + in", words, width))
+        swaps = f"{numbers.count(engine.swaps_total)} swapped" if engine.swaps_total else ""
+        preempted = numbers.count(engine.preemptions_total)
+        lines.append(pair("preemptions", preempted, width, note=swaps))
         lines.append(pair("aborted", numbers.count(engine.aborted_total), width))
         return lines
 

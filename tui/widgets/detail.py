@@ -21,7 +21,7 @@ _STATES = {
     BlockState.CACHED: "cached",
     BlockState.ACTIVE: "active",
     BlockState.WRITING: "being written",
-    BlockState.SWAPPED: "swapped out",
+    BlockState.LOADING: "being loaded",
 }
 
 

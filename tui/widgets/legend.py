@@ -30,7 +30,7 @@ class Legend(Lines):
     def reads(self, view: View) -> tuple[object, ...]:
         """The block map, the mode and what the server calls its precisions."""
         precisions = view.state.info.precisions if view.state.info else ()
-        return view.state.blocks, view.mode, precisions, self._lettered(view)
+        return view.state.blocks, view.mode, precisions, self._lettered(view), _swapped(view)
 
     def _lettered(self, view: View) -> bool:
         """Whether the map above has letters, in a terminal with colours too."""
@@ -64,7 +64,8 @@ def _entries(view: View, blocks: Blocks, *, lettered: bool) -> list[Text]:
     free = entry(palette.FREE, "free", counts.free)
     cached = entry(palette.CACHED, "cached", counts.cached)
     shared = entry(palette.SHARED, "shared", counts.shared)
-    swapped = [entry(palette.SWAPPED, "swapped", counts.swapped)] if counts.swapped else []
+    loading = [entry(palette.SWAPPED, "loading", counts.loading)] if counts.loading else []
+    swapped = [_outside(view, _swapped(view))] if _swapped(view) else []
     match view.mode:
         case ColorMode.OWNER:
             owned = f" owned {numbers.count(counts.active - counts.shared)}"
@@ -72,18 +73,29 @@ def _entries(view: View, blocks: Blocks, *, lettered: bool) -> list[Text]:
             if not view.lettered:
                 hues = Text().join(Text(_SWATCH, hue) for hue in palette.OWNER_HUES)
                 hues.append(" a-z" if lettered else "", palette.TEXT)
-            return [free, cached, *swapped, hues.append(owned, palette.TEXT), shared]
+            return [free, cached, *loading, hues.append(owned, palette.TEXT), shared, *swapped]
         case ColorMode.STATE:
             plain = counts.active - counts.shared - counts.writing
             writing = [entry(palette.WRITING, "written", counts.writing)] if counts.writing else []
             active = entry(palette.ACTIVE, "active", plain)
-            return [free, cached, *swapped, active, *writing, shared]
+            return [free, cached, *loading, active, *writing, shared, *swapped]
         case ColorMode.REFERENCES:
             return [free, cached, _steps("used by", palette.REFERENCE_STEPS, _REFERENCES, entry)]
         case ColorMode.PRECISION:
             return [free, *_precisions(view, blocks, counts, entry)]
         case ColorMode.AGE:
             return [free, _steps("changed", palette.AGE_STEPS, _AGES, entry)]
+
+
+def _swapped(view: View) -> int:
+    """Blocks that are not on the map: in host memory, for sequences that wait."""
+    return view.state.stats.engine.kv_host_swapped if view.state.stats is not None else 0
+
+
+def _outside(view: View, blocks: int) -> Text:
+    swatch = "s" if view.lettered else _SWATCH
+    words = f" swapped {numbers.count(blocks)}"
+    return Text.assemble((swatch, palette.SWAPPED), (words, palette.TEXT))
 
 
 def _steps(title: str, colors: tuple[str, ...], names: tuple[str, ...], entry: _Entry) -> Text:

@@ -79,10 +79,13 @@ def gpu_lines(gpu: Gpu, width: int) -> list[Text]:
     if gpu.memory_used_bytes is not None and gpu.memory_total_bytes is not None:
         of = f"of {numbers.size(gpu.memory_total_bytes)}"
         lines.append(pair("memory", numbers.size(gpu.memory_used_bytes), width, note=of))
+    heat = "" if gpu.temperature_celsius is None else f"{gpu.temperature_celsius:.0f} °C"
     if gpu.power_watts is not None:
         limit = f"of {gpu.power_limit_watts:.0f} W" if gpu.power_limit_watts else ""
-        heat = "" if gpu.temperature_celsius is None else f"  {gpu.temperature_celsius:.0f} °C"
-        lines.append(pair("power", f"{gpu.power_watts:.0f} W{heat}", width, note=limit))
+        words = f"{gpu.power_watts:.0f} W  {heat}".rstrip()
+        lines.append(pair("power", words, width, note=limit))
+    elif heat:  # laptops and small cards tell no power
+        lines.append(pair("temperature", heat, width))
     clock = "-" if gpu.sm_clock_mhz is None else f"{gpu.sm_clock_mhz:,} MHz"
     held = ", ".join(gpu.throttled)
     color = palette.WARNING if held else palette.TEXT

@@ -10,6 +10,7 @@ from rich.text import Text
 from appliance.tui import numbers, palette
 from appliance.tui.widgets.machine import gpu_lines, machine_lines
 from appliance.tui.widgets.panel import HEADLINE, LongPanel, pair
+from appliance.tui.widgets.tiers import tier_lines
 
 if TYPE_CHECKING:
     from appliance.events import Info, Job, QualityFact, Stats
@@ -108,7 +109,7 @@ class MemoryPanel(LongPanel):
         return view.state.info, view.state.stats, view.look.facts_down
 
     def all_lines(self, view: View, width: int) -> list[Text]:
-        """The plan as a bar with its parts, then what is measured."""
+        """The plan as a bar with its parts, what is measured, and the tiers below the cache."""
         info, stats = view.state.info, view.state.stats
         lines: list[Text] = []
         if info is not None and info.memory_bytes:
@@ -121,6 +122,9 @@ class MemoryPanel(LongPanel):
             for gpu in stats.machine.gpus:
                 lines += gpu_lines(gpu, width)
             lines += machine_lines(stats.machine, width)
+        if not view.state.reduced:
+            each = info.kv_bytes / info.num_blocks if info and info.num_blocks else 0.0
+            lines += tier_lines(stats.engine, each, width)
         return lines
 
 

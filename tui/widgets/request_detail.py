@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from appliance.stats import SEQUENCE_STATES
 from appliance.tui import numbers, palette
+from appliance.tui.state import is_running
 from appliance.tui.widgets.model import wrapped
 from appliance.tui.widgets.panel import HEADLINE, Panel, pair
 
@@ -49,6 +51,10 @@ class RequestDetail(Panel):
             pair("preempted", numbers.count(one.preemptions), room),
             pair("blocks", numbers.count(one.blocks), room),
         ]
+        if one.kept_tokens:
+            facts.append(pair("kept for it", numbers.count(one.kept_tokens), room, note="tokens"))
+        if one.host_blocks:
+            facts.append(pair("blocks in host memory", numbers.count(one.host_blocks), room))
         if slots and one.blocks:
             facts.append(pair("of their slots in use", numbers.percent(held / slots), room))
         if each and one.blocks:
@@ -61,8 +67,11 @@ class RequestDetail(Panel):
             *wrapped(one.request_id, width, f"bold {palette.BRIGHT}"),
             *(Text("  ").join(row) for row in beside),
         ]
+        if (what := SEQUENCE_STATES.get(one.status)) and not is_running(one):
+            lines += [Text(), *wrapped(f"{one.status}: {what}", width, palette.MUTED)]
         if one.prompt:
             lines += [Text(), *wrapped(one.prompt, width, palette.TEXT)]
-        elif info is not None and not info.prompts_shown:
-            lines += [Text(), Text("This server does not show prompts.", palette.NOTE)]
+        elif info is not None:
+            which = "another key's prompts" if info.prompts_shown else "prompts"
+            lines += [Text(), Text(f"This server does not show {which}.", palette.NOTE)]
         return lines

@@ -36,7 +36,7 @@ class Column:
 _COLUMNS = (
     Column(Sort.REQUEST, 26, right=False),
     Column(Sort.KEY, 16, right=False),
-    Column(Sort.STATE, 8, right=False),
+    Column(Sort.STATE, 10, right=False),
     Column(Sort.PROMPT, 8),
     Column(Sort.CACHED, 8),
     Column(Sort.GENERATED, 10),
@@ -158,11 +158,11 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
     running = is_running(sequence)
     swatch, hue = view.swatch(sequence)
     focused = SequenceKey.of(sequence) == view.focus
-    sibling = f" #{sequence.index}" if sequence.index else ""
     color = palette.TEXT if running else palette.MUTED
     line = Text.assemble((" ▸" if focused else "  ", palette.BRIGHT), (f"{swatch} ", hue))
+    columns = columns_for(width)
     values = {
-        Sort.REQUEST: sequence.request_id + sibling,
+        Sort.REQUEST: _named(sequence, columns[0].width - 1),
         Sort.KEY: sequence.owner or "-",
         Sort.STATE: sequence.status,
         Sort.PROMPT: numbers.count(sequence.prompt_tokens),
@@ -172,7 +172,6 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
         Sort.BLOCKS: numbers.count(sequence.blocks),
         Sort.AGE: numbers.clock(sequence.age_seconds),
     }
-    columns = columns_for(width)
     for column in columns:
         line.append(_fitted(values[column.sort], column), color)
     room = width - _width_of(columns)
@@ -182,6 +181,13 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
         line.append(" " * max(0, width - line.cell_len))
         line.stylize(f"on {palette.FOCUSED}")
     return line
+
+
+def _named(sequence: SequenceView, room: int) -> str:
+    """The request, shortened so that its siblings can still be told apart."""
+    sibling = f" #{sequence.index}" if sequence.index else ""
+    name, left = sequence.request_id, room - len(sibling)
+    return (name if len(name) <= left else f"{name[: left - 1]}…") + sibling
 
 
 def _fitted(words: str, column: Column) -> str:

@@ -10,6 +10,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from appliance.engine.blocks.block_word import (
+    MAX_REFERENCES,
+    OWNER_SHIFT,
+    PRECISION_SHIFT,
+    REFERENCES_SHIFT,
+    STAMP_MASK,
+    STATE_SHIFT,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
@@ -20,14 +29,6 @@ if TYPE_CHECKING:
 BYTES_PER_BLOCK = 8
 MAX_OWNER = 2**16 - 2  # the dashboard's feed uses 2**16 - 1 for nobody
 STAMPS_PER_SECOND = 10
-
-# | owner 16 | state 4 | references 8 | precision 4 | stamp 32 |, most significant first
-_PRECISION_SHIFT = 32
-_REFERENCES_SHIFT = 36
-_STATE_SHIFT = 44
-_OWNER_SHIFT = 48
-_MAX_REFERENCES = 2**8 - 1
-_STAMP_MASK = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,17 @@ class BlockFields:
 def unpack(words: NDArray[np.uint64]) -> BlockFields:
     """Take words (num_blocks,) apart into fields of the same shape."""
     return BlockFields(
-        owner=(words >> np.uint64(_OWNER_SHIFT)).astype(np.uint16),
-        state=(words >> np.uint64(_STATE_SHIFT) & np.uint64(0xF)).astype(np.uint8),
-        references=(words >> np.uint64(_REFERENCES_SHIFT) & np.uint64(0xFF)).astype(np.uint8),
-        precision=(words >> np.uint64(_PRECISION_SHIFT) & np.uint64(0xF)).astype(np.uint8),
-        stamp=(words & np.uint64(_STAMP_MASK)).astype(np.uint32),
+        owner=(words >> np.uint64(OWNER_SHIFT)).astype(np.uint16),
+        state=(words >> np.uint64(STATE_SHIFT) & np.uint64(0xF)).astype(np.uint8),
+        references=(words >> np.uint64(REFERENCES_SHIFT) & np.uint64(0xFF)).astype(np.uint8),
+        precision=(words >> np.uint64(PRECISION_SHIFT) & np.uint64(0xF)).astype(np.uint8),
+        stamp=(words & np.uint64(STAMP_MASK)).astype(np.uint32),
     )
 
 
 def stamp_of(now: float) -> int:
     """A time of the monotonic clock, which all processes share, in tenths of a second mod 2**32."""
-    return int(now * STAMPS_PER_SECOND) & _STAMP_MASK
+    return int(now * STAMPS_PER_SECOND) & STAMP_MASK
 
 
 class BlockMetadata:
@@ -102,16 +103,16 @@ class BlockMetadata:
             precision: index into `EngineInfo.precisions`, 0 to 15.
         """
         self._cells[block] = (
-            owner << _OWNER_SHIFT
-            | state << _STATE_SHIFT
-            | min(references, _MAX_REFERENCES) << _REFERENCES_SHIFT
-            | precision << _PRECISION_SHIFT
+            owner << OWNER_SHIFT
+            | state << STATE_SHIFT
+            | min(references, MAX_REFERENCES) << REFERENCES_SHIFT
+            | precision << PRECISION_SHIFT
             | self._stamp
         )
 
     def owner(self, block: int) -> int:
         """The slot in a block's word."""
-        return self._cells[block] >> _OWNER_SHIFT
+        return self._cells[block] >> OWNER_SHIFT
 
     def check_invariants(
         self,
@@ -129,6 +130,6 @@ class BlockMetadata:
         )
         for block, (state, count, precision, owner) in enumerate(words):
             assert state == states[block], block
-            assert count == min(references.get(block, 0), _MAX_REFERENCES), block
+            assert count == min(references.get(block, 0), MAX_REFERENCES), block
             assert precision == precisions[block], block
             assert owner in owners[block], block

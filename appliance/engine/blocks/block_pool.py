@@ -190,7 +190,7 @@ class BlockPool:
 
     def _active_state(self, block: int) -> BlockState:
         if block in self.loading:
-            return BlockState.SWAPPED
+            return BlockState.LOADING
         is_open = self.references[block] == 1 and self.filled[block] < self._block_size
         return BlockState.WRITING if is_open else BlockState.ACTIVE
 

@@ -268,6 +268,11 @@ class EngineClient:
         self.abort(request_id)
         return True
 
+    def owner_of(self, request_id: str) -> str | None:
+        """Whose an open request is; None if it is not open."""
+        generation = self._generations.get(request_id)
+        return None if generation is None else generation.request.owner
+
     def open_requests(self) -> list[tuple[Request, bool]]:
         """Every request that is open here, and whether the engine has started it."""
         return [(one.request, one.started) for one in self._generations.values()]

@@ -93,6 +93,11 @@ class Scheduler:
         for siblings in self._requests.values():
             yield from siblings
 
+    @property
+    def held(self) -> Collection[Sequence]:
+        """Beams that hold no blocks until they fork a sibling's."""
+        return self._beams.held
+
     def add(self, request: Request, now: float) -> None:
         """Queue a request.
 

@@ -34,6 +34,11 @@ class HostStore:
         return len(self._held) + len(self._spare)
 
     @property
+    def num_swapped(self) -> int:
+        """Blocks that left the cache, and that somebody comes back to."""
+        return sum(not held.from_disk for held in self._held.values())
+
+    @property
     def room(self) -> int:
         """Blocks that can be reserved."""
         return self.capacity - self._reserved

@@ -179,6 +179,14 @@ class Tiers:
         kept = self._kept.get(sequence)
         return 0 if kept is None else len(kept.hashes) * self._blocks.block_size
 
+    def num_in_host(self, sequence: Sequence) -> int:
+        """Blocks in host memory that a waiting sequence comes back to."""
+        kept = self._kept.get(sequence)
+        if kept is None:
+            return 0
+        found = sum(self.host.get(content) is not None for content in kept.hashes)
+        return found + (kept.last is not None)
+
     def choose(self, sequence: Sequence, prefix: Prefix) -> Prefix:
         """A prefix that is in the cache, cut at its last full block if more is known from there."""
         num_full, num_last = divmod(prefix.num_tokens, self._blocks.block_size)
@@ -305,6 +313,7 @@ class Tiers:
     def add_stats(self, stats: EngineStats) -> EngineStats:
         """The snapshot with the tiers' share."""
         counters = self.counters
+        num_last = sum(one.last is not None for one in self._all_kept())
         stats = msgspec.structs.replace(
             stats,
             swaps_total=counters.swaps,
@@ -312,7 +321,9 @@ class Tiers:
             swapped_in_total=counters.swapped_in,
             prefix_hits_host_total=counters.host_hits,
             prefix_hits_disk_total=counters.disk_hits,
-            kv_host_blocks=len(self.host) + sum(one.last is not None for one in self._all_kept()),
+            swapped=sum(sequence.num_kept > 0 for sequence in self._kept),
+            kv_host_blocks=len(self.host) + num_last,
+            kv_host_swapped=self.host.num_swapped + num_last,
             kv_host_capacity=self.host.capacity,
         )
         if self.disk is None or self.writes is None:

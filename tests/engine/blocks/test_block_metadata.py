@@ -11,6 +11,7 @@ from appliance.engine.blocks.block_metadata import (
     BlockMetadata,
     unpack,
 )
+from appliance.engine.blocks.block_word import count_states
 from appliance.events import BlockState
 
 
@@ -46,3 +47,18 @@ def test_the_words_live_in_the_memory_that_was_handed_in() -> None:
     fields = unpack(reader)
     assert fields.state.tolist() == [0, 0, BlockState.ACTIVE, 0]
     assert fields.owner.tolist() == [0, 0, 7, 0]
+
+
+def test_every_block_is_counted_once_by_its_state() -> None:
+    metadata = BlockMetadata(num_blocks=10)
+    metadata.begin_step(2.0**31)  # a stamp whose bits are all over
+    metadata.write(1, BlockState.CACHED, precision=1)
+    metadata.write(2, BlockState.ACTIVE, owner=MAX_OWNER, references=1, precision=15)
+    metadata.write(3, BlockState.ACTIVE, owner=1, references=2)
+    metadata.write(4, BlockState.ACTIVE, owner=1, references=300, precision=3)
+    metadata.write(5, BlockState.WRITING, owner=2, references=1)
+    metadata.write(6, BlockState.LOADING, owner=2, references=1)
+    metadata.write(7, BlockState.LOADING, owner=2, references=1)
+    assert count_states(metadata.words.data) == {
+        "free": 3, "cached": 1, "active": 1, "shared": 2, "writing": 1, "loading": 2,
+    }  # fmt: skip

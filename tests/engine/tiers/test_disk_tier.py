@@ -111,7 +111,7 @@ def test_other_formats_and_salts_find_nothing(tiny_llama: Path, tmp_path: Path) 
     with running(tiny_llama, tmp_path) as second:
         run(second, request("a", cache_salt="yours"), request("b"))
         assert second.stats().prefix_hits_disk_total == 0
-    with running(tiny_llama, tmp_path, kv_cache_dtype="int8") as third:
+    with running(tiny_llama, tmp_path, kv_cache_dtype="bf16") as third:
         run(third, request("a", cache_salt="mine"))
         assert third.stats().prefix_hits_disk_total == 0
 
@@ -310,8 +310,8 @@ def test_blocks_that_leave_the_cache_before_are_counted(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_tier.DiskTier, "is_writing", property(lambda self: False))
-    block = 16 * 2 * 2 * 2 * 32
-    with running(tiny_llama, tmp_path, kv_cache_memory=16 * block) as engine:
+    block = 16 * 2 * 2 * 2 * 32  # of bfloat16
+    with running(tiny_llama, tmp_path, kv_cache_memory=16 * block, kv_cache_dtype="bf16") as engine:
         run(engine, request("a"))
         assert engine.stats().kv_disk_pending > 0
         run(engine, request("b", seed=1))

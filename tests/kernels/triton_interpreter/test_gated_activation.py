@@ -29,6 +29,13 @@ def test_activation_is_that_of_float64(
     torch.testing.assert_close(found.double(), expected, rtol=STEP[dtype], atol=2e-6)
 
 
+def test_gate_and_up_may_take_turns() -> None:
+    gate, up = torch.randn(2, 3, 1032)
+    in_turns = torch.stack((gate.view(3, -1, 8), up.view(3, -1, 8)), dim=2).flatten(1)
+    found = gated_activation(in_turns, Activation.SILU, run=8)
+    assert torch.equal(found, gated_activation(torch.cat((gate, up), dim=1), Activation.SILU))
+
+
 @pytest.mark.parametrize("activation", list(Activation))
 def test_large_values_saturate(activation: Activation) -> None:
     gate = torch.tensor([[-1e4, -200.0, 200.0, 1e4]])

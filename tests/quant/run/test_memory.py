@@ -82,7 +82,7 @@ def test_a_model_several_times_larger_than_the_ceiling_stays_below_it(
     found = run(tmp_path, tmp_path / "large", method, ceiling)
     assert found["peak"] <= ceiling
     assert found["reported"] == pytest.approx(found["peak"], rel=0.02)
-    assert found["plan"] == pytest.approx(found["peak"], rel=0.08), "measured beforehand"
+    assert found["plan"] == pytest.approx(found["peak"], rel=0.05), "measured beforehand"
 
 
 @pytest.fixture

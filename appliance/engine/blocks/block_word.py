@@ -1,0 +1,45 @@
+"""How one 64-bit word says what a block is doing, and how many blocks are in which state.
+
+For the process that answers /metrics too, so it needs no numpy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from appliance.events import BlockState
+
+# | owner 16 | state 4 | references 8 | precision 4 | stamp 32 |, most significant first
+PRECISION_SHIFT = 32
+REFERENCES_SHIFT = 36
+STATE_SHIFT = 44
+OWNER_SHIFT = 48
+MAX_REFERENCES = 2**8 - 1
+STAMP_MASK = 2**32 - 1
+
+# What /metrics calls a state; one that is active in more than one block table is shared.
+STATE_NAMES = {
+    BlockState.FREE: "free",
+    BlockState.CACHED: "cached",
+    BlockState.ACTIVE: "active",
+    BlockState.WRITING: "writing",
+    BlockState.LOADING: "loading",
+}
+SHARED = "shared"
+
+
+def count_states(words: memoryview) -> dict[str, int]:
+    """How many blocks are in which state; each is counted once.
+
+    Args:
+        words: (num_blocks,) 64-bit words.
+    """
+    counts = dict.fromkeys((*STATE_NAMES.values(), SHARED), 0)
+    # State, references and precision are the third quarter of a little-endian word. Equal ones
+    # are counted in C: 65,536 blocks take milliseconds.
+    for middle, count in Counter(words.cast("B").cast("H")[2::4]).items():
+        state = middle >> (STATE_SHIFT - PRECISION_SHIFT)
+        references = middle >> (REFERENCES_SHIFT - PRECISION_SHIFT) & MAX_REFERENCES
+        shared = state == BlockState.ACTIVE and references > 1
+        counts[SHARED if shared else STATE_NAMES[BlockState(state)]] += count
+    return counts

@@ -1,0 +1,52 @@
+"""The live sequences in the words of the dashboard. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.engine.sequence import SequenceStatus
+from appliance.stats import SequenceView
+
+if TYPE_CHECKING:
+    from appliance.engine.scheduling.scheduler import Scheduler
+    from appliance.engine.sequence import Sequence
+
+
+def view_sequences(scheduler: Scheduler, now: float) -> tuple[SequenceView, ...]:
+    """All that wait or run, by request in the order of arrival.
+
+    Args:
+        scheduler: whose they are.
+        now: seconds of the clock of their arrival.
+    """
+    reading = frozenset(scheduler.tiers.reading)
+    return tuple(
+        SequenceView(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            slot=sequence.slot,
+            owner=sequence.request.owner,
+            status=_status(sequence, held=sequence in scheduler.held, reads=sequence in reading),
+            prompt_tokens=sequence.num_prompt_tokens,
+            cached_tokens=sequence.num_cached,
+            output_tokens=sequence.num_output_tokens,
+            blocks=len(sequence.block_table),
+            age_seconds=now - sequence.arrival,
+            computed_tokens=sequence.num_computed,
+            preemptions=sequence.num_preemptions,
+            kept_tokens=sequence.num_kept,
+            host_blocks=scheduler.tiers.num_in_host(sequence),
+        )
+        for sequence in scheduler.sequences()
+    )
+
+
+def _status(sequence: Sequence, *, held: bool, reads: bool) -> str:
+    """One of `SEQUENCE_STATES`."""
+    if sequence.status is SequenceStatus.RUNNING:
+        return "to fork" if held else "running"
+    if reads:
+        return "reading"
+    if sequence.num_kept:
+        return "swapped"
+    return "preempted" if sequence.num_preemptions else "waiting"

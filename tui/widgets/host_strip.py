@@ -1,0 +1,95 @@
+"""The blocks that lie in host memory, in one line below the block map."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from appliance.tui import numbers, palette
+from appliance.tui.widgets.lines import Lines
+
+if TYPE_CHECKING:
+    from textual.geometry import Region
+
+    from appliance.stats import EngineStats
+    from appliance.tui.view import View
+
+_NAME = "host memory "
+_MIN_BAR = 12  # cells; narrower terminals have only the words
+
+
+class HostStrip(Lines):
+    """All blocks that host memory has room for, to a scale of their own.
+
+    They have no fixed place there as they have in the cache, so the line shows how many there are.
+    """
+
+    DEFAULT_CSS = """
+    HostStrip { height: 1; display: none; }
+    HostStrip.-there { display: block; }
+    """
+
+    def present(self, view: View) -> list[Region]:
+        """Show another view; takes a line only where there is such a tier."""
+        stats = view.state.stats
+        there = stats is not None and stats.engine.kv_host_capacity > 0
+        if there is not self.has_class("-there"):
+            self.set_class(there, "-there")
+        return super().present(view)
+
+    def reads(self, view: View) -> tuple[object, ...]:
+        """The engine's numbers, and what is in focus."""
+        stats = view.state.stats
+        engine = stats.engine if stats is not None else None
+        return engine, view.focused, view.lettered, view.latest.current
+
+    def draw(self, view: View, width: int, height: int) -> list[Text]:
+        """Swapped and cached blocks and the room that is left, then how many they are."""
+        stats = view.state.stats
+        if stats is None or not stats.engine.kv_host_capacity:
+            return []  # such as while the server starts anew, and the line is still there
+        engine = stats.engine
+        words = _words(engine, view.focused.host_blocks if view.focused is not None else None)
+        room = width - len(_NAME) - len(words) - 2
+        line = Text(_NAME, palette.MUTED)
+        if room >= _MIN_BAR:
+            line.append_text(_bar(view, engine, room)).append("  ")
+        return [line.append(words, palette.MUTED)]
+
+
+def _words(engine: EngineStats, focused: int | None) -> str:
+    kept = engine.kv_host_blocks - engine.kv_host_swapped
+    facts = [
+        f"{numbers.count(engine.kv_host_swapped)} swapped",
+        *([f"{numbers.count(focused)} of it in focus"] if focused else []),
+        *([f"{numbers.count(kept)} cached"] if kept else []),
+    ]
+    return f"{', '.join(facts)}, of {numbers.counted(engine.kv_host_capacity, 'block')}"
+
+
+def _bar(view: View, engine: EngineStats, width: int) -> Text:
+    """To scale, but what there is at all has a cell."""
+    focused = min(view.focused.host_blocks, engine.kv_host_swapped) if view.focused else 0
+    dims = view.focused is not None or not view.latest.current
+    parts = (
+        (focused, palette.SWAPPED, "s"),
+        (engine.kv_host_swapped - focused, _shade(palette.SWAPPED, dims), "-" if dims else "s"),
+        (engine.kv_host_blocks - engine.kv_host_swapped, _shade(palette.CACHED, dims), ":"),
+    )
+    line = Text()
+    for blocks, color, letter in parts:
+        left = width - line.cell_len
+        cells = min(left, max(blocks > 0, round(width * blocks / engine.kv_host_capacity)))
+        line.append(letter * cells if view.lettered else " " * cells, _style(view, color))
+    color = _shade(palette.FREE, dims)
+    left = width - line.cell_len
+    return line.append("." * left if view.lettered else " " * left, _style(view, color))
+
+
+def _shade(color: str, dims: bool) -> str:
+    return palette.dimmed(color) if dims else color
+
+
+def _style(view: View, color: str) -> str:
+    return color if view.lettered else f"on {color}"
