@@ -18,13 +18,14 @@ class Rates:
     def saw_step(self, num_rows: int, seconds: float) -> None:
         """Learn from a step that held prompts."""
         if num_rows >= MIN_ROWS and seconds > 0:
-            self.prefill = _mean(self.prefill, num_rows / seconds)
+            self.prefill = moving_average(self.prefill, num_rows / seconds)
 
     def saw_moves(self, num_bytes: int, seconds: float) -> None:
         """Learn from blocks that were moved."""
         if num_bytes and seconds > 0:
-            self.moves = _mean(self.moves, num_bytes / seconds)
+            self.moves = moving_average(self.moves, num_bytes / seconds)
 
 
-def _mean(before: float, now: float) -> float:
+def moving_average(before: float, now: float) -> float:
+    """An average that follows what is measured; 0 is none so far."""
     return now if before == 0 else before + _WEIGHT * (now - before)

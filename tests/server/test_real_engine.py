@@ -126,6 +126,10 @@ async def test_beams_over_http(serve: Serve, smollm2_gguf: Path) -> None:
         stopped = (await running.complete("One, two, three,", **search, stop=[","])).json()
         assert stopped["choices"][0]["finish_reason"] == "stop"
         assert not any("," in choice["text"] for choice in stopped["choices"])
+        late = {**search, "best_of": 8, "max_tokens": 480, "ignore_eos": True, "timeout": 1.0}
+        cut = (await running.complete("The capital of Japan is", **late)).json()["choices"]
+        assert [choice["finish_reason"] for choice in cut] == ["timeout", "timeout"]
+        assert all("Tokyo" in choice["text"] for choice in cut)
         chat = (await running.chat(QUESTION, **search)).json()
         assert "Tokyo" in chat["choices"][0]["message"]["content"]
         await running.until(lambda: running.state.engine.stats.blocks_active == 0)

@@ -1,7 +1,6 @@
 """Random histories of the block manager, with a model of the memory that its tables point into.
 
-Each written slot remembers the salt and all tokens up to its own, which is what real keys and
-values depend on. Whatever a block table promises is read back after every rule. What is evicted
+Whatever a block table promises is read back after every rule. What is evicted
 goes outside, by its hash, and comes back when a sequence that begins alike is admitted.
 """
 
@@ -9,8 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import takewhile
 
 import hypothesis.strategies as st
+from content_memory import Content, ContentMemory, truth
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -19,16 +20,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from appliance.engine.blocks.block_loads import confirm_loads, load_blocks
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import unpack
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock, ScheduledSequence
+from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.events import BlockState
-
-Content = tuple[str, tuple[int, ...]]
 
 # Two tokens and short prompts, most of them with the same start: equal beginnings are the rule.
 START = [0, 1, 1, 0, 1, 0, 0, 1]
@@ -41,7 +39,6 @@ SALTS = st.sampled_from(["", "a"])
 PICK = st.integers(0, 5)
 MAX_SEQUENCES = 4
 UNIQUE_TOKEN = 99
-NOTHING: Content = ("nothing", ())
 
 
 def make(tokens: list[int], salt: str) -> Sequence:
@@ -80,23 +77,18 @@ class BlockMachine(RuleBasedStateMachine):
         num_open = num_open_pages(MAX_SEQUENCES, rows, block_size) if sealed else 0
         self.blocks = BlockManager(num_blocks, block_size, num_open=num_open)
         self.sealed, self.rows, self.shuffle = sealed, rows, shuffle
-        self.memory: dict[tuple[int, int], Content] = {}
-        self.pages: dict[tuple[int, int], Content] = {}  # open ones
+        self.memory = ContentMemory(self.blocks, sealed)
         self.holders: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.outside: dict[bytes, list[Content]] = {}
-        self.last: dict[
-            Sequence, tuple[int, list[Content]]
-        ] = {}  # of preempted ones: at which token
+        # Of preempted ones the block that is not full, and tokens in all.
+        self.last: dict[Sequence, tuple[int, list[Content]]] = {}
         # Of sequences that begin with some, until the step has run: index of the first, and what.
         self.loads: dict[Sequence, tuple[int, list[tuple[BlockMove, list[Content]]]]] = {}
-        self.blocks.on_evict = self.evicted
+        self.blocks.pool.on_evict = self.evicted
         self.slots = list(range(1, MAX_SEQUENCES + 1))
         self.steps = 0
         self.admit(make(tokens, salt))
-
-    def truth(self, sequence: Sequence, position: int) -> Content:
-        return sequence.request.cache_salt, tuple(sequence.token_ids[: position + 1])
 
     def holder(self, pick: int) -> Sequence:
         return self.holders[pick % len(self.holders)]
@@ -117,7 +109,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.slots.append(sequence.slot)
 
     def evicted(self, content: bytes, block: int) -> None:
-        self.outside[content] = [self.memory[block, at] for at in range(self.blocks.block_size)]
+        self.outside[content] = self.memory.full(block)
 
     def load(self, sequence: Sequence) -> None:
         """Continue a block table with what lies outside; the books know, but nobody finds it."""
@@ -125,12 +117,10 @@ class BlockMachine(RuleBasedStateMachine):
         first, num_last = divmod(sequence.num_computed, size)
         if num_last:
             return
-        contents = []
-        self.blocks.index.extend_hashes(sequence, (len(sequence.token_ids) - 1) // size)
-        for content in sequence.block_hashes[first : (len(sequence.token_ids) - 1) // size]:
-            if content not in self.outside:
-                break
-            contents.append(self.outside[content])
+        num_full = (len(sequence.token_ids) - 1) // size
+        self.blocks.index.extend_hashes(sequence, num_full)
+        known = takewhile(self.outside.__contains__, sequence.block_hashes[first:num_full])
+        contents = [self.outside[content] for content in known]
         num_tokens = len(contents) * size
         kept, last = self.last.pop(sequence, (0, []))
         if kept and first * size + num_tokens == kept - kept % size:
@@ -140,17 +130,10 @@ class BlockMachine(RuleBasedStateMachine):
         if not contents:
             return
         held = [HeldBlock() for _ in contents]
-        moves = load_blocks(self.blocks, sequence, held, num_tokens)
+        moves = self.blocks.load(sequence, held, num_tokens)
         self.blocks.check_invariants(self.holders)
         self.loads[sequence] = first, list(zip(moves, contents, strict=True))
         seen["blocks loaded"] += len(moves)
-
-    def put(self, move: BlockMove, contents: list[Content]) -> None:
-        for offset, content in enumerate(contents):
-            if move.open_page >= 0:
-                self.pages[move.open_page, offset] = content
-            else:
-                self.memory[move.block, offset] = content
 
     def admit(self, sequence: Sequence, fails: bool = False) -> None:
         """Attach what is found and compute at least a token, as admission does."""
@@ -192,7 +175,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.blocks.settle()
         for sequence, num_tokens, copies in plan:
             seen["copies of failed steps"] += len(copies)
-            self.write(sequence, num_tokens, junk=True)
+            self.memory.write(sequence, num_tokens, junk=True)
         for sequence, _, _ in plan:
             if sequence in self.loads:
                 seen["loads of failed steps"] += 1
@@ -209,22 +192,14 @@ class BlockMachine(RuleBasedStateMachine):
         assert not {copy.source for copy in copies} & destinations
         seen["copies"] += len(copies)
         self.shuffle.shuffle(copies)
-        for copy in copies:
-            for offset in range(self.blocks.block_size):
-                self.memory[copy.destination, offset] = self.memory.get(
-                    (copy.source, offset), NOTHING
-                )
-                if self.sealed:
-                    self.pages[copy.open_destination, offset] = self.pages.get(
-                        (copy.open_source, offset), NOTHING
-                    )
+        self.memory.copy(copies)
         for sequence, num_tokens, _ in plan:
             if sequence in self.loads:
                 first, loads = self.loads.pop(sequence)
                 for move, found in loads:
-                    self.put(move, found)
-                confirm_loads(self.blocks, sequence, first)
-            self.write(sequence, num_tokens)
+                    self.memory.put(move, found)
+                self.blocks.confirm_loads(sequence, first)
+            self.memory.write(sequence, num_tokens)
             self.blocks.commit(sequence, num_tokens)
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> tuple[BlockCopy, ...] | None:
@@ -242,28 +217,6 @@ class BlockMachine(RuleBasedStateMachine):
     def forked(self, sequence: Sequence) -> bool:
         """Whether the next token goes into a block that may have to be copied first."""
         return len(sequence.block_table) * self.blocks.block_size > sequence.num_computed
-
-    def place(
-        self, sequence: Sequence, position: int
-    ) -> tuple[dict[tuple[int, int], Content], tuple[int, int]]:
-        """Where a token's content lies: in a block, or in its open page as long as it has one."""
-        index, offset = divmod(position, self.blocks.block_size)
-        is_full = (index + 1) * self.blocks.block_size <= sequence.num_computed
-        if self.sealed and not is_full:
-            entry = ScheduledSequence(sequence, position, 1, samples=False)
-            ((page,),) = self.blocks.open_pages([entry]) or ()
-            return self.pages, (page, offset)
-        return self.memory, (sequence.block_table[index], offset)
-
-    def write(self, sequence: Sequence, num_tokens: int, junk: bool = False) -> None:
-        size = self.blocks.block_size
-        for position in range(sequence.num_computed, sequence.num_computed + num_tokens):
-            memory, place = self.place(sequence, position)
-            memory[place] = ("junk", (position,)) if junk else self.truth(sequence, position)
-            if self.sealed and (position + 1) % size == 0:
-                block = sequence.block_table[position // size]
-                for offset in range(size):
-                    self.memory[block, offset] = self.pages[place[0], offset]
 
     @precondition(has_room)
     @rule(tokens=TOKENS, salt=SALTS, fails=st.booleans())
@@ -369,7 +322,7 @@ class BlockMachine(RuleBasedStateMachine):
         if keeps and held:
             self.blocks.index.extend_hashes(sequence, held // size)
             sequence.num_kept = held
-            places = [self.place(sequence, at) for at in range(held - held % size, held)]
+            places = [self.memory.place(sequence, at) for at in range(held - held % size, held)]
             self.last[sequence] = held, [memory[place] for memory, place in places]
         self.drop(sequence)
         self.preempted.append(sequence)
@@ -391,7 +344,7 @@ class BlockMachine(RuleBasedStateMachine):
         num_tokens = min(num_tokens, sequence.num_uncomputed, self.rows)
         if num_tokens and self.allocate(sequence, num_tokens) is not None:
             self.blocks.settle()
-            self.write(sequence, num_tokens, junk=True)
+            self.memory.write(sequence, num_tokens, junk=True)
         self.drop(sequence)
 
     @rule(num_blocks=st.integers(1, 30))
@@ -403,7 +356,7 @@ class BlockMachine(RuleBasedStateMachine):
             before = self.blocks.num_free_blocks, self.blocks.num_cached
             sequence = make([UNIQUE_TOKEN] * num_blocks * self.blocks.block_size, "")
             assert self.allocate(sequence, len(sequence.token_ids)) == ()
-            self.write(sequence, len(sequence.token_ids), junk=True)
+            self.memory.write(sequence, len(sequence.token_ids), junk=True)
             self.blocks.free(sequence)
             evicted = before[1] - self.blocks.num_cached
             needed = max(0, num_blocks - (before[0] - before[1]))
@@ -415,25 +368,25 @@ class BlockMachine(RuleBasedStateMachine):
         self.blocks.check_invariants(self.holders)
         self.steps += 1
         seen["steps"] += 1
-        seen["shared blocks"] += self.blocks.num_shared
+        seen["shared blocks"] += self.blocks.pool.num_shared
         self.blocks.metadata.begin_step(self.steps)
 
     @invariant()
     def tables_lead_to_what_was_computed(self) -> None:
         for sequence in self.holders:
             for position in range(sequence.num_computed):
-                memory, place = self.place(sequence, position)
-                assert memory[place] == self.truth(sequence, position)
+                memory, place = self.memory.place(sequence, position)
+                assert memory[place] == truth(sequence, position)
 
     @invariant()
     def cached_blocks_are_whole_and_can_be_found(self) -> None:
         size = self.blocks.block_size
         states = unpack(self.blocks.metadata.words).state
         for block in (states == BlockState.CACHED).nonzero()[0].tolist():
-            filled = self.blocks._filled[block]
-            memory, place = self.memory, block
+            filled = self.blocks.pool.filled[block]
+            memory, place = self.memory.slots, block
             if self.sealed and filled < size:
-                memory, place = self.pages, self.blocks._open[block]
+                memory, place = self.memory.pages, self.blocks.pool.open[block]
             salt, tokens = memory[place, filled - 1]
             assert salt not in ("junk", "nothing")
             assert len(tokens) % size == filled % size

@@ -338,7 +338,7 @@ class Simulation:
         self.seen["rows"] += self.runner.rows
         self.seen["preempted"] += stats.preemptions_total
         self.seen["tokens from the cache"] += stats.prefix_hits_total
-        self.seen["evictions"] += self.blocks.num_evictions
+        self.seen["evictions"] += self.blocks.pool.num_evictions
         self.seen["swapped"] += stats.swaps_total
         self.seen["blocks out to the host"] += stats.swapped_out_total
         self.seen["blocks back from the host"] += stats.swapped_in_total

@@ -133,7 +133,7 @@ class VirtualRunner:
 
     def launch(self, plan: Plan) -> None:
         """See `Runner`."""
-        size, references = self._size, self._blocks._references
+        size, references = self._size, self._blocks.pool.references
         assert 0 < plan.num_tokens <= self._max_rows, "the budget was exceeded"
         opened = plan.open_pages or ((),) * len(plan.scheduled)
         assert (plan.open_pages is not None) == self._sealed

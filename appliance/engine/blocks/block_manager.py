@@ -6,21 +6,18 @@ requests' order or of tensors. Every operation is O(1) amortised per block. Impo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from appliance.engine.blocks.block_invariants import check_blocks
 from appliance.engine.blocks.block_metadata import BlockMetadata
-from appliance.engine.blocks.open_pages import OpenPages
+from appliance.engine.blocks.block_pool import BlockPool
 from appliance.engine.blocks.prefix_cache import Prefix, PrefixCache
-from appliance.engine.plan import BlockCopy
-from appliance.events import BlockState
+from appliance.engine.plan import BlockCopy, BlockMove
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from collections.abc import Sequence as Sequences
 
-    from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.plan import HeldBlock, ScheduledSequence
     from appliance.engine.sequence import Sequence
 
 
@@ -48,12 +45,9 @@ class BlockManager:
         num_open: open pages, see `open_pages.num_open_pages`; 0 where blocks are not sealed.
 
     Attributes:
+        metadata: what happens to each block.
         index: which block holds which content.
-        kv_tokens: slots of active blocks that hold a token.
-        num_shared: blocks that stand in more than one block table.
-        num_evictions: blocks whose cached content was given up, ever.
-        on_evict: called with hash and block before the content of a full block is given up.
-        loading: active blocks whose content is still outside, see `block_loads`.
+        pool: the blocks themselves.
     """
 
     def __init__(
@@ -70,31 +64,21 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.metadata = metadata or BlockMetadata(num_blocks=num_blocks)
-        self.kv_tokens = 0
-        self.num_shared = 0
-        self.num_evictions = 0
-        self.on_evict: Callable[[bytes, int], None] | None = None
         self._prefix_caching = prefix_caching
         self.index = PrefixCache(block_size, namespace, splits_full=num_open == 0)
-        self._open = OpenPages(num_open)
-        self._references = [0] * num_blocks
-        self._filled = [0] * num_blocks  # slots that hold a token
-        self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._cached_open: OrderedDict[int, None] = OrderedDict()  # of these with an open page
-        self._copied: set[int] = set()  # sources of the copies of the plan that is being made
-        self._sources: list[int] = []  # those of them that no block table refers to any more
-        self.loading: set[int] = set()
+        self.pool = BlockPool(num_blocks, block_size, self.metadata, self.index, num_open)
+        self._open = self.pool.open
+        self._filled = self.pool.filled
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be had: free ones and cached ones."""
-        return len(self._free) + len(self._cached)
+        return self.pool.num_available
 
     @property
     def num_cached(self) -> int:
         """Blocks kept only for their content."""
-        return len(self._cached)
+        return self.pool.num_cached
 
     @property
     def num_active(self) -> int:
@@ -119,7 +103,7 @@ class BlockManager:
 
         What a copy is made of is among them, and free again once the plan is `settled`.
         """
-        unreferenced = sum(not self._references[block] for block in prefix.blocks)
+        unreferenced = sum(not self.pool.references[block] for block in prefix.blocks)
         num_new = self.blocks_for(len(sequence.token_ids)) - len(prefix.blocks)
         return num_new + unreferenced + self._needs_copy(prefix)
 
@@ -153,7 +137,7 @@ class BlockManager:
         if num_tokens == 0:
             return False
         last = prefix.blocks[-1]
-        return bool(self._references[last]) or self._filled[last] != num_tokens
+        return bool(self.pool.references[last]) or self._filled[last] != num_tokens
 
     def open_page(self, block: int) -> int:
         """The open page of a block, or -1."""
@@ -189,37 +173,31 @@ class BlockManager:
         """
         table = sequence.block_table
         first = sequence.num_computed // self.block_size
-        if num_new_tokens == 1 and first < len(table) and self._is_own(table[first]):
+        if num_new_tokens == 1 and first < len(table) and self.pool.is_own(table[first]):
             return ()  # as for most answers in most steps
         num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
         present = range(first, min(num_blocks, len(table)))
-        kept = [index for index in present if not self._is_own(table[index])]
+        kept = [index for index in present if not self.pool.is_own(table[index])]
         num_appended = max(0, num_blocks - len(table))
         if not (kept or num_appended):
             return ()
         if len(kept) + num_appended > self.num_free_blocks:
             return None
         # All destinations are taken before a source is let go, so that none becomes the other.
-        copies = tuple(self._copy(table[index], self._take(sequence)) for index in kept)
-        table.extend(self._take(sequence) for _ in range(num_appended))
+        take, slot = self.pool.take, sequence.slot
+        copies = tuple(self._copy(table[index], take(slot)) for index in kept)
+        table.extend(take(slot) for _ in range(num_appended))
         for index, copy in zip(kept, copies, strict=True):
             table[index] = copy.destination
-            self._copied.add(copy.source)
-            self._let_go(copy.source, sequence.slot)
+            self.pool.copy_from(copy.source, slot)
         return copies
-
-    def _is_own(self, block: int) -> bool:
-        """Whether the one sequence that holds a block may write to it."""
-        return self._references[block] == 1 and block not in self.index
 
     def settle(self) -> None:
         """A plan is complete: what it copies from may be given to others from now on.
 
         Before that it could become the destination of another of the plan's copies.
         """
-        self._copied.clear()
-        while self._sources:
-            self._let_go(self._sources.pop(), 0)
+        self.pool.settle()
 
     def commit(self, sequence: Sequence, num_tokens: int) -> None:
         """Record that the next `num_tokens` tokens are in the cache and index full blocks."""
@@ -228,18 +206,11 @@ class BlockManager:
         if num_tokens == 1 and end % size:  # as for most answers in most steps
             block = sequence.block_table[first]
             if (before := self._filled[block]) < size:
-                self.kv_tokens += end % size - before
+                self.pool.kv_tokens += end % size - before
                 self._filled[block] = end % size
                 return
         for index in range(first, self.blocks_for(end)):
-            block = sequence.block_table[index]
-            filled, before = min(end - index * size, size), self._filled[block]
-            self.kv_tokens += filled - before
-            self._filled[block] = filled
-            if filled == size:
-                self._open.release(block)
-            if (filled == size) != (before == size):
-                self._record_active(block, self.metadata.owner(block))
+            self.pool.fill(sequence.block_table[index], min(end - index * size, size))
         if self._prefix_caching and end // size > first:
             self.index.extend_hashes(sequence, end // size)
             for index in range(first, end // size):
@@ -265,7 +236,7 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Take all blocks from a sequence; those with findable content stay as cache."""
-        table = sequence.block_table
+        table, slot = sequence.block_table, sequence.slot
         keeps = self._prefix_caching or sequence.num_kept
         num_full, num_last = divmod(self.num_held(sequence), self.block_size)
         # Tail before head, so that eviction shortens a chain and never cuts it in the middle.
@@ -276,7 +247,7 @@ class BlockManager:
                 self._touch(sequence, index)
             elif self._prefix_caching and index == num_full and num_last >= self.index.min_partial:
                 self._keep_last(sequence, index, num_last)
-            self._let_go(table[index], sequence.slot)
+            self.pool.let_go(table[index], slot)
         table.clear()
         sequence.num_computed = 0
 
@@ -285,93 +256,54 @@ class BlockManager:
         indexed = self.index.get(sequence.block_hashes[index])
         if indexed is None:
             self.index.add(sequence, index, sequence.block_table[index], self.block_size)
-        elif indexed in self._cached:
-            self._cached.move_to_end(indexed)
+        else:
+            self.pool.touch(indexed)
 
     def _keep_last(self, sequence: Sequence, index: int, num_tokens: int) -> None:
         """Index a block that is not full, if it is the sequence's own."""
         block = sequence.block_table[index]
-        if self._references[block] == 1 and block not in self.index:
-            self.kv_tokens -= self._filled[block] - num_tokens
-            self._filled[block] = num_tokens
+        if self.pool.is_own(block):
+            self.pool.fill(block, num_tokens)
             self.index.add(sequence, index, block, num_tokens)
 
     def _share(self, sequence: Sequence, blocks: Sequences[int]) -> None:
         assert not sequence.block_table
         for block in blocks:
-            references = self._references[block] + 1
-            self._references[block] = references
-            if references == 1:
-                del self._cached[block]
-                self._cached_open.pop(block, None)
-                self.kv_tokens += self._filled[block]
-            elif references == 2:
-                self.num_shared += 1
-            self._record_active(block, sequence.slot)
+            self.pool.share(block, sequence.slot)
         sequence.block_table.extend(blocks)
 
-    def _take(self, sequence: Sequence) -> int:
-        """Make a block active, at the price of the least recently used content if need be."""
-        if self._open.is_exhausted and self._cached_open:
-            self._evict(next(iter(self._cached_open)))
-        if not self._free:
-            self._evict(next(iter(self._cached)))
-        block = self._free.pop()
-        self._references[block] = 1
-        self._filled[block] = 0
-        self._open.claim(block)
-        self._record_active(block, sequence.slot)
-        return block
+    def load(
+        self, sequence: Sequence, held: Sequences[HeldBlock], num_tokens: int
+    ) -> list[BlockMove]:
+        """Give a sequence blocks for its next tokens, which come from outside the cache.
 
-    def _evict(self, block: int) -> None:
-        """Give up the content of a cached block."""
-        del self._cached[block]
-        self._cached_open.pop(block, None)
-        content = self.index.remove(block)
-        if self.on_evict is not None and self._filled[block] == self.block_size:
-            self.on_evict(content, block)
-        self._open.release(block)
-        self._free.append(block)
-        self.num_evictions += 1
+        Nobody else finds them before `confirm_loads`, since it is only then that they are there.
 
-    def _record_active(self, block: int, owner: int) -> None:
-        """Write down who holds a block, once per change of hands and once when it is full."""
-        self.metadata.write(
-            block, self._active_state(block), owner, self._references[block], block in self._open
-        )
+        Args:
+            sequence: all of its blocks are full.
+            held: content of one block after the other; so many are free.
+            num_tokens: in all of them; the sequence's `num_computed` grows by so many.
 
-    def _active_state(self, block: int) -> BlockState:
-        if block in self.loading:
-            return BlockState.LOADING
-        is_open = self._references[block] == 1 and self._filled[block] < self.block_size
-        return BlockState.WRITING if is_open else BlockState.ACTIVE
+        Returns:
+            What is to be loaded.
+        """
+        moves = []
+        for index, one in enumerate(held):
+            block = self.pool.take(sequence.slot)
+            self.pool.expect(block, min(self.block_size, num_tokens - index * self.block_size))
+            sequence.block_table.append(block)
+            moves.append(BlockMove(block, one, self.open_page(block)))
+        sequence.num_computed += num_tokens
+        return moves
 
-    def _let_go(self, block: int, slot: int) -> None:
-        """Drop the reference that the sequence of a slot has to a block."""
-        if self._references[block] == 1 and block in self._copied:
-            self._copied.remove(block)
-            self._sources.append(block)
-            return
-        references = self._references[block] - 1
-        self._references[block] = references
-        owner = self.metadata.owner(block)
-        if references:
-            self.num_shared -= references == 1
-            # Which of the others is the owner now is not worth remembering.
-            owner = 0 if owner == slot else owner
-            self._record_active(block, owner)
-        else:
-            self.kv_tokens -= self._filled[block]
-            self.loading.discard(block)
-            if block in self.index:
-                self._cached[block] = None
-                if block in self._open:
-                    self._cached_open[block] = None
-                self.metadata.write(block, BlockState.CACHED, precision=block in self._open)
-            else:
-                self._open.release(block)
-                self._free.append(block)
-                self.metadata.write(block, BlockState.FREE)
+    def confirm_loads(self, sequence: Sequence, first: int) -> None:
+        """Record that what was promised for a sequence's blocks from an index on is there."""
+        for index in range(first, len(sequence.block_table)):
+            block = sequence.block_table[index]
+            if block in self.pool.loading:
+                self.pool.arrive(block)
+                if self._filled[block] == self.block_size and self._prefix_caching:
+                    self.index.add(sequence, index, block, self.block_size)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
         """Recompute everything from the block tables and assert that the books agree.
@@ -379,4 +311,13 @@ class BlockManager:
         Args:
             sequences: all that hold blocks.
         """
-        check_blocks(self, sequences)
+        holders: dict[int, list[int]] = {}
+        for sequence in sequences:
+            table, num_full = sequence.block_table, sequence.num_computed // self.block_size
+            assert len(set(table)) == len(table), "a block is twice in a block table"
+            assert self.blocks_for(sequence.num_computed) <= len(table)
+            if self._prefix_caching:
+                assert len(sequence.block_hashes) >= num_full
+            for block in table:
+                holders.setdefault(block, []).append(sequence.slot)
+        self.pool.check_invariants(holders)

@@ -44,9 +44,9 @@ class Counters:
             blocks_active=blocks.num_active,
             blocks_cached=blocks.num_cached,
             blocks_free=blocks.num_free_blocks - blocks.num_cached,
-            blocks_shared=blocks.num_shared,
+            blocks_shared=blocks.pool.num_shared,
             block_size=blocks.block_size,
-            kv_tokens=blocks.kv_tokens,
+            kv_tokens=blocks.pool.kv_tokens,
             step_prefill_tokens=last.num_tokens - last.num_decode_tokens,
             step_decode_tokens=last.num_decode_tokens,
         )

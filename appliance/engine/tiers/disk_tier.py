@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from appliance.engine.rates import moving_average
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Sequences
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 MAX_QUEUED = 8  # blocks on their way to the disk
 PAUSE_SECONDS = 60.0  # without writing after the disk refused
 _NICENESS = 10  # of the thread that writes
-_WEIGHT = 0.2  # of the newest measurement
 
 logger = logging.getLogger(__name__)
 
@@ -164,8 +165,7 @@ class DiskTier:
             begin = time.thread_time()
             self._store.write(content, data, stamp_ns)
             spent = time.thread_time() - begin
-            before = self.block_seconds
-            self.block_seconds = spent if not before else before + _WEIGHT * (spent - before)
+            self.block_seconds = moving_average(self.block_seconds, spent)
             if self.trouble:
                 self.trouble = ""
                 logger.info("KV blocks are written to %s again", self._store.root)

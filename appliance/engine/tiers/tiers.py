@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.blocks.block_loads import confirm_loads, load_blocks
 from appliance.engine.plan import BlockMove, HeldBlock
 from appliance.engine.scheduling.policy import should_swap
 from appliance.engine.sequence import SequenceStatus
@@ -105,7 +104,7 @@ class Tiers:
         self._loading: dict[Sequence, _Loading] = {}  # on its way into the cache
         self._reading: dict[Sequence, ReadJob] = {}
         self._saves: list[BlockMove] = []
-        blocks.on_evict = self._evicted
+        blocks.pool.on_evict = self._evicted
 
     @property
     def reading(self) -> tuple[Sequence, ...]:
@@ -208,7 +207,7 @@ class Tiers:
         if held:
             self._count(sequence, held)
             self._loading[sequence] = _Loading(first, kept, sequence.num_kept)
-            loads = load_blocks(self._blocks, sequence, held, num_tokens)
+            loads = self._blocks.load(sequence, held, num_tokens)
         elif kept is not None:
             self._release(kept)
         sequence.num_kept = 0
@@ -250,7 +249,7 @@ class Tiers:
         """The plan that loaded a sequence's blocks, if any did, has run."""
         loading = self._loading.pop(sequence, None)
         if loading is not None:
-            confirm_loads(self._blocks, sequence, loading.first)
+            self._blocks.confirm_loads(sequence, loading.first)
             if loading.kept is not None:
                 self._release(loading.kept)
 

@@ -146,7 +146,7 @@ class Simulation:
         seen["preempted beams"] += sum(
             one.request.sampling.use_beam_search for one in plan.preempted
         )
-        seen["shared blocks"] += self.blocks.num_shared
+        seen["shared blocks"] += self.blocks.pool.num_shared
         seen["beams without an answer"] += sum(len(g.beams) < len(g.members) for g in self.groups())
 
     def groups(self) -> list[BeamGroup]:

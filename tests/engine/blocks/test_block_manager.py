@@ -47,7 +47,7 @@ def test_blocks_are_taken_on_demand() -> None:
     run(blocks, seq, 1)
     assert len(seq.block_table) == 2
     assert blocks.num_active == 2
-    assert blocks.kv_tokens == 5
+    assert blocks.pool.kv_tokens == 5
     blocks.check_invariants([seq])
 
 
@@ -114,7 +114,7 @@ def test_least_recently_used_content_goes_first_and_tail_before_head() -> None:
     for expected in (old_tail, old_head, new_tail, new_head):
         assert blocks.allocate(other, len(other.block_table) * 4 + 4) == ()
         assert other.block_table[-1] == expected
-    assert blocks.num_evictions == 4
+    assert blocks.pool.num_evictions == 4
     blocks.check_invariants([other])
 
 
@@ -173,18 +173,18 @@ def test_a_fork_copies_the_shared_last_block_on_the_first_write_only() -> None:
     shared = list(parent.block_table)
     blocks.fork(parent, child, 6)
     assert child.block_table == shared
-    assert blocks.num_shared == 2
+    assert blocks.pool.num_shared == 2
     assert blocks.num_active == 2
     copies = blocks.allocate(child, 1)
     assert copies == (BlockCopy(source=shared[1], destination=child.block_table[1]),)
     blocks.commit(child, 1)
     assert parent.block_table == shared
     assert child.block_table[0] == shared[0]
-    assert blocks.num_shared == 1
+    assert blocks.pool.num_shared == 1
     parent.token_ids.append(9)
     assert blocks.allocate(parent, 1) == (), "it is alone on its last block now"
     blocks.commit(parent, 1)
-    assert blocks.kv_tokens == 4 + 3 + 3
+    assert blocks.pool.kv_tokens == 4 + 3 + 3
     blocks.check_invariants([parent, child])
 
 

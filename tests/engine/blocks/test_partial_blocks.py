@@ -51,7 +51,7 @@ def test_a_conversation_goes_on_in_the_block_it_ended_in_without_a_copy() -> Non
     assert blocks.find_prefix(again).num_tokens == 6
     assert start(blocks, again) == ()
     assert again.block_table[1] == last
-    assert blocks.kv_tokens == 9
+    assert blocks.pool.kv_tokens == 9
     blocks.check_invariants([again])
     blocks.free(again)
     assert blocks.num_cached == 3, "no copy of the old end is left behind"
@@ -131,7 +131,7 @@ def test_a_hit_that_needs_a_block_more_than_there_is_is_cut_to_whole_blocks() ->
 def test_where_blocks_are_sealed_an_open_page_is_kept_with_its_block() -> None:
     blocks = BlockManager(8, 4, num_open=4)
     start(blocks, turn := sequence(1, 2, 3, 4, 5, 6))
-    ((page,),) = blocks.open_pages([]) or ((blocks._open[turn.block_table[1]],),)
+    ((page,),) = blocks.open_pages([]) or ((blocks.pool.open[turn.block_table[1]],),)
     blocks.free(turn)
     blocks.check_invariants([])
     diverging = sequence(1, 2, 3, 4, 5, 9, 9, slot=2)
@@ -140,7 +140,7 @@ def test_where_blocks_are_sealed_an_open_page_is_kept_with_its_block() -> None:
     assert copy.open_destination not in (page, -1)
     going_on = sequence(1, 2, 3, 4, 5, 6, 7, slot=3)
     assert start(blocks, going_on) == ()
-    assert blocks._open[going_on.block_table[1]] == page
+    assert blocks.pool.open[going_on.block_table[1]] == page
     blocks.check_invariants([diverging, going_on])
 
 
@@ -160,7 +160,7 @@ def test_an_open_page_of_a_cached_block_goes_to_who_runs() -> None:
     running = [sequence(5, slot=2), sequence(6, slot=3)]
     for seq in running:
         start(blocks, seq)
-    assert blocks.num_evictions == 1
+    assert blocks.pool.num_evictions == 1
     assert blocks.find_prefix(sequence(1, 1, 1)) == Prefix()
     assert blocks.find_prefix(sequence(2, 2, 2)).num_tokens == 2
     blocks.check_invariants(running)

@@ -1,0 +1,231 @@
+"""The blocks of one KV cache: who refers to each, what it holds, and which one goes first.
+
+Knows nothing of sequences, only the slot that each has in block metadata. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from appliance.engine.blocks.open_pages import OpenPages
+from appliance.events import BlockState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from appliance.engine.blocks.block_metadata import BlockMetadata
+    from appliance.engine.blocks.prefix_cache import PrefixCache
+
+
+class BlockPool:
+    """Free, cached and active blocks; see `BlockManager` for what these are.
+
+    Args:
+        num_blocks: physical blocks.
+        block_size: token slots in a block.
+        metadata: where to record what happens to blocks.
+        index: which block holds which content.
+        num_open: open pages; 0 where blocks are not sealed.
+
+    Attributes:
+        references: of each block, from block tables.
+        filled: slots of each block that hold a token.
+        open: which blocks have an open page.
+        loading: active blocks whose content is still outside.
+        kv_tokens: slots of active blocks that hold a token.
+        num_shared: blocks that stand in more than one block table.
+        num_evictions: blocks whose cached content was given up, ever.
+        on_evict: called with hash and block before the content of a full block is given up.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        metadata: BlockMetadata,
+        index: PrefixCache,
+        num_open: int,
+    ) -> None:
+        self.references = [0] * num_blocks
+        self.filled = [0] * num_blocks
+        self.open = OpenPages(num_open)
+        self.loading: set[int] = set()
+        self.kv_tokens = 0
+        self.num_shared = 0
+        self.num_evictions = 0
+        self.on_evict: Callable[[bytes, int], None] | None = None
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._metadata = metadata
+        self._index = index
+        self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached_open: OrderedDict[int, None] = OrderedDict()  # of these with an open page
+        self._copied: set[int] = set()  # sources of the copies of the plan that is being made
+        self._sources: list[int] = []  # those of them that no block table refers to any more
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be had: free ones and cached ones."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks kept only for their content."""
+        return len(self._cached)
+
+    def is_own(self, block: int) -> bool:
+        """Whether the one sequence that holds a block may write to it."""
+        return self.references[block] == 1 and block not in self._index
+
+    def take(self, slot: int) -> int:
+        """Make a block active, at the price of the least recently used content if need be."""
+        if self.open.is_exhausted and self._cached_open:
+            self._evict(next(iter(self._cached_open)))
+        if not self._free:
+            self._evict(next(iter(self._cached)))
+        block = self._free.pop()
+        self.references[block] = 1
+        self.filled[block] = 0
+        self.open.claim(block)
+        self._record_active(block, slot)
+        return block
+
+    def share(self, block: int, slot: int) -> None:
+        """Refer to a block, cached or active, once more."""
+        references = self.references[block] + 1
+        self.references[block] = references
+        if references == 1:
+            del self._cached[block]
+            self._cached_open.pop(block, None)
+            self.kv_tokens += self.filled[block]
+        elif references == 2:
+            self.num_shared += 1
+        self._record_active(block, slot)
+
+    def fill(self, block: int, num_tokens: int) -> None:
+        """Record how many slots of an active block hold a token."""
+        before, size = self.filled[block], self._block_size
+        self.kv_tokens += num_tokens - before
+        self.filled[block] = num_tokens
+        if num_tokens == size:
+            self.open.release(block)
+        if (num_tokens == size) != (before == size):
+            self._record_active(block, self._metadata.owner(block))
+
+    def expect(self, block: int, num_tokens: int) -> None:
+        """So many tokens of a block that was just taken come from outside."""
+        self.loading.add(block)
+        self._record_active(block, self._metadata.owner(block))
+        self.fill(block, num_tokens)
+
+    def arrive(self, block: int) -> None:
+        """What a block has waited for is there."""
+        self.loading.remove(block)
+        self._record_active(block, self._metadata.owner(block))
+
+    def touch(self, block: int) -> None:
+        """A block's content was used now, if it is only cached."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
+
+    def copy_from(self, block: int, slot: int) -> None:
+        """Drop a reference to a block that the plan being made copies from."""
+        self._copied.add(block)
+        self.let_go(block, slot)
+
+    def settle(self) -> None:
+        """A plan is complete: what it copies from may be given to others from now on.
+
+        Before that it could become the destination of another of the plan's copies.
+        """
+        self._copied.clear()
+        while self._sources:
+            self.let_go(self._sources.pop(), 0)
+
+    def let_go(self, block: int, slot: int) -> None:
+        """Drop the reference that the sequence of a slot has to a block."""
+        if self.references[block] == 1 and block in self._copied:
+            self._copied.remove(block)
+            self._sources.append(block)
+            return
+        references = self.references[block] - 1
+        self.references[block] = references
+        owner = self._metadata.owner(block)
+        if references:
+            self.num_shared -= references == 1
+            # Which of the others is the owner now is not worth remembering.
+            owner = 0 if owner == slot else owner
+            self._record_active(block, owner)
+            return
+        self.kv_tokens -= self.filled[block]
+        self.loading.discard(block)
+        if block in self._index:
+            self._cached[block] = None
+            if block in self.open:
+                self._cached_open[block] = None
+            self._metadata.write(block, BlockState.CACHED, precision=block in self.open)
+        else:
+            self.open.release(block)
+            self._free.append(block)
+            self._metadata.write(block, BlockState.FREE)
+
+    def _evict(self, block: int) -> None:
+        """Give up the content of a cached block."""
+        del self._cached[block]
+        self._cached_open.pop(block, None)
+        content = self._index.remove(block)
+        if self.on_evict is not None and self.filled[block] == self._block_size:
+            self.on_evict(content, block)
+        self.open.release(block)
+        self._free.append(block)
+        self.num_evictions += 1
+
+    def _record_active(self, block: int, owner: int) -> None:
+        """Write down who holds a block, once per change of hands and once when it is full."""
+        self._metadata.write(
+            block, self._active_state(block), owner, self.references[block], block in self.open
+        )
+
+    def _active_state(self, block: int) -> BlockState:
+        if block in self.loading:
+            return BlockState.LOADING
+        is_open = self.references[block] == 1 and self.filled[block] < self._block_size
+        return BlockState.WRITING if is_open else BlockState.ACTIVE
+
+    def check_invariants(self, holders: Mapping[int, list[int]]) -> None:
+        """Recompute everything and assert that the books agree.
+
+        Args:
+            holders: of each block that stands in block tables, the slots of whose these are.
+        """
+        blocks, active = range(self._num_blocks), set(holders)
+        free, cached = set(self._free), set(self._cached)
+        assert not self._sources, "the plan was not settled"
+        assert self.loading <= active, "content is on its way into a block that nobody holds"
+        assert len(free) == len(self._free), "a block is twice in the free list"
+        states = len(free) + len(cached) + len(active)
+        assert states == self._num_blocks, "a block is lost or has two states"
+        assert free | cached | active == set(blocks), "a block has two states"
+        assert self.references == [len(holders.get(block, ())) for block in blocks]
+        assert self.num_shared == sum(len(slots) > 1 for slots in holders.values())
+        assert self.kv_tokens == sum(self.filled[block] for block in active)
+        self.open.check_invariants(
+            {block for block in active | cached if self.filled[block] < self._block_size}
+        )
+        assert set(self._cached_open) == {block for block in cached if block in self.open}
+        self._index.check_invariants()
+        assert all(block in self._index for block in cached), "a cached block cannot be found"
+        assert not any(block in self._index for block in free), "a free block can be found"
+        states_of = {
+            **dict.fromkeys(free, BlockState.FREE),
+            **dict.fromkeys(cached, BlockState.CACHED),
+            **{block: self._active_state(block) for block in active},
+        }
+        self._metadata.check_invariants(
+            states_of,
+            {block: len(slots) for block, slots in holders.items()},
+            {block: int(block in self.open) for block in blocks},
+            {block: {0, *holders.get(block, ())} for block in blocks},
+        )

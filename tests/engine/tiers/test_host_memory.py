@@ -1,0 +1,63 @@
+"""Host memory for blocks that make room: what an engine was planned with is what its tiers have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from appliance.commands.serve import banner
+from appliance.config import EngineConfig
+from appliance.engine import loading
+from appliance.engine.engine import LLMEngine
+from appliance.errors import MemoryPlanError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MIB = 2**20
+
+
+def load(folder: Path, **options: Any) -> LLMEngine:
+    config = EngineConfig(model=str(folder), threads=1, max_num_batched_tokens=64, **options)
+    return LLMEngine.load(
+        config, eos_token_ids=(2,), metadata=None, on_progress=lambda stage, done, total: None
+    )
+
+
+def budget(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(loading, "memory_budget", lambda device, share: num_bytes)
+
+
+def test_what_was_asked_for_is_there_and_told(tiny_llama: Path) -> None:
+    engine = load(tiny_llama, kv_host_memory=3 * MIB)
+    info = engine.info
+    assert info.kv_host_bytes == 3 * MIB
+    block_bytes = info.kv_bytes // info.num_blocks
+    assert engine.stats().kv_host_capacity == 3 * MIB // block_bytes
+    assert "up to 3 MiB of host memory for KV blocks" in banner("http://x", "tiny", info)
+    assert "host memory" not in banner("http://x", "tiny", load(tiny_llama, kv_host_memory=0).info)
+
+
+def test_where_little_is_left_it_shrinks_and_says_so(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = load(tiny_llama).info
+    assert not any("make room" in note for note in roomy.notes)
+    used = roomy.weight_bytes + roomy.kv_bytes + roomy.workspace_bytes
+    budget(monkeypatch, used + MIB // 2)
+    tight = load(tiny_llama).info
+    assert 0 < tight.kv_host_bytes < MIB
+    assert any(
+        "host memory are left for sequences that have to make room" in n for n in tight.notes
+    )
+
+
+def test_what_does_not_fit_beside_the_cache_is_refused(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = load(tiny_llama).info
+    needed = roomy.weight_bytes + roomy.kv_bytes + roomy.workspace_bytes
+    budget(monkeypatch, needed + 4 * MIB)
+    with pytest.raises(MemoryPlanError, match=r"100\.0 MiB for blocks that make room"):
+        load(tiny_llama, kv_host_memory=100 * MIB)

@@ -1,0 +1,77 @@
+"""A memory whose slots remember what keys and values depend on: the salt and all tokens so far."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.engine.plan import BlockCopy, BlockMove, ScheduledSequence
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.sequence import Sequence
+
+Content = tuple[str, tuple[int, ...]]
+NOTHING: Content = ("nothing", ())
+
+
+def truth(sequence: Sequence, position: int) -> Content:
+    """What a token's slot must hold."""
+    return sequence.request.cache_salt, tuple(sequence.token_ids[: position + 1])
+
+
+class ContentMemory:
+    """Slots of blocks, and of open pages if blocks are sealed.
+
+    Args:
+        blocks: whose tables point here.
+        sealed: whether tokens lie in open pages until their block is full.
+    """
+
+    def __init__(self, blocks: BlockManager, sealed: bool) -> None:
+        self.slots: dict[tuple[int, int], Content] = {}
+        self.pages: dict[tuple[int, int], Content] = {}  # open ones
+        self.blocks, self.sealed = blocks, sealed
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Do what a plan begins with."""
+        for copy in copies:
+            for at in range(self.blocks.block_size):
+                self.slots[copy.destination, at] = self.slots.get((copy.source, at), NOTHING)
+                if self.sealed:
+                    page = self.pages.get((copy.open_source, at), NOTHING)
+                    self.pages[copy.open_destination, at] = page
+
+    def full(self, block: int) -> list[Content]:
+        """What a full block holds."""
+        return [self.slots[block, at] for at in range(self.blocks.block_size)]
+
+    def put(self, move: BlockMove, contents: list[Content]) -> None:
+        for offset, content in enumerate(contents):
+            if move.open_page >= 0:
+                self.pages[move.open_page, offset] = content
+            else:
+                self.slots[move.block, offset] = content
+
+    def place(
+        self, sequence: Sequence, position: int
+    ) -> tuple[dict[tuple[int, int], Content], tuple[int, int]]:
+        """Where a token's content lies: in a block, or in its open page as long as it has one."""
+        index, offset = divmod(position, self.blocks.block_size)
+        is_full = (index + 1) * self.blocks.block_size <= sequence.num_computed
+        if self.sealed and not is_full:
+            entry = ScheduledSequence(sequence, position, 1, samples=False)
+            ((page,),) = self.blocks.open_pages([entry]) or ()
+            return self.pages, (page, offset)
+        return self.slots, (sequence.block_table[index], offset)
+
+    def write(self, sequence: Sequence, num_tokens: int, junk: bool = False) -> None:
+        size = self.blocks.block_size
+        for position in range(sequence.num_computed, sequence.num_computed + num_tokens):
+            memory, place = self.place(sequence, position)
+            memory[place] = ("junk", (position,)) if junk else truth(sequence, position)
+            if self.sealed and (position + 1) % size == 0:
+                block = sequence.block_table[position // size]
+                for offset in range(size):
+                    self.slots[block, offset] = self.pages[place[0], offset]
