@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from appliance.checkpoint import CONFIG_NAME
 from appliance.errors import ConfigError, QuantizeError
@@ -12,7 +15,10 @@ from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
 from appliance.model.source import open_model
 from appliance.quant.formats.grouping import zero_points_of
+from appliance.quant.formats.kv_plan import FILE as KV_PLAN
+from appliance.quant.formats.kv_plan import SCALE_NAMES
 from appliance.quant.formats.word_packed import WEIGHT
+from appliance.quant.quality.run_facts import facts_of_run, write_facts
 from appliance.quant.run.options import MAX_SHARD_BYTES, WeightFormat
 from appliance.quant.run.plan import choose_store, stored_dtype
 from appliance.quant.run.shard_writer import ShardWriter, TensorLayout
@@ -23,8 +29,6 @@ from appliance.quant.scheme import WeightScheme
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    import torch
 
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
@@ -52,7 +56,7 @@ def repack_model(
     overwrite: bool = False,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Repacked:
-    """Write a quantized model as a folder of another format.
+    """Write a quantized model as a folder of another format, with its plan for the KV cache.
 
     Each weight is read twice: once to know how it is quantized, once to be written.
 
@@ -93,6 +97,8 @@ def repack_model(
                 for slot in slots
                 for layout in _layouts(slot, store, found.get(slot.name), dtype)
             ]
+            scales = _kv_scales(source)
+            layouts += [TensorLayout(n, t.dtype, tuple(t.shape)) for n, t in scales.items()]
             with ShardWriter(staging, layouts, MAX_SHARD_BYTES) as shards:
                 for index, slot in enumerate(slots):
                     report("writing", index, len(slots))
@@ -104,6 +110,8 @@ def repack_model(
                         tensors = {slot.name: dense(value, dtype)}
                     for name, tensor in tensors.items():
                         shards.write(name, [tensor])
+                for name, tensor in scales.items():
+                    shards.write(name, [tensor])
             kept = [
                 slot.name.removesuffix(WEIGHT)
                 for slot in slots
@@ -111,10 +119,16 @@ def repack_model(
             ]
             config = {key: value for key, value in source.config.items() if key != "torch_dtype"}
             config["dtype"] = str(dtype).removeprefix("torch.")
-            config["quantization_config"] = store.config(found, ["lm_head", *kept], named=False)
+            quantization = store.config(found, ["lm_head", *kept], named=False)
+            config["quantization_config"] = quantization | _kv_scheme(source)
             text = json.dumps(config, indent=2, ensure_ascii=False)
             (staging / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
             write_tokenizer_files(model_path, staging)
+            if (model_path / KV_PLAN).is_file():
+                shutil.copyfile(model_path / KV_PLAN, staging / KV_PLAN)
+            facts = facts_of_run(model_path)
+            if facts is not None:
+                write_facts(facts, staging)
     except OSError as error:
         raise QuantizeError(
             f"cannot write {out}: {error.strerror}; nothing was left there"
@@ -135,6 +149,18 @@ def _layouts(
         return [TensorLayout(slot.name, dtype, slot.shape)]
     layout = store.layout(slot.name, (slot.shape[0], slot.shape[1]), scheme, dtype)
     return [TensorLayout(name, *part) for name, part in layout.items()]
+
+
+def _kv_scales(source: ModelSource) -> dict[str, torch.Tensor]:
+    """FP8 scales of the KV cache that the model carries."""
+    names = [name for name in source.weights.tensor_names() if name.endswith(SCALE_NAMES)]
+    return {name: dense(source.weights.load(name), torch.float32) for name in names}
+
+
+def _kv_scheme(source: ModelSource) -> dict[str, Any]:
+    """What config.json says of those scales."""
+    scheme = source.config.get("quantization_config", {}).get("kv_cache_scheme")
+    return {} if scheme is None else {"kv_cache_scheme": scheme}
 
 
 def _scheme(source: ModelSource, slot: TensorSlot) -> WeightScheme:

@@ -39,6 +39,8 @@ class KVLayer:
         plain_scales: the same for readers that do not take the mean off the keys.
         key_mean: (num_kv_heads, head_dim) float32, or None where taking it off gains nothing.
         errors: by format, what it does to the residual stream, as a share of its energy.
+        key_factors: (num_kv_heads, head_dim) float32 that the weights divide keys by already, and
+            multiply queries with, or None.
     """
 
     format: KVFormat
@@ -46,6 +48,7 @@ class KVLayer:
     plain_scales: Tensor
     key_mean: Tensor | None
     errors: dict[str, float]
+    key_factors: Tensor | None = None
 
     def precision(self, format: KVFormat | None = None) -> LayerPrecision:
         """How it is stored: as planned, or in another format with what was measured for it."""
@@ -71,6 +74,7 @@ def to_json(layers: Sequence[KVLayer], bits: float) -> dict[str, Any]:
                 "k_scale_with_mean": layer.plain_scales[0].tolist(),
                 "v_scale": layer.head_scales[1].tolist(),
                 "k_mean": None if layer.key_mean is None else layer.key_mean.tolist(),
+                "k_factors": None if layer.key_factors is None else layer.key_factors.tolist(),
                 "errors": layer.errors,
             }
             for layer in layers
@@ -108,16 +112,26 @@ def read_plan(folder: Path, heads: Sequence[tuple[int, int]]) -> tuple[KVLayer, 
 
 def _layer(entry: dict[str, Any], num_kv_heads: int, head_dim: int) -> KVLayer:
     scales = torch.tensor([entry["k_scale"], entry["v_scale"]], dtype=torch.float32)
-    mean = entry["k_mean"]
-    key_mean = None if mean is None else torch.tensor(mean, dtype=torch.float32)
+    key_mean, key_factors = (
+        None if numbers is None else torch.tensor(numbers, dtype=torch.float32)
+        for numbers in (entry["k_mean"], entry.get("k_factors"))
+    )
     _check_shape(scales, (2, num_kv_heads))
     if not bool((scales > 0).all()):
         raise ValueError("a scale is not positive")
-    if key_mean is not None:
-        _check_shape(key_mean, (num_kv_heads, head_dim))
+    for by_channel in (key_mean, key_factors):
+        if by_channel is not None:
+            _check_shape(by_channel, (num_kv_heads, head_dim))
     plain = torch.stack((torch.tensor(entry.get("k_scale_with_mean", entry["k_scale"])), scales[1]))
     _check_shape(plain, (2, num_kv_heads))
-    return KVLayer(KVFormat(entry["format"]), scales, plain, key_mean, dict(entry["errors"]))
+    return KVLayer(
+        format=KVFormat(entry["format"]),
+        head_scales=scales,
+        plain_scales=plain,
+        key_mean=key_mean,
+        errors=dict(entry["errors"]),
+        key_factors=key_factors,
+    )
 
 
 def _check_shape(tensor: Tensor, shape: tuple[int, int]) -> None:

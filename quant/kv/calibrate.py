@@ -20,6 +20,7 @@ from appliance.kernels.paged_attention.cpu_plan import CpuAttentionWork
 from appliance.kernels.ragged import RaggedBatch
 from appliance.quant.formats.kv_plan import KVLayer
 from appliance.quant.kv.attention import EVERY, attend_with
+from appliance.quant.kv.even_keys import choose_factors, even
 from appliance.quant.kv.scales import largest_scales, search_scales
 from appliance.quant.walk.walk import Walk
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from appliance.kernels.decoder_cache import AnyLayerCache
     from appliance.model.source import ModelSource
     from appliance.model.spec import AttentionSpec
+    from appliance.quant.kv.even_keys import Row
     from appliance.quant.walk.block import Block
 
 # What a layer may be stored in, without those that cost more for less (measured with
@@ -96,6 +98,8 @@ class MeasuredLayer:
         centred: by format, with the mean taken off; empty where that cannot be done.
         num_elements: of one token's keys and values.
         bits: of an element, by format.
+        key_factors: (num_kv_heads, head_dim) float32 that keys are divided by in all of this, or
+            None; see `even_keys`.
     """
 
     head_scales: Tensor
@@ -105,6 +109,7 @@ class MeasuredLayer:
     centred: dict[KVFormat, float]
     num_elements: int
     bits: dict[KVFormat, float]
+    key_factors: Tensor | None = None
 
     def best(self, format: KVFormat) -> float:
         """The error, with or without the mean."""
@@ -122,6 +127,7 @@ class MeasuredLayer:
             plain_scales=self.head_scales,
             key_mean=self.key_mean if self.gains(format) else None,
             errors={form.value: float(f"{self.best(form):.4g}") for form in self.errors},
+            key_factors=self.key_factors,
         )
 
 
@@ -141,22 +147,25 @@ def measure_layer(
     """
     queries, keys, values = seen
     every_key, every_value = torch.cat(keys), torch.cat(values)
-    mean = every_key.mean(0)
     rows = [(q[::EVERY], k, v) for q, k, v in zip(queries, keys, values, strict=True)][:ROWS]
     heads = [attend_with(spec, LayerPrecision(KVFormat.FP32), *row) for row in rows]
     exact = [project(row) for row in heads]
-    scales = torch.stack([largest_scales(every_key), largest_scales(every_value)])
-    scales = search_scales(spec, rows, heads, scales, part=0)
-    scales = search_scales(spec, rows, heads, scales, part=1)
 
-    def error(precision: LayerPrecision) -> float:
+    def error(precision: LayerPrecision, of: Sequence[Row] | None = None) -> float:
         shares = [
             (project(attend_with(spec, precision, *row)) - wanted).square().mean(-1)
             / of_row[::EVERY]
-            for row, wanted, of_row in zip(rows, exact, energy, strict=False)
+            for row, wanted, of_row in zip(of or rows, exact, energy, strict=False)
         ]
         return float(torch.cat(shares).mean())
 
+    factors = choose_factors(spec, rows, every_key, error)
+    if factors is not None:
+        rows, every_key = even(rows, factors), every_key / factors
+    mean = every_key.mean(0)
+    scales = torch.stack([largest_scales(every_key), largest_scales(every_value)])
+    scales = search_scales(spec, rows, heads, scales, part=0)
+    scales = search_scales(spec, rows, heads, scales, part=1)
     errors = {form: error(LayerPrecision(form, scales)) for form in MEASURED}
     centred, of_centred = {}, torch.stack([largest_scales(every_key - mean), scales[1]])
     if spec.softcap is None:
@@ -171,6 +180,7 @@ def measure_layer(
         centred=centred,
         num_elements=2 * spec.num_kv_heads * spec.head_dim,
         bits={form: bits_per_element(form, spec.head_dim) for form in MEASURED},
+        key_factors=factors,
     )
 
 
@@ -252,6 +262,9 @@ class KVPlan:
         formats = ", ".join(f"{count} layers {form}" for form, count in counts.items())
         means = sum(layer.key_mean is not None for layer in self.layers)
         centred = f"; the mean of the keys is taken off in {means} layers" if means else ""
+        evened = sum(layer.key_factors is not None for layer in self.layers)
+        if evened:
+            centred += f"; their channels are made even by the weights of {evened} layers"
         return f"KV cache: {formats}, {self.bits:.2f} bits an element{centred}"
 
 

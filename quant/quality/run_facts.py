@@ -49,9 +49,17 @@ def keep_facts(report: QuantizeReport) -> QuantizeFacts:
         peak_vram_bytes=report.peak_vram,
         notes=report.notes,
     )
-    run = Run(weights_fingerprint(report.out), facts)
-    write_json(report.out / NAME, msgspec.to_builtins(run))
+    write_facts(facts, report.out)
     return facts
+
+
+def write_facts(facts: QuantizeFacts, folder: Path) -> None:
+    """Write facts beside the weights that they are of.
+
+    Raises:
+        CheckpointError: they cannot be written.
+    """
+    write_json(folder / NAME, msgspec.to_builtins(Run(weights_fingerprint(folder), facts)))
 
 
 def facts_of_run(model: Path) -> QuantizeFacts | None:

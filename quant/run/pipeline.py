@@ -20,6 +20,7 @@ from appliance.errors import ApplianceError, QuantizeError
 from appliance.files import flush, read_json
 from appliance.model.source import open_model
 from appliance.quant.engines import quantize_by_engine
+from appliance.quant.kv.even_keys import with_even_keys
 from appliance.quant.kv.files import (
     kept_kv_plan,
     kv_scale_layouts,
@@ -204,7 +205,7 @@ def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> Q
     if run.options.kv_bits is not None and calibration is not None:
         events(Step(what="choosing the precision of the KV cache"))
         kv = kept_kv_plan(run.source, calibration, staging.state, run.device, run.options.kv_bits)
-        run = replace(run, kv=kv)
+        run = replace(run, kv=kv, source=with_even_keys(run.source, kv.layers))
     if not journal.is_complete:
         units = units_of(run.source, run.plan)
         events(_start(run, staging.out, units, journal))

@@ -6,7 +6,9 @@ Both programs read the same BF16 file. At the same places of the same text each 
 likeliest next tokens, with an unquantized cache and with quantized ones; what a cache costs is the
 KL divergence to the program's own unquantized cache. Only tokens that both lists have count by
 themselves, all others as one: that can only make a divergence smaller, and does so for both alike.
-The rival is started if it is given, and never built.
+Ours are measured bare, and INT8 and INT4 also with what `appliance quantize --kv-bits` finds for
+them. The rival is started if it is given, and never built. Rows of an earlier run that this one
+does not measure stay in the file; each row says which commit it is of.
 """
 
 from __future__ import annotations
@@ -16,25 +18,37 @@ import json
 import math
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from conditions import ROOT, conditions
+from kv_quality import CPU, calibration_rows
 
 from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_cache import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
+from appliance.quant.kv.calibrate import measure_kv
+from appliance.quant.kv.even_keys import with_even_keys
 from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.model.source import ModelSource
 
 OUT = ROOT / "benchmarks/results/quantize/kv_peers.json"
 TOP = 20
 OURS = (KVFormat.INT8, KVFormat.FP8, KVFormat.K8V4, KVFormat.INT4_SEALED, KVFormat.INT4)
+CALIBRATED = (KVFormat.INT8, KVFormat.INT4_SEALED, KVFormat.INT4)
+CALIBRATION_ROWS = 4
 THEIRS = ("q8_0", "q4_0")
 UNQUANTIZED = "f16"
 
@@ -136,21 +150,45 @@ def places(count: int, contexts: list[int]) -> list[range]:
     return [range(context, context + count) for context in contexts]
 
 
-def ours(model: Path, texts: list[list[int]], runs: list[range]) -> dict[str, list[list[Top]]]:
-    """By format, then by run: the likeliest tokens at every place, text after text."""
-    cpu = torch.device("cpu")
-    decoder = load_decoder(open_model(model), select_backend(cpu), cpu, torch.float32)
+def ours(
+    model: Path, texts: list[list[int]], runs: list[range], only: list[str]
+) -> dict[str, list[list[Top]]]:
+    """By cache, then by run: the likeliest tokens at every place, text after text."""
+    source = open_model(model)
+    bare = [(form.value, form) for form in OURS if not only or form.value in only]
+    found = _likeliest(source, texts, runs, [(KVFormat.FP32.value, KVFormat.FP32), *bare])
+    wanted = [form for form in CALIBRATED if not only or f"{form.value}, calibrated" in only]
+    if wanted:
+        rows = calibration_rows(Tokenizer.from_path(model), CALIBRATION_ROWS)
+        with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
+            measured = measure_kv(source, rows, Path(folder), CPU)
+        evened = with_even_keys(source, [layer.chosen(KVFormat.INT8) for layer in measured])
+        chosen = [
+            (f"{form.value}, calibrated", [layer.chosen(form).precision() for layer in measured])
+            for form in wanted
+        ]
+        found |= _likeliest(evened, texts, runs, chosen)
+    return found
+
+
+def _likeliest(
+    source: ModelSource,
+    texts: list[list[int]],
+    runs: list[range],
+    caches: Sequence[tuple[str, KVFormat | list[LayerPrecision]]],
+) -> dict[str, list[list[Top]]]:
+    decoder = load_decoder(source, select_backend(CPU), CPU, torch.float32)
     found: dict[str, list[list[Top]]] = {}
-    for format in (KVFormat.FP32, *OURS):
+    for name, cache in caches:
         of_runs: list[list[Top]] = [[] for _ in runs]
         for text in texts:
             with torch.inference_mode():
-                logits = logits_of(decoder, text, format=format).log_softmax(-1)
+                logits = logits_of(decoder, text, format=cache)
             for tops, run in zip(of_runs, runs, strict=True):
                 for length in run:
-                    values, ids = logits[length - 1].topk(TOP)
+                    values, ids = logits[length - 1].log_softmax(-1).topk(TOP)
                     tops.append(dict(zip(ids.tolist(), values.tolist(), strict=True)))
-        found[format.value] = of_runs
+        found[name] = of_runs
     return found
 
 
@@ -176,6 +214,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[256, 1500])
     parser.add_argument("--texts", type=int, default=4)
     parser.add_argument("--places", type=int, default=48, help="after each context of each text")
+    parser.add_argument("--only", nargs="+", default=[], help="of our caches, by name")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
@@ -194,7 +233,10 @@ def main() -> None:
         "places": arguments.texts * arguments.places,
         "rows": [],
     }
-    programs = {"appliance": ours(arguments.model, texts, runs)}
+    if arguments.out.is_file():
+        result["rows"] = json.loads(arguments.out.read_text())["rows"]
+    torch.set_num_threads(arguments.threads)
+    programs = {"appliance": ours(arguments.model, texts, runs, arguments.only)}
     if arguments.llama_server:
         programs["llama.cpp"] = theirs(
             arguments.llama_server, arguments.model, texts, runs, arguments.threads
@@ -204,7 +246,9 @@ def main() -> None:
         for cache in list(found)[1:]:
             for run, index in zip(runs, range(len(runs)), strict=True):
                 row = {"program": program, "cache": cache, "context": run.start}
+                result["rows"] = [old for old in result["rows"] if not row.items() <= old.items()]
                 row |= compare(found[exact][index], found[cache][index])
+                row["commit"] = result["conditions"]["commit"]
                 result["rows"].append(row)
                 print(
                     f"{program:10} {cache:12} context {run.start:5}: KLD {row['kld_mean']:.5f},"

@@ -22,9 +22,10 @@ from conditions import conditions, write_result
 
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
-from appliance.kernels.kv_cache import LayerPrecision
+from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.model.source import open_model
 from appliance.quant.kv.calibrate import measure_kv
+from appliance.quant.kv.even_keys import with_even_keys
 from appliance.quant.quality.evaluate import What, evaluate
 from appliance.quant.quality.kv_caches import NAMES, bytes_per_token
 from appliance.quant.text.documents import default_documents
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 ROW = 512
+CALIBRATED = ", calibrated"
 
 
 def calibration_rows(tokenizer: Tokenizer, count: int) -> Tensor:
@@ -64,7 +66,7 @@ def caches(measured: Sequence[MeasuredLayer], only: Sequence[str]) -> Caches:
         found[name] = tuple(LayerPrecision(form) for _ in measured)
         calibrated = tuple(layer.chosen(form).precision() for layer in measured)
         if any(of.key_mean is not None or of.head_scales is not None for of in calibrated):
-            found[f"{name}, calibrated"] = calibrated
+            found[name + CALIBRATED] = calibrated
     return found
 
 
@@ -102,23 +104,30 @@ def main() -> None:
         rows = calibration_rows(tokenizer, options.calibration_rows)
         measured = measure_kv(source, rows, Path(folder), CPU)
     chosen = caches(measured, options.only)
+    evened = with_even_keys(source, [layer.chosen(KVFormat.INT8) for layer in measured])
     result: dict[str, Any] = {
         "benchmark": "kv_quality",
         "conditions": conditions(),
         "model": path.stem,
         "weights": "dequantized, float32",
         "calibration": f"{options.calibration_rows} rows of {ROW} tokens",
+        "layers_with_factors": sum(layer.key_factors is not None for layer in measured),
         "windows": {},
     }
     for length in options.windows:
         windows = HeldOutText(options.text, options.tokens, length).windows_of(tokenizer)
         print(f"{len(windows.tokens)} windows of {length} tokens", file=sys.stderr)
-        found = evaluate(source, windows, What(kv=chosen))
+        # Factors of keys are in the weights, which then compute the same by other numbers.
+        bare = {name: of for name, of in chosen.items() if not name.endswith(CALIBRATED)}
+        found = evaluate(source, windows, What(kv=bare))
+        rest = evaluate(evened, windows, What(kv={n: chosen[n] for n in chosen.keys() - bare}))
+        measured_gaps = found.kv | rest.kv
         result["windows"][length] = {
             "text": windows.source,
             "fingerprint": windows.fingerprint,
             "perplexity": round(found.candidate.perplexity().value, 4),
-            "kv": {name: summary(source, chosen[name], of) for name, of in found.kv.items()},
+            "perplexity_with_factors": round(rest.candidate.perplexity().value, 4),
+            "kv": {name: summary(source, of, measured_gaps[name]) for name, of in chosen.items()},
         }
         write_result(options.out, result, quiet=length != options.windows[-1])
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import ConfigError, QuantizeError
 from appliance.kernels.weight import dense
-from appliance.model.source import open_model
+from appliance.model.source import ModelSource, open_model
+from appliance.quant.formats.kv_plan import FILE, SCALE_NAMES
 from appliance.quant.formats.word_writer import Weights, awq_writer, gptq_writer
+from appliance.quant.quality.run_facts import facts_of_run, keep_facts
 from appliance.quant.repack import repack_model
 from appliance.quant.run.options import QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model
@@ -31,6 +33,10 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {
         slot.name: dense(source.weights.load(slot.name), torch.float64) for slot in source.slots()
     }
+
+
+def dense_of(source: ModelSource, name: str) -> Tensor:
+    return dense(source.weights.load(name), torch.float64)
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
@@ -118,6 +124,23 @@ def test_ends_that_are_quantized_go_back_to_16_bits_and_that_is_said(
     (note,) = repack_model(first, second, WeightFormat.GPTQ).notes
     assert note.startswith("lm_head.weight goes from 8 bits back to 16: gptq holds")
     assert SafetensorsFolder(second).dtype("lm_head.weight") is torch.bfloat16
+
+
+@pytest.mark.parametrize("format", WORDS)
+def test_what_was_found_for_the_kv_cache_and_how_goes_along(
+    model: Path, text: Path, tmp_path: Path, format: WeightFormat
+) -> None:
+    rows = CalibrationText(text, num_tokens=96, row_tokens=48)
+    options = QuantizeOptions(WeightScheme(4, 32), text=rows, kv_bits=8.0)
+    first, second = tmp_path / "first", tmp_path / "second"
+    facts = keep_facts(quantize_model(model, first, options))
+    repack_model(first, second, format)
+    before, after = open_model(first), open_model(second)
+    assert (second / FILE).read_bytes() == (first / FILE).read_bytes()
+    name = f"model.layers.0.{SCALE_NAMES[0]}"
+    assert torch.equal(dense_of(before, name), dense_of(after, name))
+    assert config_of(second)["kv_cache_scheme"] == config_of(first)["kv_cache_scheme"]
+    assert facts_of_run(second) == facts
 
 
 def test_precisions_that_are_mixed_are_no_format_of_repacking(

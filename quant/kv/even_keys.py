@@ -1,0 +1,167 @@
+"""Makes the channels of keys more alike, so that one scale for all of a token's key fits them.
+
+A score is a sum over channels of query times key: what a key's channel is divided by, its queries'
+is multiplied with, and nothing changes. Both go into the rows of the weights that make queries and
+keys, so it costs nothing when the model is served, and every reader of the checkpoint has it. RoPE
+mixes two channels of a pair, which therefore share a factor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.weight import dense
+from appliance.quant.walk.pieces import ReadsRows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from appliance.kernels.weight import Weight
+    from appliance.model.source import ModelSource
+    from appliance.model.spec import AttentionSpec
+    from appliance.quant.formats import WeightReader
+    from appliance.quant.formats.kv_plan import KVLayer
+
+    Row = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of one row of text
+    ErrorOf = Callable[[LayerPrecision, Sequence[Row]], float]
+
+# Exponents of a channel's largest key, less its mean, and of its queries' root mean square. The
+# first says what spoils the scale of the others, the second how much an error in it counts.
+TRIED = ((0.5, 0.0), (0.7, 0.0), (0.7, 0.25), (0.85, 0.25))
+LEAST_GAIN = 0.9  # factors are taken where they leave less than this share of the error
+
+
+def choose_factors(
+    spec: AttentionSpec, rows: Sequence[Row], every_key: Tensor, error: ErrorOf
+) -> Tensor | None:
+    """What to divide a layer's keys by, so that INT8 keys cost least.
+
+    Args:
+        spec: of its attention.
+        rows: to measure on.
+        every_key: (tokens, num_kv_heads, head_dim) float32 of all rows, after RoPE.
+        error: of a cache, with rows.
+
+    Returns:
+        (num_kv_heads, head_dim) float32; None where nothing is gained, and in layers that norm
+        queries and keys, as a norm's weight is shared by all heads.
+    """
+    if spec.qk_norm is not None:
+        return None
+    mean = every_key.mean(0)
+    centre = None if spec.softcap is not None else mean
+    plain = [LayerPrecision(KVFormat.INT8), LayerPrecision(KVFormat.INT8, key_mean=centre)]
+    least = LEAST_GAIN * min(error(precision, rows) for precision in plain)
+    best = None
+    largest = _of_pairs((every_key - mean).abs().amax(0), spec)
+    queries = torch.cat([row[0] for row in rows]).square().mean(0)
+    power = _of_pairs(queries.unflatten(0, (spec.num_kv_heads, -1)).mean(1), spec).sqrt()
+    for of_largest, of_power in TRIED:
+        factors = largest.pow(of_largest) * power.pow(-of_power)
+        factors = factors / factors.log().mean(-1, keepdim=True).exp()
+        off = None if centre is None else centre / factors
+        found = error(LayerPrecision(KVFormat.INT8, key_mean=off), even(rows, factors))
+        if found < least:
+            best, least = factors, found
+    return best
+
+
+def even(rows: Sequence[Row], factors: Tensor) -> list[Row]:
+    """Rows of text with their keys divided by factors and their queries multiplied with them."""
+    return [
+        (query * factors.repeat_interleave(query.shape[1] // len(factors), 0), key / factors, value)
+        for query, key, value in rows
+    ]
+
+
+def _of_pairs(x: Tensor, spec: AttentionSpec) -> Tensor:
+    """The larger of each two channels that RoPE mixes, for both: (num_kv_heads, head_dim)."""
+    half = spec.rope.rotary_dim // 2
+    larger = torch.maximum(x[:, :half], x[:, half : 2 * half])
+    return torch.cat((larger, larger, x[:, 2 * half :]), dim=-1).clamp_min(1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledRows:
+    """A `WeightReader` in which rows of some tensors are multiplied; those are dense.
+
+    Attributes:
+        weights: what is read.
+        factors: by the name of a tensor, of each of its rows.
+    """
+
+    weights: WeightReader
+    factors: Mapping[str, Tensor]
+
+    def tensor_names(self) -> list[str]:
+        """See `WeightReader`."""
+        return self.weights.tensor_names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `WeightReader`."""
+        return self.weights.shape(name)
+
+    def packed_bits(self, name: str) -> int | None:
+        """See `WeightReader`."""
+        return None if name in self.factors else self.weights.packed_bits(name)
+
+    def is_fp8(self, name: str) -> bool:
+        """See `WeightReader`."""
+        return name not in self.factors and self.weights.is_fp8(name)
+
+    def load(self, name: str) -> Weight:
+        """See `WeightReader`."""
+        return self._scaled(name, self.weights.load(name), slice(None))
+
+    def load_rows(self, name: str, start: int, stop: int) -> Weight:
+        """Some rows; see `ReadsRows`."""
+        assert isinstance(self.weights, ReadsRows)
+        return self._scaled(name, self.weights.load_rows(name, start, stop), slice(start, stop))
+
+    def notes(self) -> tuple[str, ...]:
+        """See `WeightReader`."""
+        return self.weights.notes()
+
+    def _scaled(self, name: str, value: Weight, rows: slice) -> Weight:
+        if name not in self.factors:
+            return value
+        full = dense(value, torch.float32)
+        return full * self.factors[name][rows].view(-1, *[1] * (full.dim() - 1))
+
+
+def with_even_keys(source: ModelSource, layers: Sequence[KVLayer]) -> ModelSource:
+    """The same model with the factors of a plan in its weights."""
+    factors = {
+        name: rows
+        for index, layer in enumerate(layers)
+        if layer.key_factors is not None
+        for name, rows in _row_factors(source, index, layer.key_factors)
+    }
+    if not factors:
+        return source
+    assert isinstance(source.weights, ReadsRows), "what is packed already is not quantized"
+    return replace(source, weights=ScaledRows(source.weights, factors))
+
+
+def _row_factors(source: ModelSource, index: int, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that make queries and keys, and the factor of each of their rows."""
+    attention, names = source.spec.layers[index].attention, source.family.names
+    queries = factors.repeat_interleave(attention.num_heads // attention.num_kv_heads, 0)
+    values = torch.ones_like(factors)
+    every = torch.cat((queries, 1 / factors, values)).flatten()
+    start = 0
+    for part in names.qkv:
+        name = names.in_layer(index, part)
+        rows = source.weights.shape(f"{name}.weight")[0]
+        of_part = every[start : start + rows]
+        start += rows
+        if bool((of_part != 1).any()):
+            yield f"{name}.weight", of_part
+            if attention.qkv_bias:
+                yield f"{name}.bias", of_part
