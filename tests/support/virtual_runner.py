@@ -313,7 +313,7 @@ class VirtualRunner:
                 first = copy.destination * self._size
                 self._slots[first : first + self._size] = [JUNK] * self._size
         for move in plan.loads:
-            if noise.random() < 0.5:
+            if noise.random() < 0.5 and move.held.content is not None:  # else it was not saved
                 self._load(move)
         for entry in entries:
             if noise.random() < 0.5:
