@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,12 @@ def _model_file(name: str) -> Path:
     return path
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # a worker has a size set, which terminals would believe
+        for name in ("COLUMNS", "LINES"):
+            os.environ.pop(name, None)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
     from file_scheduling import FileScheduling
@@ -36,6 +44,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads_are_given_back() -> Iterator[None]:
+    """An engine sets torch's threads for its process, where any other file may come next."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else 0
+    yield
+    if torch:
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
