@@ -273,6 +273,8 @@ def calibrate_kv(
 ) -> KVPlan:
     """Put rows through a model and choose each layer's precision.
 
+    Where the plan has `key_factors`, it is one for the model that `even_keys.with_even_keys` makes.
+
     Args:
         source: an opened model.
         rows: (num_rows, row_tokens) int64.
@@ -297,7 +299,10 @@ def calibrate_kv(
 def measure_kv(
     source: ModelSource, rows: Tensor, folder: Path, device: torch.device
 ) -> list[MeasuredLayer]:
-    """Put rows through a model and measure every layer; the arguments are `calibrate_kv`'s."""
+    """Put rows through a model and measure every layer; the arguments are `calibrate_kv`'s.
+
+    Layers with `key_factors` are measured as `even_keys.with_even_keys` makes them.
+    """
     watch = AttentionWatch()
     walk = Walk(source, rows, folder, device, watch=watch)
     layers = []

@@ -12,11 +12,13 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request, SamplingParams
 from appliance.kernels.backend import REFERENCE
+from appliance.kernels.kv_cache import KVFormat
 from appliance.model.kv import planned_kv
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
 from appliance.quant.kv.calibrate import measure_kv
+from appliance.quant.kv.even_keys import with_even_keys
 from appliance.quant.quality.evaluate import What, evaluate
 from appliance.quant.quality.kv_caches import KV_FORMATS, NAMES
 from appliance.quant.run.options import QuantizeOptions
@@ -88,6 +90,7 @@ def test_the_caches_of_a_real_model_cost_what_they_may(smollm2_gguf: Path, tmp_p
         NAMES[form]: tuple(layer.chosen(form).precision() for layer in measured)
         for form in KV_FORMATS
     }
+    source = with_even_keys(source, [layer.chosen(KVFormat.INT8) for layer in measured])
     found = evaluate(source, windows, What(kv=caches))
     klds = {name: of.summary().kld_mean.value for name, of in found.kv.items()}
     assert all(klds[name] < bound for name, bound in BOUNDS.items()), klds
