@@ -123,9 +123,7 @@ class Backend:
     paged_attention: PagedAttention
     # weight (gate over up, in), bias, activation dtype, activation -> act(x @ gate) * (x @ up) as
     # one operation, or None where there is none for such a weight
-    prepare_gated: (
-        Callable[[Weight, Tensor | None, torch.dtype, Activation], Linear | None] | None
-    ) = None
+    prepare_gated: Callable[[Weight, Tensor | None, torch.dtype, Activation], Linear | None]
 
 
 REFERENCE = Backend(
@@ -144,6 +142,7 @@ REFERENCE = Backend(
     allocate_cache=allocate_blocks,
     plan_attention=reference_attention.plan_attention,
     paged_attention=reference_attention.paged_attention,
+    prepare_gated=lambda weight, bias, dtype, activation: None,
 )
 
 # The reference KV write is a handful of torch calls: nothing faster was found in torch.

@@ -128,7 +128,7 @@ class LayerBuilder:
     def gated(self, parts: list[LinearPart], activation: Activation) -> Linear:
         """act(gate(x)) * up(x): one operation, if the backend has it and the packing allows it."""
         stacked = stack_neighbours(parts)
-        if len(stacked) == 1 and self._backend.prepare_gated is not None:
+        if len(stacked) == 1:
             (part,) = stacked
             linear = self._backend.prepare_gated(part.weight, part.bias, self._dtype, activation)
             if linear is not None:

@@ -32,6 +32,7 @@ from appliance.tui.server import Server
 FOLDER = ROOT / "tui" / "screenshots"
 # Of the server that is started here, and for as long only.
 KEYS = {name: secrets.token_hex(16) for name in ("anna", "codex", "home-assistant")}
+WATCHING = secrets.token_hex(16)  # without a name: it is shown the hashes of everybody's blocks
 PAGES = {
     "dashboard": ((160, 48), "", "dark"),
     "large": ((240, 67), "shift+tab", "dark"),
@@ -97,13 +98,14 @@ async def take(url: str, key: str, name: str, folder: Path, seconds: float) -> N
 async def run(options: argparse.Namespace) -> None:
     """Serve, ask, and take all pictures."""
     if options.url:
-        await with_load(options.url, [os.environ.get("APPLIANCE_API_KEY", "")], options)
+        key = os.environ.get("APPLIANCE_API_KEY", "")
+        await with_load(options.url, key, [key], options)
         return
     command = [sys.executable, "-m", "appliance", "serve", str(options.model), "--device", "cpu"]
     command += ["--port", str(options.port), "--kv-cache-memory", options.kv_cache_memory]
     command += ["--kv-cache-dtype", options.kv_cache_dtype]
     with tempfile.NamedTemporaryFile("w", prefix="keys-") as keys:
-        keys.writelines(f"{name}={key}\n" for name, key in KEYS.items())
+        keys.writelines([f"{WATCHING}\n", *(f"{name}={key}\n" for name, key in KEYS.items())])
         keys.flush()
         command += ["--api-key-file", keys.name]
         endpoint = Endpoint("127.0.0.1", options.port)
@@ -111,7 +113,7 @@ async def run(options: argparse.Namespace) -> None:
         try:
             await server.healthy()
             url = f"http://127.0.0.1:{options.port}"
-            await with_load(url, list(KEYS.values()), options)
+            await with_load(url, WATCHING, list(KEYS.values()), options)
         finally:
             server.stop()
 
@@ -121,11 +123,11 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-async def with_load(url: str, keys: list[str], options: argparse.Namespace) -> None:
-    """Take all pictures of a server while people ask it."""
+async def with_load(url: str, watching: str, keys: list[str], options: argparse.Namespace) -> None:
+    """Take all pictures of a server with one key, while people ask it with others."""
     stop = asyncio.Event()
     async with httpx.AsyncClient(base_url=url, timeout=None, trust_env=False) as client:
-        models = await client.get("/v1/models", headers=bearer(keys[0]))
+        models = await client.get("/v1/models", headers=bearer(watching))
         model = models.raise_for_status().json()["data"][0]["id"]
         people = [
             asyncio.create_task(keep_asking(client, model, stop, seed, keys[seed % len(keys)]))
@@ -133,7 +135,7 @@ async def with_load(url: str, keys: list[str], options: argparse.Namespace) -> N
         ]
         await asyncio.sleep(options.warm_up)
         for name in options.page or PAGES:
-            await take(url, keys[0], name, options.folder, options.seconds)
+            await take(url, watching, name, options.folder, options.seconds)
         stop.set()
         await asyncio.gather(*people)
 
