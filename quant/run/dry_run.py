@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.quant.run.memory_plan import MemoryPlan
     from appliance.quant.run.options import Method, QuantizeOptions
-    from appliance.quant.run.plan import QuantizePlan
+    from appliance.quant.run.plan import PlannedTensor, QuantizePlan
     from appliance.quant.text.calibration import Calibration
 
 ROOMY = 0.5  # of the memory there is: a run that takes less need not be tried
@@ -128,13 +128,23 @@ def _round_largest(
     workers: int,
     device: torch.device,
 ) -> float:
-    """Round the largest weight; returns the seconds that all of them would take."""
-    largest = max(plan.tensors, key=lambda tensor: (tensor.scheme is not None, tensor.nbytes))
+    """Round what is finished together with the largest weight, one after another as a run does.
+
+    Returns:
+        Seconds that all weights would take.
+    """
+
+    def size(tensor: PlannedTensor) -> tuple[bool, int]:
+        return tensor.scheme is not None, tensor.nbytes
+
+    unit = max(units_of(source, plan), key=lambda unit: max(map(size, unit.tensors)))
     started = time.perf_counter()
     with Rounding(source.weights, plan.dtype, method, workers, device) as rounding:
-        rounding.packed(largest)
+        for tensor in unit.tensors:
+            if tensor.scheme is not None:
+                plan.store.encode(tensor.name, rounding.packed(tensor), tensor.scheme)
     seconds = time.perf_counter() - started
-    return seconds * sum(tensor.nbytes for tensor in plan.tensors) / largest.nbytes
+    return seconds * sum(tensor.nbytes for tensor in plan.tensors) / unit.nbytes
 
 
 def _calibrate_largest(
