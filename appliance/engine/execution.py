@@ -230,7 +230,7 @@ def choose_execution(
     num_layers = len(source.spec.layers)
     _check_block_size(precision, num_layers)
     if precision.device.type == "cpu" and config.kernels == "auto":
-        reason = why_not_native(config, source) or _why_not_of_blocks(precision)
+        reason = why_not_native(config, source)
         if reason is None:
             library = load_library()
             isa = select_isa(library, config.cpu_isa)
@@ -262,17 +262,13 @@ def _check_block_size(precision: Precision, num_layers: int) -> None:
 
 def why_not_native(config: EngineConfig, source: ModelSource) -> str | None:
     """Why the CPU library cannot execute a model on this machine, in words; None: it can."""
+    if config.block_size is not None and config.block_size % 16:
+        return f"its blocks hold a multiple of 16 tokens, not {config.block_size}"
     try:
         select_isa(load_library(), config.cpu_isa)
     except LibraryError as error:
         return str(error)
     return why_unsupported(source)
-
-
-def _why_not_of_blocks(precision: Precision) -> str | None:
-    if precision.block_size % 16:
-        return f"its blocks hold a multiple of 16 tokens, not {precision.block_size}"
-    return None
 
 
 def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:

@@ -134,7 +134,7 @@ class LayerBuilder:
             if linear is not None:
                 self.nbytes += linear.nbytes
                 return linear
-        return GatedLinear(self._backend, activation, self._linear(parts))
+        return GatedLinear(self._backend, activation, self._linear(stacked))
 
     def counted(self, norm: Norm) -> Norm:
         """The same norm, its bytes added to the sum."""

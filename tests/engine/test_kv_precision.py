@@ -182,6 +182,18 @@ def test_the_cpu_library_keeps_even_keys_in_8_bits_unless_asked_otherwise(
     assert precision.block_size == 16
 
 
+def test_blocks_that_the_cpu_library_cannot_serve_keep_the_precision_of_the_model(
+    model: Path,
+) -> None:
+    for size, expected in ((8, "bf16"), (16, "int8")):
+        config = EngineConfig(model=str(model), threads=1, block_size=size)
+        engine = LLMEngine.load(
+            config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
+        )
+        assert engine.info.kv_format == expected
+        assert engine.info.block_size == size
+
+
 def test_only_blocks_that_are_closed_are_larger_where_the_cpu_library_serves(model: Path) -> None:
     for word, size in (("int8", 16), ("int4-rotated", 16), ("fp8", 16), ("int4", 32), ("k8v4", 32)):
         config = EngineConfig(model=str(model), kv_cache_dtype=word)
