@@ -25,6 +25,14 @@ def _model_file(name: str) -> Path:
     return path
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-target",
+        action="store_true",
+        help="execute every case of the kernels' tests as compiled for every architecture",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker has a size set, which terminals would believe
         for name in ("COLUMNS", "LINES"):

@@ -23,12 +23,12 @@ from appliance.kernels.packed_matmul.launch import (
     DTYPES,
     WIDTH_MULTIPLE,
     TiledLinear,
-    capability_of,
     workspace_of,
 )
 from appliance.kernels.packed_matmul.reference import DenseLinear
 from appliance.kernels.packed_matmul.tiled import pad_bias, tile_fp8
 from appliance.kernels.packed_matmul.tiles import TILE_N, architecture, choose_splits
+from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
     from appliance.kernels.backend import Linear
@@ -79,11 +79,10 @@ class Fp8Linear:
         out = x.new_empty(num_tokens, self.out_features)
         if not num_tokens:
             return out
-        capability = capability_of(x.device)
-        tile = choose_fp8_tile(num_tokens, capability)
-        splits = choose_splits(
-            -(-self.out_features // TILE_N), -(-self.in_features // BLOCK_K), tile, capability
-        )
+        target = target_of(x.device)
+        tile = choose_fp8_tile(num_tokens, target.capability)
+        tiles_n, blocks_k = -(-self.out_features // TILE_N), -(-self.in_features // BLOCK_K)
+        splits = choose_splits(tiles_n, blocks_k, tile, target.capability)
         codes, scales = quantize_rows(x)
         workspace = workspace_of(x.device)
         fixed = fp8_constexprs(
@@ -91,7 +90,7 @@ class Fp8Linear:
             tile,
             splits,
             blockwise=self.weight.is_blockwise,
-            native=x.is_cuda,
+            native=not target.is_interpreted,
         )
         grid = (-(-num_tokens // tile.block_m), -(-self.out_features // tile.block_n), splits)
         with torch.cuda.device(x.get_device()):
@@ -163,15 +162,15 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _preferred(weight: Fp8Weight) -> ActivationKind:
-    device = weight.codes.device
-    native = device.type == "cuda" and capability_of(device) >= LEAST_NATIVE
+    target = target_of(weight.codes.device)
+    native = not target.is_interpreted and target.capability >= LEAST_NATIVE
     return ActivationKind.FP8 if native and weight.quantized_inputs else ActivationKind.SAME
 
 
 def _check_supported(weight: Fp8Weight, dtype: torch.dtype, activations: ActivationKind) -> None:
-    device = weight.codes.device
-    capability = capability_of(device)
-    native = activations is ActivationKind.FP8 and device.type == "cuda"
+    target = target_of(weight.codes.device)
+    capability = target.capability
+    native = activations is ActivationKind.FP8 and not target.is_interpreted
     if architecture(capability) is None or (native and capability < LEAST_NATIVE):
         what = f"compute capability {capability / 10} with activations {activations.value!r}"
         supported = "8.0 and above with 'same', 8.9 and above with 'fp8'"

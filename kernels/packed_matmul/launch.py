@@ -44,6 +44,7 @@ from appliance.kernels.packed_matmul.tiles import (
     choose_splits,
     choose_tile,
 )
+from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
     from appliance.kernels.backend import Linear
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 GROUP_MULTIPLE = 32
 WIDTH_MULTIPLE = 32  # every row of x then begins 16-byte aligned
 DTYPES = (torch.bfloat16, torch.float16)
-INTERPRETED = 80  # compute capability whose tiles are taken where there is no GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class TiledLinear:
             x = x.contiguous()
         if residual is not None:
             residual = residual.contiguous()
-        tile = choose_tile(x.shape[0], capability_of(x.device), self.weight.group_size)
+        tile = choose_tile(x.shape[0], target_of(x.device).capability, self.weight.group_size)
         if tile is None:
             return _multiply_dense(self, x, residual)
         out = x.new_empty(x.shape[0], self.out_features)
@@ -168,10 +168,10 @@ def _multiply(
     blocks_m = -(-num_tokens // tile.block_m)
     blocks_n = -(-weight.out_features // tile.block_n)
     blocks_k = weight.codes.shape[1] * weight.order.tile_k // weight.block_k
-    splits = choose_splits(
-        -(-weight.out_features // TILE_N), blocks_k, tile, capability_of(x.device)
-    )
-    fixed = matmul_constexprs(weight, tile, splits, gated=linear.gated, asm=x.is_cuda)
+    target = target_of(x.device)
+    splits = choose_splits(-(-weight.out_features // TILE_N), blocks_k, tile, target.capability)
+    asm = not target.is_interpreted
+    fixed = matmul_constexprs(weight, tile, splits, gated=linear.gated, asm=asm)
     sums = _group_sums(weight, x, blocks_m * tile.block_m) if fixed["SUMS"] else None
     workspace = workspace_of(x.device)
     packed_matmul_kernel[(blocks_m, blocks_n, splits)](
@@ -252,15 +252,16 @@ def _dequantize(weight: TiledWeight, start: int, end: int, like: Tensor) -> Tens
             end - start,
             weight.in_features,
             blocks_k,
-            **dequantize_constexprs(weight, asm=like.is_cuda),
+            **dequantize_constexprs(weight, asm=not target_of(like.device).is_interpreted),
             num_warps=4,
         )
     return out
 
 
 def _check_supported(weight: PackedWeight, dtype: torch.dtype) -> None:
-    if architecture(capability_of(weight.codes.device)) is None:
-        what = f"compute capability {capability_of(weight.codes.device) / 10}"
+    capability = target_of(weight.codes.device).capability
+    if architecture(capability) is None:
+        what = f"compute capability {capability / 10}"
         supported = "8.0 and above"
     elif dtype not in DTYPES:
         what, supported = f"activation dtype {dtype}", ", ".join(map(str, DTYPES))
@@ -282,12 +283,3 @@ def workspace_of(device: torch.device) -> Workspace:
         torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device),
         torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device),
     )
-
-
-@lru_cache
-def capability_of(device: torch.device) -> int:
-    """Compute capability (86 is 8.6); a stand-in where kernels are interpreted."""
-    if device.type != "cuda":
-        return INTERPRETED
-    major, minor = torch.cuda.get_device_capability(device)
-    return int(major * 10 + minor)

@@ -33,6 +33,7 @@ from appliance.kernels.paged_attention.work import (
     prefill_tiles,
 )
 from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +46,6 @@ __all__ = ["AttentionWork", "check_supported", "paged_attention", "plan_attentio
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 MAX_GROUP = 16
-INTERPRETED = 80  # compute capability whose tiles are taken where there is no GPU
 INTERPRETED_PROGRAMS = 3  # few, so that each has several spans
 
 
@@ -138,7 +138,7 @@ def paged_attention(
     else:
         pages, opened = cache, (None, None, None, None, 0)
     stored = (pages.elements, pages.head_scales, *opened, sinks)
-    capability = _capability(query.device)
+    target = target_of(query.device)
     after_query = (
         batch.context_lens,
         batch.block_tables,
@@ -161,8 +161,8 @@ def paged_attention(
             has_softcap=softcap is not None,
             has_sinks=sinks is not None,
         )
-        tile = choose_tile(variant, capability or INTERPRETED)
-        fixed = variant.constexprs(tile, capability)
+        tile = choose_tile(variant, target.capability)
+        fixed = variant.constexprs(tile, None if target.is_interpreted else target.capability)
         fixed |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         return variant, tile, fixed | {"maxnreg": tile.max_registers}
 
@@ -234,15 +234,6 @@ def check_supported(
     where = "" if layer is None else f"layer {layer}: "
     msg = f"{where}paged attention on the GPU has no kernel for {what}; supported: {supported}"
     raise UnsupportedModelError(msg)
-
-
-@lru_cache
-def _capability(device: torch.device) -> int | None:
-    """Compute capability (86 is 8.6), or None in Triton's interpreter."""
-    if device.type != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
 
 
 @lru_cache

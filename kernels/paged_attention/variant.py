@@ -153,9 +153,9 @@ _FLOAT32: dict[Phase, tuple[Tile, Tile, Tile]] = {
     Phase.DECODE: (
         Tile(16, _PAGE, 4, 3, programs=2),
         Tile(16, _PAGE, 8, 3, programs=1),
-        Tile(16, _PAGE, 8, 2, programs=1),
+        Tile(16, _PAGE, 8, 1, programs=1),
     ),
-    Phase.PREFILL: (Tile(32, _PAGE, 8, 2), Tile(32, _PAGE, 8, 2), Tile(32, _PAGE, 8, 2)),
+    Phase.PREFILL: (Tile(16, _PAGE, 8, 2), Tile(16, _PAGE, 8, 2), Tile(16, _PAGE, 8, 1)),
 }
 
 

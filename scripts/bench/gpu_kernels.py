@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     if not bench.is_gpu and not options.tiny:
         sys.exit("there is no GPU here; --tiny tries the script in Triton's interpreter")
     if not bench.is_gpu:  # bfloat16, which Triton's interpreter does not calculate with by itself
-        sys.path.append(str(ROOT / "tests" / "kernels" / "triton_interpreter" / "plugins"))
+        sys.path.append(str(ROOT / "tests" / "kernels" / "executed" / "plugins"))
         importlib.import_module("interpreter_arithmetic")
     rows = Rows(bench)
     facts = device_facts(bench)

@@ -9,11 +9,11 @@ import pytest
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # What one child process runs, and waits for, in the worker that gets the first of its tests.
-ONE_UNIT = PurePosixPath("tests/kernels/triton_interpreter")
+ONE_UNIT = PurePosixPath("tests/kernels/executed")
 
 
 class FileScheduling(LoadScopeScheduling):
-    """Gives a worker that is about to run out of tests the next file, or that folder."""
+    """Gives a worker that is about to run out of tests the next file, or what that child runs."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         assert (config.rootpath / ONE_UNIT).is_dir(), f"{ONE_UNIT} is not there; has it moved?"
@@ -22,4 +22,5 @@ class FileScheduling(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePosixPath(nodeid.split("::", 1)[0])
-        return str(ONE_UNIT if file.is_relative_to(ONE_UNIT) else file)
+        in_child = file.is_relative_to(ONE_UNIT) and "[interpreter" in nodeid
+        return str(ONE_UNIT if in_child else file)

@@ -48,6 +48,7 @@ def test_activations_as_they_come(blockwise: bool, dtype: torch.dtype, rows: int
     assert_near(linear(x), expected, x.double().abs() @ w.t().abs())
 
 
+@pytest.mark.least_capability(89)
 @pytest.mark.parametrize("blockwise", [False, True], ids=["channels", "blocks"])
 @pytest.mark.parametrize(("rows", "splits"), [(1, 2), (16, 1), (50, 3), (80, 1)])
 def test_activations_in_fp8(
@@ -66,7 +67,10 @@ def test_activations_in_fp8(
     assert torch.equal(found, linear(x, residual))
 
 
-@pytest.mark.parametrize("activation", ActivationKind)
+@pytest.mark.parametrize(
+    "activation",
+    [ActivationKind.SAME, pytest.param(FP8, marks=pytest.mark.least_capability(89))],
+)
 @pytest.mark.parametrize("in_features", [96, 576])
 def test_ragged_widths(activation: ActivationKind, in_features: int) -> None:
     weight = random_fp8(65, in_features, blockwise=False)

@@ -1,11 +1,15 @@
-"""The tests of this folder run in a child process whose Triton interprets kernels on the CPU.
+"""Kernels are executed here with no GPU, in two ways.
 
-Triton decides when it is imported whether it compiles or interprets, and a process that interprets
-cannot compile: so this process collects the tests, a child pytest runs all those that were
-selected, and every test here passes or fails as it did there. Fixtures are set up in both.
+"interpreter": Triton's interpreter runs their source. Triton decides when it is imported whether it
+compiles or interprets, and a process that interprets cannot compile: so this process collects the
+tests, a child pytest runs all those that were selected, and every test here passes or fails as it
+did there. Fixtures are set up in both. The child computes in the background while other tests run
+here; in a parallel run, where others compute already, from the moment that the first of its tests
+comes up in one of the workers.
 
-The child computes in the background while other tests run here; in a parallel run, where others
-compute already, from the moment that the first of its tests comes up in one of the workers.
+"sm_86" and so on: `ptx_machine` runs the PTX that they are compiled to for that architecture, in
+this process. Some cases of each test are, one after another on another architecture; all of them
+on all with `--every-target`.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ptx_machine.driver import gpu
 
 from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.kv_page.layout import record_offset
@@ -30,6 +35,9 @@ from appliance.kernels.ragged import RaggedBatch
 
 HERE = Path(__file__).parent
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+INTERPRETER = "interpreter"
+COMPILED = {"sm_86": 86, "sm_90": 90, "sm_120": 120}  # with HMMA; with wgmma; with FP8 products
+SHARE = 5  # of so many cases of a test, the first is executed on one of those
 CHILD_TIMEOUT = 1500  # seconds, for all tests of this folder
 CHILD = pytest.StashKey["Child"]()
 
@@ -38,7 +46,7 @@ class Child:
     """A pytest that runs in the background."""
 
     def __init__(self, session: pytest.Session) -> None:
-        tests = [item.nodeid for item in session.items if item.path.is_relative_to(HERE)]
+        tests = [item.nodeid for item in session.items if target_of_item(item) == INTERPRETER]
         path = os.pathsep.join(filter(None, (str(HERE / "plugins"), os.environ.get("PYTHONPATH"))))
         self._folder = tempfile.TemporaryDirectory()
         self._lines = Path(self._folder.name) / "outcomes.jsonl"
@@ -83,8 +91,22 @@ class Child:
         self._folder.cleanup()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize("target", (INTERPRETER, *COMPILED), indirect=True, scope="function")
+
+
+def target_of_item(item: pytest.Item) -> str | None:
+    """Where a test of this folder is executed; None for others."""
+    if not item.path.is_relative_to(HERE):
+        return None
+    assert isinstance(item, pytest.Function)
+    target = item.callspec.params["target"]
+    assert isinstance(target, str)
+    return target
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    chosen = any(item.path.is_relative_to(HERE) for item in session.items)
+    chosen = any(target_of_item(item) == INTERPRETER for item in session.items)
     in_parallel = hasattr(session.config, "workerinput")
     if chosen and not (INTERPRETS or in_parallel or session.config.option.collectonly):
         session.stash[CHILD] = Child(session)
@@ -95,17 +117,45 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.stash[CHILD].close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The first test waits for the child, so for all of them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave a share of what is compiled; the first test that is interpreted waits for all."""
+    cases: dict[tuple[Path, str], dict[str, list[pytest.Item]]] = {}
     for item in items:
-        if item.path.is_relative_to(HERE) and not INTERPRETS:
+        target = target_of_item(item)
+        if target == INTERPRETER and not INTERPRETS:
             item.add_marker(pytest.mark.timeout(CHILD_TIMEOUT + 60))
             item.add_marker(pytest.mark.slow)
+        if target in COMPILED:
+            assert isinstance(item, pytest.Function)
+            case = item.callspec.id.replace(target, "")
+            of_test = cases.setdefault((item.path, item.originalname), {})
+            least = item.get_closest_marker("least_capability")
+            if least is None or COMPILED[target] >= least.args[0]:
+                of_test.setdefault(case, []).append(item)
+    kept: set[pytest.Item] = set()
+    for number, of_test in enumerate(cases.values()):
+        for i, on_targets in enumerate(of_test.values()):
+            if config.getoption("--every-target"):
+                kept.update(on_targets)
+            elif i % SHARE == 0:
+                kept.add(on_targets[(number + i // SHARE) % len(on_targets)])
+    items[:] = [item for item in items if item in kept or target_of_item(item) not in COMPILED]
+
+
+@pytest.fixture(autouse=True)
+def target(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What kernels are executed by."""
+    name: str = request.param
+    if name == INTERPRETER:
+        yield name
+        return
+    with gpu(COMPILED[name]):
+        yield name
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if INTERPRETS:
+    if INTERPRETS or target_of_item(pyfuncitem) != INTERPRETER:
         return None
     stash = pyfuncitem.session.stash
     if CHILD not in stash:

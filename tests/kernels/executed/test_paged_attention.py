@@ -14,9 +14,10 @@ from appliance.kernels.paged_attention import reference
 from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
 from appliance.kernels.paged_attention.work import span_table
 from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
-    from tests.kernels.triton_interpreter.conftest import Case, MakeCase
+    from tests.kernels.executed.conftest import Case, MakeCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Largest error, as a share of the largest result, in reference arithmetic of float64. Weights are
@@ -70,8 +71,9 @@ def assert_matches_reference(
     assert error < (bound or BOUNDS[case.query.dtype])  # NaN is not
 
 
-def test_this_process_interprets() -> None:
-    assert os.environ["TRITON_INTERPRET"] == "1"
+def test_the_target_is_what_the_test_is_named_after(target: str) -> None:
+    assert target_of(torch.device("cpu")).is_interpreted == (target == "interpreter")
+    assert (os.environ.get("TRITON_INTERPRET") == "1") == (target == "interpreter")
 
 
 @pytest.mark.parametrize(

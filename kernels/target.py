@@ -1,0 +1,34 @@
+"""What Triton's kernels run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+STAND_IN = 80  # compute capability whose tiles the interpreter takes
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What kernels are compiled for.
+
+    Attributes:
+        capability: compute capability (86 is 8.6).
+        is_interpreted: whether Triton interprets them on the CPU instead: there is no PTX then,
+            and no tensor core.
+    """
+
+    capability: int
+    is_interpreted: bool = False
+
+
+@lru_cache
+def target_of(device: torch.device) -> Target:
+    """Of the kernels that are launched for tensors on a device."""
+    if triton.knobs.runtime.interpret:
+        return Target(STAND_IN, is_interpreted=True)
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        return Target(triton.runtime.driver.active.get_current_target().arch)

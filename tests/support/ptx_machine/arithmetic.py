@@ -1,0 +1,278 @@
+"""What instructions on registers compute, for all threads at once.
+
+A function takes the operands' bits as unsigned integers (predicates as booleans) and returns the
+result; signed integers are widened by the caller if the register is wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+
+from ptx_machine.conversion import convert
+from ptx_machine.numbers import Bits, from_bf16, to_bf16
+
+Values = Any  # an array with a number for each thread, of any type
+Function = Callable[..., Values]
+
+_PACKED = {"f16x2": "f16", "bf16x2": "bf16", "f32x2": "f32"}
+_FLOATS = {"f16": np.float16, "f32": np.float32, "f64": np.float64}
+_TINY = np.float32(2.0**-126)
+
+
+def read(kind: str, bits: Bits) -> Values:
+    """The numbers of a type: packed ones side by side, halves widened to float32."""
+    if kind in _PACKED:
+        return read(_PACKED[kind], bits.view(f"u{bits.dtype.itemsize // 2}"))
+    if kind == "bf16":
+        return from_bf16(bits)
+    if kind == "f16":
+        return bits.view(np.float16).astype(np.float32)
+    if kind in _FLOATS:
+        return bits.view(_FLOATS[kind])
+    if kind[0] == "s":
+        return bits.astype(f"uint{kind[1:]}").view(f"int{kind[1:]}")
+    return bits if kind == "pred" else bits.astype(f"uint{kind[1:]}", copy=False)
+
+
+def write(kind: str, values: Values) -> Values:
+    """The inverse of `read`; rounds to the nearest."""
+    if kind in _PACKED:
+        halves = np.ascontiguousarray(write(_PACKED[kind], values))
+        return halves.view(f"u{2 * halves.dtype.itemsize}")
+    if kind == "bf16":
+        return to_bf16(values.astype(np.float32))
+    if kind in _FLOATS:
+        unsigned = f"uint{kind[1:]}"
+        return values.astype(_FLOATS[kind]).view(unsigned)
+    return values
+
+
+def flushed(values: Values) -> Values:
+    """Subnormal float32 as zeros of their sign."""
+    return np.where(np.abs(values) < _TINY, np.copysign(np.float32(0), values), values)
+
+
+def function_of(parts: list[str]) -> Function:
+    """What the instruction with these parts of an opcode computes.
+
+    Raises:
+        NotImplementedError: it is unknown.
+    """
+    head, kind = parts[0], parts[-1]
+    if head == "cvt":
+        return partial(convert, parts[1:-2], parts[-2], kind)
+    if head == "setp":
+        return partial(_compare, parts[1], parts[2:-1], kind)
+    if head == "shf":
+        return partial(_funnel, parts[1] == "l")
+    if head in _BITWISE:
+        return _BITWISE[head]
+    is_integer = kind[1:].isdigit() and kind[0] in "sub"
+    if head in _INTEGER and is_integer:
+        return partial(_INTEGER[head], kind)
+    if head in {"mul", "mad"} and is_integer:
+        return partial(_multiply, parts[1], kind)
+    if head in _ANY and len(parts) > 2 and parts[-2] == "f32" and kind in {"f16", "bf16"}:
+        return partial(_mixed, _ANY[head], kind)
+    if head in _ANY:
+        nan = "_nan" if "NaN" in parts else ""
+        return partial(_float, _ANY[head + nan], kind, "ftz" in parts)
+    raise NotImplementedError(f"no instruction {'.'.join(parts)}")
+
+
+def _float(operation: Function, kind: str, flush: bool, *bits: Bits) -> Values:
+    values = [read(kind, one) for one in bits]
+    if flush:
+        values = [flushed(value) for value in values]
+    result = operation(*values)
+    return write(kind, flushed(result) if flush else result)
+
+
+def _mixed(operation: Function, kind: str, *bits: Bits) -> Values:
+    """Of halves, but for the last operand and the result, which are float32."""
+    values = [read(kind, one) for one in bits[:-1]]
+    return write("f32", operation(*values, read("f32", bits[-1])))
+
+
+def _fused(a: Values, b: Values, c: Values) -> Values:
+    """One rounding, but for rare ties of float32."""
+    wide = np.longdouble if a.dtype == np.float64 else np.float64
+    return (a.astype(wide) * b + c).astype(a.dtype)
+
+
+def _multiply(part: str, kind: str, a: Bits, b: Bits, c: Bits | None = None) -> Values:
+    if part == "lo":
+        product = a * b
+    else:
+        width = int(kind[1:])
+        wide = f"{'int' if kind[0] == 's' else 'uint'}{2 * width}"
+        product = read(kind, a).astype(wide) * read(kind, b).astype(wide)
+        if part == "hi":
+            product = (product >> width).astype(a.dtype)
+        product = product.view(f"uint{8 * product.dtype.itemsize}")
+    return product if c is None else product + c
+
+
+def _divide(kind: str, a: Bits, b: Bits) -> Values:
+    x, y = read(kind, a), read(kind, b)
+    y = np.where(y == 0, y.dtype.type(1), y)  # what it gives is not defined
+    quotient = x // y
+    return quotient + ((x % y != 0) & ((x < 0) ^ (y < 0)))
+
+
+def _remainder(kind: str, a: Bits, b: Bits) -> Values:
+    y = read(kind, b)
+    return read(kind, a) - _divide(kind, a, b).astype(y.dtype) * y
+
+
+def _shift(kind: str, left: bool, a: Bits, amount: Bits) -> Values:
+    width = int(kind[1:])
+    values = read(kind, a)
+    by = np.minimum(amount, width - 1).astype(values.dtype)
+    moved = values << by if left else values >> by
+    if kind[0] == "s":
+        return moved
+    return np.where(amount >= width, values.dtype.type(0), moved)
+
+
+def _extract(kind: str, a: Bits, start: Bits, length: Bits) -> Values:
+    width = int(kind[1:])
+    start, length = start & 0xFF, length & 0xFF
+    moved = _shift(f"u{width}", False, a, start)
+    ones = ~np.zeros_like(a)
+    field = moved & ~_shift(f"u{width}", True, ones, length)
+    if kind[0] == "u":
+        return field
+    sign_at = np.minimum(start.astype(np.int64) + length - 1, width - 1).astype(a.dtype)
+    negative = ((a >> sign_at) & a.dtype.type(1)).astype(bool) & (length > 0)
+    return np.where(negative, field | _shift(f"u{width}", True, ones, length), field)
+
+
+def _insert(kind: str, a: Bits, b: Bits, start: Bits, length: Bits) -> Values:
+    ones = ~np.zeros_like(a)
+    mask = _shift(kind, True, ~_shift(kind, True, ones, length), start)
+    return (b & ~mask) | (_shift(kind, True, a, start) & mask)
+
+
+def _lop3(a: Bits, b: Bits, c: Bits, table: Bits) -> Values:
+    result = np.zeros_like(a)
+    for row in range(8):
+        if int(table.flat[0]) >> row & 1:
+            terms = [one if row >> at & 1 else ~one for one, at in ((a, 2), (b, 1), (c, 0))]
+            result |= terms[0] & terms[1] & terms[2]
+    return result
+
+
+def _permute(a: Bits, b: Bits, selector: Bits) -> Values:
+    source = np.stack((a, b), axis=-1).view(np.uint8)  # 8 bytes of each thread
+    result = np.zeros((len(a), 4), np.uint8)
+    for i in range(4):
+        nibble = (selector >> np.uint32(4 * i)) & np.uint32(15)
+        byte = np.take_along_axis(source, (nibble & 7).astype(np.int64)[:, None], 1)[:, 0]
+        sign = np.where(byte >> 7, 255, 0).astype(np.uint8)
+        result[:, i] = np.where(nibble & 8, sign, byte)
+    return result.view(np.uint32)[:, 0]
+
+
+def _funnel(left: bool, low: Bits, high: Bits, amount: Bits) -> Values:
+    both = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
+    by = (amount & np.uint32(31)).astype(np.uint64)
+    return ((both << by) >> np.uint64(32) if left else both >> by).astype(np.uint32)
+
+
+def _bits_set(kind: str, a: Bits) -> Values:
+    return np.bitwise_count(a).astype(np.uint32)
+
+
+def _leading_zeros(kind: str, a: Bits) -> Values:
+    width = int(kind[1:])
+    places = np.arange(width - 1, -1, -1, dtype=a.dtype)
+    is_set = (a[:, None] >> places) & a.dtype.type(1)
+    return np.where(is_set.any(1), is_set.argmax(1), width).astype(np.uint32)
+
+
+def _compare(relation: str, more: list[str], kind: str, a: Bits, b: Bits, *c: Bits) -> Values:
+    x, y = read(kind, a), read(kind, b)
+    unordered = kind[0] in "fb" and kind[:2] in {"f1", "f3", "f6", "bf"} and relation not in _SIMPLE
+    if relation in {"num", "nan"}:
+        result = np.isnan(x) | np.isnan(y)
+        result = result if relation == "nan" else ~result
+    elif unordered:
+        result = _SIMPLE[relation[:-1]](x, y) | np.isnan(x) | np.isnan(y)
+    elif relation == "ne" and kind[0] == "f":
+        result = (x != y) & ~(np.isnan(x) | np.isnan(y))
+    else:
+        result = _SIMPLE[relation](x, y)
+    if c:
+        combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[more[0]]
+        result = combine(result, c[0])
+    return result
+
+
+def _signed(operation: Function, kind: str, *bits: Bits) -> Values:
+    return operation(*(read(kind, one) for one in bits))
+
+
+_SIMPLE: dict[str, Function] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+}
+_BITWISE: dict[str, Function] = {
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.bitwise_not,
+    "lop3": _lop3,
+    "prmt": _permute,
+    "selp": lambda a, b, chosen: np.where(chosen, a, b),
+}
+_INTEGER: dict[str, Callable[..., Values]] = {
+    "add": partial(_signed, np.add),
+    "sub": partial(_signed, np.subtract),
+    "min": partial(_signed, np.minimum),
+    "max": partial(_signed, np.maximum),
+    "neg": partial(_signed, np.negative),
+    "abs": partial(_signed, np.abs),
+    "div": _divide,
+    "rem": _remainder,
+    "shl": lambda kind, a, by: _shift(kind, True, a, by),
+    "shr": lambda kind, a, by: _shift(kind, False, a, by),
+    "bfe": _extract,
+    "bfi": _insert,
+    "popc": _bits_set,
+    "clz": _leading_zeros,
+}
+_ANY: dict[str, Function] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "fma": _fused,
+    "div": np.divide,
+    "min": lambda *values: reduce(np.fmin, values),  # of two or three
+    "max": lambda *values: reduce(np.fmax, values),
+    "min_nan": lambda *values: reduce(np.minimum, values),
+    "max_nan": lambda *values: reduce(np.maximum, values),
+    "neg": np.negative,
+    "abs": np.abs,
+    "rcp": np.reciprocal,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "copysign": lambda sign, size: np.copysign(size, sign),
+}

@@ -1,0 +1,139 @@
+"""A Triton driver whose kernels run on the CPU, from the PTX that they are compiled to."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+from triton.backends import backends
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.backends.nvidia.compiler import CUDABackend
+
+from appliance.kernels.target import target_of
+from ptx_machine.machine import Machine, compiled
+from ptx_machine.memory import GlobalMemory
+from ptx_machine.syntax import parse
+
+SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB
+AT_ONCE = 4096  # threads, as many programs as have them together
+
+
+@contextmanager
+def gpu(capability: int) -> Iterator[PtxDriver]:
+    """While this is open, kernels are compiled for a GPU and run as their PTX says, on the CPU."""
+    nvidia, before = backends["nvidia"], triton.runtime.driver._active
+    driver = PtxDriver(capability)
+    backends["nvidia"] = replace(nvidia, compiler=PtxBackend)
+    triton.runtime.driver.set_active(driver)
+    target_of.cache_clear()
+    try:
+        yield driver
+    finally:
+        backends["nvidia"] = nvidia
+        triton.runtime.driver.set_active(before)
+        target_of.cache_clear()
+
+
+class PtxBackend(CUDABackend):  # type: ignore[misc]
+    """Compiles as for a GPU, but stops at PTX."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        super().__init__(target)
+        self.binary_ext = "ptx"
+
+    def add_stages(self, stages: dict[str, Any], options: Any, language: Any) -> None:
+        super().add_stages(stages, options, language)
+        del stages["cubin"]
+
+    def hash(self) -> str:
+        return f"{super().hash()}-ptx"
+
+
+class PtxDriver(DriverBase):  # type: ignore[misc]
+    """Stands for one GPU of a compute capability (86 is 8.6).
+
+    Attributes:
+        traffic: counts of instructions and accesses since it was last cleared.
+    """
+
+    def __init__(self, capability: int, seed: int = 0) -> None:
+        self.capability = capability
+        self.traffic: Counter[str] = Counter()
+        self.random = random.Random(seed)
+        self.utils = self
+        self.launcher_cls = lambda source, metadata: _Launcher(self, source, metadata)
+
+    @staticmethod
+    def is_active() -> bool:
+        return False
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        raise NotImplementedError
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_LIMIT[self.capability] * 1024}
+
+    def load_binary(self, name: str, ptx: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        program = parse(ptx.decode())
+        return program, (program, compiled(program), shared), 0, 0, 1024
+
+
+class _Launcher:
+    def __init__(self, driver: PtxDriver, source: Any, metadata: Any) -> None:
+        self._driver = driver
+        self._is_constant = [kind == "constexpr" for kind in source.signature.values()]
+        self._kinds = list(source.signature.values())
+        assert metadata.global_scratch_size == 0
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *more: Any) -> None:
+        program, steps, shared = function
+        values = [
+            value
+            for value, is_constant in zip(more[4:], self._is_constant, strict=True)
+            if not is_constant
+        ]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        kinds = [kind for kind in self._kinds if kind != "constexpr"]
+        numbers = [_bits(value, kind) for value, kind in zip(values, kinds, strict=True)]
+        arguments = dict(zip(program.params, [*numbers, 0, 0], strict=True))
+        memory = GlobalMemory(tensors, self._driver.traffic)
+        blocks = list(itertools.product(range(x), range(y), range(z)))
+        self._driver.random.shuffle(blocks)
+        at_once = max(1, AT_ONCE // program.threads)
+        for begin in range(0, len(blocks), at_once):
+            part = blocks[begin : begin + at_once]
+            traffic = self._driver.traffic
+            machine = Machine(program, arguments, memory, part, (x, y, z), shared, traffic)
+            machine.run(steps)
+
+
+def _bits(value: Any, kind: str) -> int:
+    """An argument as the kernel gets it."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if kind in {"fp32", "f32"}:
+        return int(torch.tensor(value, dtype=torch.float32).view(torch.int32)) & 0xFFFFFFFF
+    return int(value)

@@ -1,0 +1,301 @@
+"""Executes the PTX of a kernel on the CPU, many programs at once, a number per thread and register.
+
+Threads go on together; where they part, those that are furthest behind go first, so that they
+meet again at the end of a branch or a loop. What a GPU would refuse, or give no certain answer to,
+is an error: see `memory`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptx_machine.arithmetic import function_of
+from ptx_machine.memory import WARP, GlobalMemory, MemoryAccessError, SharedMemory
+from ptx_machine.memory_steps import MEMORY_STEPS
+from ptx_machine.numbers import UNSIGNED, Bits, joined
+from ptx_machine.syntax import (
+    Address,
+    Immediate,
+    Instruction,
+    Operand,
+    Pair,
+    Program,
+    Register,
+    Symbol,
+    Vector,
+)
+from ptx_machine.tensor_steps import TENSOR_STEPS
+from ptx_machine.warp_steps import WARP_STEPS
+
+Mask = NDArray[np.bool_]
+Step = Callable[["Machine", Mask], None]
+
+_NOTHING = ("bar.warp.sync", "fence.", "membar", "griddepcontrol", "wgmma.fence", "wgmma.commit")
+
+_STEPS = {**MEMORY_STEPS, **WARP_STEPS, **TENSOR_STEPS}  # by how an opcode begins
+
+
+class Machine:
+    """Some programs of a grid, side by side.
+
+    Args:
+        program: what all of them execute.
+        arguments: values of the parameters.
+        memory: what pointers point to.
+        blocks: the programs' numbers (x, y, z).
+        grid: how many there are of each.
+        shared_bytes: of each program.
+        traffic: counts of instructions and accesses, added to.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        arguments: dict[str, int],
+        memory: GlobalMemory,
+        blocks: Sequence[tuple[int, int, int]],
+        grid: tuple[int, int, int],
+        shared_bytes: int,
+        traffic: Counter[str],
+    ) -> None:
+        self.program = program
+        self.memory = memory
+        self.threads = program.threads
+        self.size = len(blocks) * program.threads
+        size = max(16, -(-shared_bytes // 16) * 16)
+        self.shared = SharedMemory(size, program.threads, len(blocks), traffic)
+        self.traffic = traffic
+        self._arguments = arguments
+        thread = np.tile(np.arange(program.threads, dtype=np.uint32), len(blocks))
+        places = np.repeat(np.array(blocks, dtype=np.uint32), program.threads, axis=0)
+        self._special = {
+            "%tid.x": thread,
+            "%laneid": thread % np.uint32(WARP),
+            "%warpid": thread // np.uint32(WARP),
+            "%ntid.x": self.constant(program.threads, 32),
+        }
+        for i, axis in enumerate("xyz"):
+            self._special[f"%ctaid.{axis}"] = np.ascontiguousarray(places[:, i])
+            self._special[f"%nctaid.{axis}"] = self.constant(grid[i], 32)
+        for axis in "yz":
+            self._special[f"%tid.{axis}"] = self.constant(0, 32)
+        self.registers: list[Bits] = [
+            np.full(self.size, 0xCBCBCBCBCBCBCBCB & (1 << width) - 1, UNSIGNED[width])
+            for width in program.widths
+        ]
+        self._waiting: list[tuple[int, Mask]] = []  # at a barrier: where to go on, and who
+        self.alive = np.ones(self.size, bool)
+
+    def run(self, steps: Sequence[Step]) -> None:
+        """Execute to the end.
+
+        Raises:
+            MemoryAccessError: an access was wrong, or programs wait for threads that never come.
+        """
+        groups = {0: self.alive.copy()}
+        while groups:
+            at = min(groups)
+            mask = groups.pop(at)
+            for after, part in self._go_on(steps, at, mask, min(groups, default=len(steps))):
+                groups[after] = groups[after] | part if after in groups else part
+            if not groups and self._waiting:
+                raise MemoryAccessError("threads wait at a barrier that others never reach")
+
+    def _go_on(
+        self, steps: Sequence[Step], at: int, mask: Mask, others: int
+    ) -> list[tuple[int, Mask]]:
+        """Execute until these threads part, wait, or come to where others are."""
+        warps = int(mask.reshape(-1, WARP).any(1).sum())
+        while True:
+            instruction = self.program.instructions[at]
+            head = instruction.opcode.partition(".")[0]
+            self.traffic[head] += warps
+            if head == "bra":
+                goes = self.guarded(instruction, mask)
+                target = instruction.operands[0]
+                assert isinstance(target, Symbol)
+                to = self.program.labels[target.name]
+                if goes.all() or (goes == mask).all():
+                    at = to
+                elif goes.any():
+                    return [(to, goes), (at + 1, mask & ~goes)]
+                else:
+                    at += 1
+            elif head in {"ret", "exit"}:
+                goes = self.guarded(instruction, mask)
+                self.alive &= ~goes
+                left = mask & ~goes
+                return self._released() + ([(at + 1, left)] if left.any() else [])
+            elif head in {"bar", "barrier"} and "warp" not in instruction.opcode:
+                self._waiting.append((at + 1, mask))
+                return self._released()
+            else:
+                steps[at](self, mask)
+                at += 1
+            if at >= others:
+                return [(at, mask)]
+
+    def _released(self) -> list[tuple[int, Mask]]:
+        """Threads of programs that wait at a barrier as a whole."""
+        waiting = np.zeros(self.size, bool)
+        for _, mask in self._waiting:
+            waiting |= mask
+        shape = (-1, self.threads)
+        ready = (waiting | ~self.alive).reshape(shape).all(1) & waiting.reshape(shape).any(1)
+        if not ready.any():
+            return []
+        self.shared.barrier(np.flatnonzero(ready))
+        goes = np.repeat(ready, self.threads)
+        released = [(at, mask & goes) for at, mask in self._waiting]
+        self._waiting = [(at, mask & ~goes) for at, mask in self._waiting]
+        self._waiting = [(at, mask) for at, mask in self._waiting if mask.any()]
+        return [(at, mask) for at, mask in released if mask.any()]
+
+    def guarded(self, instruction: Instruction, mask: Mask) -> Mask:
+        """Those of the threads whose predicate holds."""
+        if instruction.guard is None:
+            return mask
+        predicate = self.registers[instruction.guard.index]
+        return mask & (~predicate if instruction.negated else predicate)
+
+    def constant(self, bits: int, width: int) -> Bits:
+        """The same number for all threads."""
+        return np.full(self.size, bits & (1 << width) - 1, UNSIGNED[width])
+
+    def read(self, operand: Operand, width: int) -> Bits:
+        """What an operand holds, where a constant takes the width."""
+        if isinstance(operand, Register):
+            return self.registers[operand.index]
+        if isinstance(operand, Immediate):
+            return self.constant(operand.bits, width)
+        if isinstance(operand, Vector):
+            return self._pack([self.read(item, width) for item in operand.items])
+        assert isinstance(operand, Symbol), operand
+        if operand.name in self._special:
+            return self._special[operand.name]
+        assert operand.name.endswith("smem"), operand.name
+        return self.constant(0, width)
+
+    def _pack(self, parts: list[Bits]) -> Bits:
+        while len(parts) > 1:
+            parts = [joined(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
+        return parts[0]
+
+    def words(self, operand: Operand) -> list[Bits]:
+        """Registers of a vector."""
+        items = operand.items if isinstance(operand, Vector) else (operand,)
+        return [self.read(item, 32) for item in items]
+
+    def write(self, operand: Operand, values: NDArray[Any], mask: Mask) -> None:
+        """Set a register in some threads."""
+        if isinstance(operand, Symbol):
+            assert operand.name == "_", operand
+            return
+        if isinstance(operand, Vector):
+            kind = UNSIGNED[8 * values.dtype.itemsize // len(operand.items)]
+            parts = np.ascontiguousarray(values).view(kind).reshape(len(values), -1)
+            for i, item in enumerate(operand.items):
+                self.write(item, np.ascontiguousarray(parts[:, i]), mask)
+            return
+        assert isinstance(operand, Register), operand
+        kind = UNSIGNED[self.program.widths[operand.index]]
+        values = values.astype(kind, copy=False)
+        if not mask.all():
+            values = np.where(mask, values, self.registers[operand.index])
+        self.registers[operand.index] = values
+
+    def set_lanes(self, operand: Operand, values: Bits, lanes: NDArray[np.intp]) -> None:
+        """Set a register in the threads with these numbers."""
+        assert isinstance(operand, Register), operand
+        kind = UNSIGNED[self.program.widths[operand.index]]
+        register = self.registers[operand.index].copy()
+        register[lanes] = values.astype(kind)
+        self.registers[operand.index] = register
+
+    def address(self, operand: Operand) -> Bits:
+        """Where memory is accessed."""
+        assert isinstance(operand, Address), operand
+        if isinstance(operand.base, Symbol):
+            return self.constant(operand.offset, 32)
+        base = self.registers[operand.base.index]
+        address: Bits = base + base.dtype.type(operand.offset & (1 << 8 * base.dtype.itemsize) - 1)
+        return address
+
+    def argument(self, operand: Operand, width: int) -> Bits:
+        """A parameter."""
+        assert isinstance(operand, Address), operand
+        assert isinstance(operand.base, Symbol)
+        return self.constant(self._arguments[operand.base.name], width)
+
+
+def compiled(program: Program) -> list[Step]:
+    """A function for each instruction.
+
+    Raises:
+        NotImplementedError: an instruction is unknown.
+    """
+    return [_step(instruction) for instruction in program.instructions]
+
+
+def _step(instruction: Instruction) -> Step:
+    parts, operands = instruction.parts, instruction.operands
+    if instruction.opcode.startswith(_NOTHING) or parts[0] in {"bra", "ret", "exit", "bar"}:
+        return _nothing
+    for prefix, make in _STEPS.items():
+        if instruction.opcode.startswith(prefix):
+            act = make(instruction)
+            return lambda machine, mask: act(machine, machine.guarded(instruction, mask))
+    if parts[0] in {"mov", "cvta"}:
+        width = int(parts[-1][1:]) if parts[-1] != "pred" else 1
+
+        def move(machine: Machine, mask: Mask) -> None:
+            values = machine.read(operands[1], width)
+            machine.write(operands[0], values, machine.guarded(instruction, mask))
+
+        return move
+    function = function_of(parts)
+    widths = _operand_widths(parts, len(operands) - 1)
+
+    def compute(machine: Machine, mask: Mask) -> None:
+        values = [machine.read(one, w) for one, w in zip(operands[1:], widths, strict=True)]
+        with np.errstate(all="ignore"):
+            result = function(*values)
+        target, mask = operands[0], machine.guarded(instruction, mask)
+        if isinstance(target, Pair):
+            machine.write(target.predicate, ~result, mask)
+            target = target.value
+        machine.write(target, result, mask)
+
+    return compute
+
+
+def _nothing(machine: Machine, mask: Mask) -> None:
+    """Of no effect here: threads of a warp go on together, and memory is always up to date."""
+
+
+def _operand_widths(parts: list[str], count: int) -> list[int]:
+    """Bits of the operands, which say how wide a constant is."""
+    kind = parts[-1]
+    number, _, packed = kind.lstrip("subfe").partition("x")
+    width = 1 if kind == "pred" else 32 if "m" in number else int(number) * int(packed or 1)
+    widths = [width] * count
+    if parts[0] in {"shl", "shr"}:
+        widths[1] = 32
+    elif parts[0] in {"bfe", "bfi"}:
+        widths[-2:] = [32, 32]
+    elif parts[0] == "lop3":
+        widths[3] = 32
+    elif parts[0] == "selp" or (parts[0] == "setp" and count == 3):
+        widths[2] = 1
+    elif parts[0] == "mad" and "wide" in parts and count == 3:
+        widths[2] = 2 * width
+    elif len(parts) > 2 and parts[-2] == "f32" and parts[0] in {"add", "sub", "fma"}:
+        widths[-1] = 32
+    elif parts[0] == "cvt" and kind == "e4m3x2":
+        widths = [16]
+    return widths

@@ -1,0 +1,88 @@
+"""Instructions by which the threads of a warp exchange registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ptx_machine.memory import WARP
+from ptx_machine.syntax import Instruction, Pair
+
+if TYPE_CHECKING:
+    from ptx_machine.machine import Machine, Step
+
+Mask = NDArray[np.bool_]
+
+
+def _shuffle(instruction: Instruction) -> Step:
+    mode = instruction.parts[2]
+    target, source, by, limits = instruction.operands[:4]
+
+    def shuffle(machine: Machine, mask: Mask) -> None:
+        lane = np.arange(machine.size) % WARP
+        amount, bounds = (machine.read(one, 32).astype(np.int64) for one in (by, limits))
+        segment = bounds >> 8 & 31
+        last = (lane & segment) | (bounds & 31 & ~segment)
+        place = {"up": lane - amount, "down": lane + amount, "bfly": lane ^ amount}.get(
+            mode, (lane & segment) | (amount & ~segment)
+        )
+        inside = place >= last if mode == "up" else place <= last
+        chosen = np.arange(machine.size) - lane + np.where(inside, place, lane)
+        assert mask[chosen[mask]].all(), "a shuffle reads a thread that takes no part"
+        values = machine.read(source, 32)[chosen]
+        if isinstance(target, Pair):
+            machine.write(target.value, values, mask)
+            machine.write(target.predicate, inside, mask)
+        else:
+            machine.write(target, values, mask)
+
+    return shuffle
+
+
+def _reduce(instruction: Instruction) -> Step:
+    operation, kind = instruction.parts[-2:]
+    act = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }[operation]
+
+    def reduce(machine: Machine, mask: Mask) -> None:
+        taking = mask.reshape(-1, WARP).sum(1)
+        assert ((taking == 0) | (taking == WARP)).all(), "a part of a warp reduces"
+        values = machine.read(instruction.operands[1], 32)
+        values = values.view(np.int32) if kind == "s32" else values
+        result = act.reduce(values.reshape(-1, WARP), axis=1, dtype=values.dtype)
+        machine.write(instruction.operands[0], np.repeat(result, WARP).view(np.uint32), mask)
+
+    return reduce
+
+
+def _vote(instruction: Instruction) -> Step:
+    mode = instruction.parts[2]
+
+    def vote(machine: Machine, mask: Mask) -> None:
+        votes = (machine.read(instruction.operands[1], 1) & mask).reshape(-1, WARP)
+        taking = mask.reshape(-1, WARP)
+        if mode == "ballot":
+            result = (votes.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)).sum(
+                1, dtype=np.uint32
+            )
+        else:
+            result = votes.any(1) if mode == "any" else (votes | ~taking).all(1)
+        machine.write(instruction.operands[0], np.repeat(result, WARP), mask)
+
+    return vote
+
+
+WARP_STEPS: dict[str, Callable[[Instruction], Step]] = {
+    "shfl.sync": _shuffle,
+    "redux.sync": _reduce,
+    "vote.sync": _vote,
+}
