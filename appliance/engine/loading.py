@@ -18,7 +18,7 @@ from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.blocks.block_moves import DeviceMoves, HostMoves
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.device.device import CudaDevice
+from appliance.engine.device.cuda_device import CudaDevice
 from appliance.engine.device.device_runner import DeviceRunner, fixed_bytes, largest_step
 from appliance.engine.device.device_sampler import DeviceSampler
 from appliance.engine.device.measure import graph_allowance, measure_workspace
