@@ -29,6 +29,8 @@ class CudaDevice:
         self._pool: Any = None
         self._copies: torch.cuda.Stream | None = None
         self._captures: torch.cuda.Stream | None = None
+        torch.cuda.empty_cache()  # what nobody uses is free, also to whoever asks the driver
+        self._bytes_before = torch.cuda.memory_reserved(device)  # of others in this process
         self._other_bytes = self._beside_torch()
 
     @torch.inference_mode(mode=False)
@@ -127,7 +129,7 @@ class CudaDevice:
 
     def memory_in_use(self) -> int:
         """See `Device`."""
-        return torch.cuda.memory_reserved(self.torch_device)
+        return torch.cuda.memory_reserved(self.torch_device) - self._bytes_before
 
     def overhead(self) -> int:
         """See `Device`."""
@@ -135,7 +137,7 @@ class CudaDevice:
 
     def _beside_torch(self) -> int:
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        return total - free - self.memory_in_use()
+        return total - free - torch.cuda.memory_reserved(self.torch_device)
 
     def begin_peak(self) -> int:
         """See `Device`."""
@@ -147,7 +149,7 @@ class CudaDevice:
     def peak(self) -> int:
         """See `Device`."""
         self.synchronize()
-        return torch.cuda.max_memory_reserved(self.torch_device)
+        return torch.cuda.max_memory_reserved(self.torch_device) - self._bytes_before
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class Device(Protocol):
         ...
 
     def memory_in_use(self) -> int:
-        """Bytes that this process keeps on the device, unused reserves included."""
+        """Bytes kept on the device since it was opened, unused reserves included."""
         ...
 
     def overhead(self) -> int:

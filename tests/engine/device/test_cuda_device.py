@@ -95,7 +95,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "graph": gpu.graph,
         "Event": gpu.event,
         "synchronize": gpu.synchronize,
+        "empty_cache": lambda: None,
         "memory_reserved": lambda device: gpu.in_use,
+        "max_memory_reserved": lambda device: gpu.in_use + 5,
+        "reset_peak_memory_stats": lambda device: None,
         "mem_get_info": lambda device: (gpu.free, 1000),
     }
     for name, stand_in in stand_ins.items():
@@ -222,9 +225,11 @@ def test_memory_that_cannot_be_pinned_is_had_all_the_same(
 
 
 def test_what_others_took_since_the_device_was_opened_is_overhead(gpu: Gpu) -> None:
-    gpu.free, gpu.in_use = 900, 0  # a context of 100
+    gpu.free, gpu.in_use = 900, 10  # a context of 90
     device = CudaDevice(torch.device("cpu"))
-    gpu.free, gpu.in_use = 500, 380
+    gpu.free, gpu.in_use = 500, 390
     assert device.overhead() == 20
+    assert device.begin_peak() == device.memory_in_use() == 380
+    assert device.peak() == 385
     gpu.free = 600
     assert device.overhead() == 0
