@@ -60,14 +60,14 @@ class KVCache:
     def read_block(self, block: int, open_page: int = -1) -> bytes:
         """A block of all layers, layer by layer, and behind it an open page, if one is named.
 
-        Slots without a token come along: what they hold means nothing. A cache on a GPU is moved
+        Slots without a token come along: what they hold means nothing. Pages on a GPU are moved
         by `block_copy` instead, which need not wait for it.
         """
         rows = [part[block] for part in self._parts]
         if open_page >= 0:
             rows += [part[open_page] for part in self._open_parts]
         return b"".join(
-            row.contiguous().flatten().view(torch.uint8).numpy().tobytes() for row in rows
+            row.contiguous().flatten().view(torch.uint8).cpu().numpy().tobytes() for row in rows
         )
 
     def write_block(

@@ -8,7 +8,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
@@ -16,12 +16,11 @@ import torch
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import BlockMetadata
-from appliance.engine.blocks.block_moves import DeviceMoves, HostMoves
+from appliance.engine.blocks.block_moves import HostMoves
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.device.device import CudaDevice
-from appliance.engine.device.device_runner import DeviceRunner, fixed_bytes, largest_step
-from appliance.engine.device.device_sampler import DeviceSampler
-from appliance.engine.device.measure import graph_allowance, measure_workspace
+from appliance.engine.device.cuda_device import CudaDevice
+from appliance.engine.device.device_loading import load_device_runner
+from appliance.engine.device.device_runner import DeviceRunner
 from appliance.engine.execution import Precision, TorchExecution, choose_execution, why_not_native
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from appliance.engine.device.device import Device
     from appliance.engine.execution import Execution
     from appliance.engine.runner import Runner
-    from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -115,6 +113,7 @@ def load_parts(
             request,
             eos_token_ids,
             rates,
+            on_progress,
             graphs=graphs,
             num_open=num_open,
         )
@@ -161,94 +160,6 @@ def load_parts(
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     scheduler = Scheduler(blocks, limits, eos_token_ids, look_ahead=runner.depth > 0, tiers=tiers)
     return scheduler, runner, info
-
-
-def load_device_runner(
-    execution: TorchExecution,
-    executor: Executor[Any],
-    device: Device,
-    limits: SchedulerLimits,
-    request: MemoryRequest,
-    eos_token_ids: tuple[int, ...],
-    rates: Rates,
-    *,
-    graphs: bool,
-    num_open: int = 0,
-) -> tuple[DeviceRunner[Any], MemoryPlan, BlockMoves]:
-    """Measure the largest step, divide what the weights leave, and set the runner up.
-
-    Args:
-        execution: how the model is executed.
-        executor: the model, loaded.
-        device: where.
-        limits: how large a step can be.
-        request: what was planned with before anything was loaded.
-        eos_token_ids: tokens that end an answer.
-        rates: where the time of moved blocks is noted.
-        graphs: whether decode steps may be captured.
-        num_open: open pages; 0 if nothing is sealed.
-
-    Raises:
-        MemoryPlanError: it does not fit after all.
-    """
-    precision = execution.precision
-    kv_layers = precision.kv_of(len(executor.spec.layers))
-    sample_tokens = execution.sample_tokens(executor.spec, limits.max_num_seqs)
-    weight_bytes = max(executor.weight_bytes, device.begin_peak())
-    workspace = measure_workspace(
-        executor,
-        sample_tokens,
-        device,
-        limits,
-        kv_layers=kv_layers,
-        block_size=precision.block_size,
-    )
-    graph_bytes = graph_allowance(request.budget_bytes) if graphs else 0
-    largest = largest_step(limits, request.block_size, is_sealed=num_open > 0)
-    workspace += fixed_bytes(largest, executor.spec.vocab_size)
-    spare_bytes = request.kv_bytes_per_token * request.block_size
-    if num_open:
-        spare_bytes += request.open_bytes // num_open
-    plan = plan_memory(
-        replace(
-            request,
-            weight_bytes=weight_bytes,
-            workspace_bytes=workspace + graph_bytes + spare_bytes,
-            max_model_len=limits.context_length,
-        )
-    )
-    # One block more than is planned with, and one open page: rows that only fill up a batch write
-    # there.
-    cache = executor.allocate_cache(
-        kv_layers,
-        num_blocks=plan.num_blocks + 1,
-        block_size=plan.block_size,
-        num_open=num_open + 1 if num_open else 0,
-    )
-    moves = _device_moves(cache, device, rates)
-    runner = DeviceRunner(
-        executor,
-        cache,
-        DeviceSampler(eos_token_ids, sample_tokens, device),
-        device,
-        limits,
-        num_blocks=plan.num_blocks,
-        graph_bytes=graph_bytes,
-        num_open=num_open,
-        moves=moves,
-    )
-    return runner, plan, moves
-
-
-def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
-    if device.torch_device.type == "cpu":
-        return HostMoves(cache, rates)
-    from appliance.kernels.block_copy.launch import BlockMover
-    from appliance.kernels.decoder_cache import split_sealed
-
-    layers, opened = split_sealed(cache.layers)
-    open_mover = BlockMover(opened) if opened else None
-    return DeviceMoves(BlockMover(layers), device, rates, open_mover)
 
 
 def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tuple[str, ...]]:

@@ -75,14 +75,7 @@ class ModelRunner(Generic[AnyCache]):
         """
         begin = time.perf_counter()
         self._moves.save(plan.saves)
-        if plan.copies:
-            self._cache.copy_blocks(
-                [copy.source for copy in plan.copies], [copy.destination for copy in plan.copies]
-            )
-            self._cache.copy_open(
-                [copy.open_source for copy in plan.copies if copy.open_source >= 0],
-                [copy.open_destination for copy in plan.copies if copy.open_source >= 0],
-            )
+        self._moves.copy(plan.copies)
         self._moves.load(plan.loads)
         batch = batches.build(plan, self._cache.block_size, self._executor.device)
         logits = self._executor.forward(

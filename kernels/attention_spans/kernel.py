@@ -17,7 +17,8 @@ def cut(context_len, MIN_SPAN: tl.constexpr, LONG_SPAN: tl.constexpr, MAX_SPANS:
     return tl.maximum((context_len + span - 1) // span, 1), span
 
 
-@triton.jit
+# A number of sequences that comes for the first time must not compile the kernel anew.
+@triton.jit(do_not_specialize=["num_seqs"])
 def plan_spans_kernel(
     spans_ptr,  # (capacity, 4) int32: sequence, first key, last key + 1, row of partial results
     num_spans_ptr,  # (1,) int32

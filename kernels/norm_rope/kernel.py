@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     normed_ptr,  # (num_rows, DIM)
     total_ptr,  # (num_rows, DIM), may be the residual itself; None without a residual

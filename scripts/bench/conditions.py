@@ -54,9 +54,12 @@ def write_result(path: Path | None, result: dict[str, Any], *, quiet: bool = Fal
 
 
 def _git(*arguments: str) -> str:
-    result = subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    try:
+        result = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except OSError:  # a machine that the code was only copied to
+        return ""
     return result.stdout.strip()
 
 

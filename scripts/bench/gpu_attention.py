@@ -12,7 +12,7 @@ from gpu_attention_peers import flashinfer_calls, sdpa_calls
 from gpu_backend import our_backend
 from gpu_rows import Contender, Rows, Work, relative_error
 
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.paged_attention import reference
 from appliance.kernels.ragged import RaggedBatch
 
@@ -65,9 +65,15 @@ class Problem:
         """Of one sequence."""
         return -(-self.context // BLOCK)
 
-    def kv_bytes(self, cache: LayerCache) -> int:
+    @property
+    def size(self) -> dict[str, int]:
+        """What varies beside the heads and the format."""
+        return {"batch": self.batch, "rows": self.rows, "context": self.context}
+
+    def kv_bytes(self) -> int:
         """Of all keys and values with their scales."""
-        per_token = cache.bytes_per_token(self.format, self.heads.num_kv_heads, self.heads.head_dim)
+        heads = self.heads
+        per_token = KVPages.bytes_per_token(self.format, heads.num_kv_heads, heads.head_dim)
         return self.batch * self.context * per_token
 
     def ragged(self, copy: int) -> RaggedBatch:
@@ -90,11 +96,10 @@ class Problem:
 
     def work(self, kernel: str, nbytes: int) -> Work:
         """Bytes and operations of one call."""
-        size = {"batch": self.batch, "rows": self.rows, "context": self.context}
         seen = self.rows * self.context - self.rows * (self.rows - 1) // 2
         flops = 4 * self.batch * self.heads.num_heads * self.heads.head_dim * seen
         query = 4 * self.batch * self.rows * self.heads.num_heads * self.heads.head_dim
-        return Work(kernel, self.heads.name, size, nbytes + query, flops)
+        return Work(kernel, self.heads.name, self.size, nbytes + query, flops)
 
 
 def filled_cache(bench: Bench, problem: Problem, copies: int) -> LayerCache:
@@ -120,11 +125,10 @@ def filled_cache(bench: Bench, problem: Problem, copies: int) -> LayerCache:
     return cache
 
 
-def ours(bench: Bench, problem: Problem) -> tuple[int, Contender]:
-    """Bytes of keys and values, and our kernel."""
+def ours(bench: Bench, problem: Problem) -> Contender:
+    """Our kernel."""
     backend = our_backend(bench)
-    nbytes = problem.kv_bytes(filled_cache(bench, problem, 1))
-    copies = bench.copies(nbytes) if bench.is_gpu else 1
+    copies = bench.copies(problem.kv_bytes()) if bench.is_gpu else 1
     cache, query = filled_cache(bench, problem, copies), problem.query()
     scale = problem.heads.head_dim**-0.5
 
@@ -159,7 +163,7 @@ def ours(bench: Bench, problem: Problem) -> tuple[int, Contender]:
         assert isinstance(out, torch.Tensor)
         return relative_error(out[chosen], expected), ERROR_BOUND
 
-    return nbytes, Contender("ours", calls, error)
+    return Contender("ours", calls, error)
 
 
 def measure(bench: Bench, rows: Rows, *, tiny: bool, peers: bool, only: frozenset[str]) -> None:
@@ -181,16 +185,19 @@ def _measure(
     kernel = f"{phase} {problem.format.value}"
     if only and kernel not in only and phase not in only:
         return
-    nbytes, contender = ours(bench, problem)
-    work = problem.work(kernel, nbytes)
-    rows.measure(work, contender)
-    if not peers or not bench.is_gpu or problem.format is not KVFormat.BF16:
-        return
-    candidates: dict[str, Callable[[Bench, Problem], list[Call]]] = {
-        "SDPA, contiguous": sdpa_calls,
-        "FlashInfer": flashinfer_calls,
-    }
-    for name, make in candidates.items():
-        captured = name != "FlashInfer"
-        peer = Contender(name, partial(make, bench, problem), captured=captured)
-        rows.measure(work, peer)
+
+    def contest() -> None:
+        work = problem.work(kernel, problem.kv_bytes())
+        rows.measure(work, ours(bench, problem))
+        if not peers or not bench.is_gpu or problem.format is not KVFormat.BF16:
+            return
+        candidates: dict[str, Callable[[Bench, Problem], list[Call]]] = {
+            "SDPA, contiguous": sdpa_calls,
+            "FlashInfer": flashinfer_calls,
+        }
+        for name, make in candidates.items():
+            captured = name != "FlashInfer"
+            peer = Contender(name, partial(make, bench, problem), captured=captured)
+            rows.measure(work, peer)
+
+    rows.prepare(kernel, problem.heads.name, problem.size, contest)

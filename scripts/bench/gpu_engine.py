@@ -2,25 +2,32 @@
 
     scripts/bench_gpu_engine --work-dir /tmp/synthetic     # writes 22 GB there, and leaves them
     scripts/bench_gpu_engine --tiny --work-dir /tmp/tiny   # a trial on whatever device there is
+    scripts/bench_gpu_engine --minutes 9 --resume ...      # as much as that time allows
 
 For each pair of weights and KV cache: load, decode at several batch sizes, prefill, and how long
 the GPU waits between two decode steps. Then the throughput of 64 requests under one memory budget
-for all pairs, with the cache that each leaves room for. No text comes out of random weights.
+for all pairs, with the cache that each leaves room for. No text comes out of random weights. Each
+pair has a process of its own; the result is written as it comes.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import random
 import shutil
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from conditions import ROOT, conditions, spread, write_result
+from gpu_supervisor import START_AGAIN, Message, Supervisor, name_of, tell, told
 from gpu_timing import Bench, device_facts
 from synthetic_checkpoint import LLAMA_3_8B, TINY, write_checkpoint
 
@@ -57,6 +64,7 @@ class Sizes:
     repeats: int
 
 
+SIZES = tuple(Sizes.__dataclass_fields__)
 FULL = Sizes(BATCHES, 256, 128, (512, 2048, 8192), 64, 3)
 SMALL = Sizes((1, 3), 20, 6, (40,), 4, 1)
 
@@ -124,8 +132,6 @@ def prefill_rate(engine: LLMEngine, prompt_tokens: int) -> float:
 
 def idle_share(engine: LLMEngine, batch: int, sizes: Sizes) -> float | None:
     """Share of time in which no kernel runs, over the middle of a decode run."""
-    if not torch.cuda.is_available():
-        return None
     submit(engine, batch, sizes.prompt_tokens, sizes.max_tokens)
     for _ in range(20):
         engine.step()
@@ -140,6 +146,8 @@ def idle_share(engine: LLMEngine, batch: int, sizes: Sizes) -> float | None:
         for event in profile.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
     )
+    if not spans:  # nobody may look on here
+        return None
     busy, end = 0.0, spans[0][0]
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))
@@ -155,42 +163,161 @@ def throughput(engine: LLMEngine, sizes: Sizes) -> float:
     return len(tokens) / (time.perf_counter() - begin)
 
 
-def measure(folder: Path, weights: str, kv: str, sizes: Sizes) -> dict[str, Any]:
-    """One pair of precisions."""
+def measure(
+    folder: Path, weights: str, kv: str, sizes: Sizes, found: Callable[[dict[str, Any]], None]
+) -> None:
+    """One pair of precisions.
+
+    Args:
+        folder: of the checkpoint.
+        weights: precision of the weights.
+        kv: of the cache.
+        sizes: how much is measured.
+        found: gets each part of the result.
+    """
     engine = load(folder, kv)
-    row: dict[str, Any] = {
-        "weights": weights,
-        "kv": kv,
-        "backend": engine.info.backend,
-        "weight_format": engine.info.weight_format,
-        "weight_bytes": engine.info.weight_bytes,
-        "load_seconds": round(engine.info.load_seconds, 2),
-    }
-    decode_rate(engine, 1, sizes)
-    row["decode"] = [
+    found(
         {
-            "batch": batch,
-            "tokens_per_second": spread(
-                [decode_rate(engine, batch, sizes) for _ in range(1 + sizes.repeats)][1:]
-            ),
+            "weights": weights,
+            "kv": kv,
+            "backend": engine.info.backend,
+            "weight_format": engine.info.weight_format,
+            "weight_bytes": engine.info.weight_bytes,
+            "workspace_bytes": engine.info.workspace_bytes,
+            "kv_bytes": engine.info.kv_bytes,
+            "load_seconds": round(engine.info.load_seconds, 2),
         }
-        for batch in sizes.batches
-    ]
-    row["idle_share"] = {batch: idle_share(engine, batch, sizes) for batch in (1, 16)}
-    row["prefill_tokens_per_second"] = {
-        tokens: spread([prefill_rate(engine, tokens) for _ in range(1 + sizes.repeats)][1:])
-        for tokens in sizes.prefill_tokens
+    )
+    decode_rate(engine, 1, sizes)
+    decode = []
+    for batch in sizes.batches:
+        rates = [decode_rate(engine, batch, sizes) for _ in range(1 + sizes.repeats)][1:]
+        decode.append({"batch": batch, "tokens_per_second": spread(rates)})
+        found({"decode": decode})
+    found(
+        {
+            "prefill_tokens_per_second": {
+                tokens: spread([prefill_rate(engine, tokens) for _ in range(1 + sizes.repeats)][1:])
+                for tokens in sizes.prefill_tokens
+            }
+        }
+    )
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found(
+            {
+                "peak_bytes": torch.cuda.max_memory_reserved(),
+                "device_bytes_in_use": total - free,
+                "idle_share": {batch: idle_share(engine, batch, sizes) for batch in (1, 16)},
+            }
+        )
+
+
+def measure_within_the_card(folder: Path, kv: str, kv_bytes: int | None, sizes: Sizes) -> Any:
+    """Throughput of many requests with the cache that a card has room for."""
+    engine = load(folder, kv, kv_bytes)
+    throughput(engine, sizes)
+    return {
+        "kv_bytes": engine.info.kv_bytes,
+        "tokens_per_second": round(throughput(engine, sizes), 1),
     }
-    if torch.cuda.is_available():
-        row["peak_bytes"] = torch.cuda.max_memory_allocated()
-    return row
 
 
-def release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+def work(options: argparse.Namespace) -> None:
+    """What the supervised process does: one pair, in a process that nothing else was done in."""
+    done = told()
+    tell(facts=device_facts(Bench.here(1)))
+    sizes = SMALL if options.tiny else FULL
+    left = [pair for pair in pairs_of(options) if name_of(key_of(*pair)) not in done]
+    for weights, kv in left[:1]:
+        tell(begin=key_of(weights, kv))
+        folder, row = options.work_dir / weights, key_of(weights, kv)
+
+        def found(part: dict[str, Any], row: dict[str, Any] = row) -> None:
+            row.update(part)
+            print(json.dumps(part), file=sys.stderr, flush=True)
+            tell(partial=row)
+
+        try:
+            measure(folder, weights, kv, sizes, found)
+            gc.collect()  # the first engine with its graphs
+            budget = None if options.tiny else CARD_BYTES - row["weight_bytes"]
+            found({"requests_within_the_card": measure_within_the_card(folder, kv, budget, sizes)})
+        except Exception as error:  # the other pairs still count
+            row["failed"] = f"{type(error).__name__}: {error}"[:1000]
+        tell(row=row)
+    sys.exit(START_AGAIN if left[1:] else 0)
+
+
+def key_of(weights: str, kv: str) -> dict[str, Any]:
+    return {"weights": weights, "kv": kv}
+
+
+def pairs_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+    chosen = [pair.split("/") for pair in options.pairs]
+    return [(weights, kv) for weights, kv in chosen] or list(PAIRS)
+
+
+def prepare_checkpoints(options: argparse.Namespace) -> None:
+    """Write those that are not there; one that was cut off does not count."""
+    config = TINY if options.tiny else LLAMA_3_8B
+    for weights in dict.fromkeys(weights for weights, _ in pairs_of(options)):
+        folder, part = options.work_dir / weights, options.work_dir / f"{weights}.part"
+        if options.fresh:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            shutil.rmtree(part, ignore_errors=True)
+            write_checkpoint(part, config, *WEIGHTS[weights])
+            part.rename(folder)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Supervise one process after another, and write down what they say."""
+    deadline = time.monotonic() + 60 * options.minutes
+    prepare_checkpoints(options)
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+    out = options.out or ROOT / "benchmarks" / "results" / name.split()[-1].lower() / "engine.json"
+    rows: dict[str, dict[str, Any]] = {}
+    if options.resume and out.exists():
+        for row in json.loads(out.read_text())["rows"]:
+            if "failed" not in row and "partial" not in row:
+                rows[name_of(key_of(row["weights"], row["kv"]))] = row
+    result: dict[str, Any] = {
+        "benchmark": "gpu_engine",
+        "conditions": conditions(),
+        "gpu": {},
+        "model": "synthetic weights in the shape of "
+        + ("nothing" if options.tiny else "Llama-3-8B"),
+        "sizes": {field: getattr(SMALL if options.tiny else FULL, field) for field in SIZES},
+        "card_bytes": CARD_BYTES,
+        "stopped": "",  # why it is not complete
+        "rows": [],
+    }
+    done = set(rows)
+
+    def take(message: Message) -> None:
+        result["gpu"] = message.get("facts", result["gpu"])
+        if "partial" in message:
+            row = {**message["partial"], "partial": True}
+        elif "row" in message:
+            row = message["row"]
+        else:
+            return
+        name = name_of(key_of(row["weights"], row["kv"]))
+        if "failed" in row:  # of a process that died there is what it said before
+            row = {**rows.get(name, {}), **row}
+        if "partial" not in message:
+            row.pop("partial", None)
+        rows[name] = row
+        result["rows"] = list(rows.values())
+        write_result(out, result, quiet=True)
+
+    command = [sys.executable, *sys.argv, "--worker"]
+    result["stopped"] = Supervisor(
+        command, os.environ, take, done, options.patience, deadline
+    ).run()
+    write_result(out, result)
+    sys.exit(bool(result["stopped"] or any("failed" in row for row in rows.values())))
 
 
 def main() -> None:
@@ -200,47 +327,15 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=[], metavar="WEIGHTS/KV")
     parser.add_argument("--fresh", action="store_true", help="write the checkpoints again")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--minutes", type=float, default=24 * 60, help="for everything")
+    parser.add_argument("--patience", type=float, default=300, help="seconds for one measurement")
+    parser.add_argument("--resume", action="store_true", help="keep what the result has already")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    config, sizes = (TINY, SMALL) if options.tiny else (LLAMA_3_8B, FULL)
-    pairs = [tuple(pair.split("/")) for pair in options.pairs] or list(PAIRS)
-    for weights in {weights for weights, _ in pairs}:
-        folder = options.work_dir / weights
-        if options.fresh:
-            shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            write_checkpoint(folder, config, *WEIGHTS[weights])
-    facts = device_facts(Bench.here(1))
-    result: dict[str, Any] = {
-        "benchmark": "gpu_engine",
-        "conditions": conditions(),
-        "gpu": facts,
-        "model": "synthetic weights in the shape of "
-        + ("nothing" if options.tiny else "Llama-3-8B"),
-        "sizes": {name: getattr(sizes, name) for name in Sizes.__slots__},
-        "card_bytes": CARD_BYTES,
-        "rows": [],
-    }
-    device = str(facts.get("name", "cpu")).split()[-1].lower()
-    out = options.out or ROOT / "benchmarks" / "results" / device / "engine.json"
-    for weights, kv in pairs:
-        row: dict[str, Any] = {"weights": weights, "kv": kv}
-        try:
-            row = measure(options.work_dir / weights, weights, kv, sizes)
-            release()
-            budget = None if options.tiny else CARD_BYTES - row["weight_bytes"]
-            engine = load(options.work_dir / weights, kv, budget)
-            throughput(engine, sizes)
-            row["requests_within_the_card"] = {
-                "kv_bytes": engine.info.kv_bytes,
-                "tokens_per_second": round(throughput(engine, sizes), 1),
-            }
-            del engine
-        except Exception as error:  # the other pairs still count
-            row["failed"] = f"{type(error).__name__}: {error}"
-        release()
-        result["rows"].append(row)
-        write_result(out, result, quiet=True)
-    write_result(out, result)
+    if options.worker:
+        work(options)
+    else:
+        run(options)
 
 
 if __name__ == "__main__":

@@ -43,11 +43,13 @@ def measure(bench: Bench, rows: Rows, *, tiny: bool, peers: bool, only: frozense
             ("rotate_and_write int4", partial(_write, format=KVFormat.INT4)),
         ):
             if not only or name in only:
-                operation(bench, rows, name, m, peers=peers)
+                measure = partial(operation, bench, rows, name, m, peers=peers)
+                rows.prepare(name, "layer", {"m": m}, measure)
     for m in TINY_ROWS if tiny else (1, 16, 64):
         for name, temperature in (("sample greedily", 0.0), ("sample top-p", 0.8)):
             if not only or name in only:
-                _sample(bench, rows, name, m, vocab, temperature)
+                measure = partial(_sample, bench, rows, name, m, vocab, temperature)
+                rows.prepare(name, "layer", {"m": m}, measure)
 
 
 def _random(bench: Bench, *shape: int) -> Tensor:

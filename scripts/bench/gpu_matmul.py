@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -165,34 +165,53 @@ def measure(bench: Bench, rows: Rows, *, tiny: bool, peers: bool, only: frozense
             ("w4a16 symmetric", 4, True),
             ("w8a16", 8, False),
         ):
-            if only and kernel not in only:
-                continue
-            nbytes, contender = ours(bench, problem, bits, symmetric=symmetric)
-            work = problem.work(kernel, nbytes)
-            rows.measure(work, contender)
-            if not peers or kernel != "w4a16":
-                continue
-            dense = 2 * problem.in_features * problem.out_features
-            rows.measure(work, Contender("cuBLAS bf16", partial(bf16_calls, bench, problem, dense)))
-            if not bench.is_gpu:
-                continue
-            rows.measure(
-                work, Contender("torch int4", partial(int4_calls, bench, problem, GROUP, nbytes))
-            )
-            if problem.shape in ("gate_up", "square", "large") and problem.m <= 256:
-                for name, peer in (("GemLite", gemlite_calls), ("Humming", humming_calls)):
-                    rows.measure(
-                        work, Contender(name, partial(peer, bench, problem, GROUP, nbytes))
-                    )
+            prepare = partial(ours, bench, problem, bits, symmetric=symmetric)
+            others = _w4_peers if peers and kernel == "w4a16" else _no_peers
+            if not only or kernel in only:
+                _contest(bench, rows, problem, kernel, prepare, others)
         for kernel, kind in (("w8a16 fp8", ActivationKind.SAME), ("w8a8 fp8", ActivationKind.FP8)):
-            if only and kernel not in only:
-                continue
-            nbytes, contender = fp8(bench, problem, kind)
-            work = problem.work(kernel, nbytes)
-            rows.measure(work, contender)
-            if peers and bench.is_gpu and kind is ActivationKind.FP8:
-                theirs = partial(fp8_calls, bench, problem)
-                rows.measure(work, Contender("torch _scaled_mm", theirs))
+            prepare = partial(fp8, bench, problem, kind)
+            others = _fp8_peers if peers and kind is ActivationKind.FP8 else _no_peers
+            if not only or kernel in only:
+                _contest(bench, rows, problem, kernel, prepare, others)
+
+
+def _contest(
+    bench: Bench,
+    rows: Rows,
+    problem: Problem,
+    kernel: str,
+    prepare: Callable[[], tuple[int, Contender]],
+    others: Callable[[Bench, Problem, int], Iterator[Contender]],
+) -> None:
+    def measure() -> None:
+        nbytes, contender = prepare()
+        work = problem.work(kernel, nbytes)
+        rows.measure(work, contender)
+        for peer in others(bench, problem, nbytes):
+            rows.measure(work, peer)
+
+    rows.prepare(kernel, problem.shape, {"m": problem.m}, measure)
+
+
+def _no_peers(bench: Bench, problem: Problem, nbytes: int) -> Iterator[Contender]:
+    return iter(())
+
+
+def _w4_peers(bench: Bench, problem: Problem, nbytes: int) -> Iterator[Contender]:
+    dense = 2 * problem.in_features * problem.out_features
+    yield Contender("cuBLAS bf16", partial(bf16_calls, bench, problem, dense))
+    if not bench.is_gpu:
+        return
+    yield Contender("torch int4", partial(int4_calls, bench, problem, GROUP, nbytes))
+    if problem.shape in ("gate_up", "square", "large") and problem.m <= 256:
+        for name, peer in (("GemLite", gemlite_calls), ("Humming", humming_calls)):
+            yield Contender(name, partial(peer, bench, problem, GROUP, nbytes))
+
+
+def _fp8_peers(bench: Bench, problem: Problem, nbytes: int) -> Iterator[Contender]:
+    if bench.is_gpu:
+        yield Contender("torch _scaled_mm", partial(fp8_calls, bench, problem))
 
 
 def _problems(bench: Bench, *, tiny: bool) -> Iterator[Problem]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 Call = Callable[[], object]
-COPY_BYTES = 4 << 30  # read; as many are written
+COPY_BYTES = 4 << 30  # read, as many are written; on a small card an eighth of its memory
 COLD = 3  # operands together are so many times the second-level cache
 MOST_COPIES = 48
 
@@ -29,12 +29,14 @@ class Bench:
         replays: of each captured graph.
         copy_bandwidth: bytes per second, read and written, of a large copy in this run.
         dtype: of activations.
+        most_copies: sets of operands.
     """
 
     device: torch.device
     replays: int
     copy_bandwidth: float
     dtype: torch.dtype = torch.bfloat16
+    most_copies: int = MOST_COPIES
 
     @classmethod
     def here(cls, replays: int) -> Bench:
@@ -42,7 +44,13 @@ class Bench:
         if not torch.cuda.is_available():
             return cls(torch.device("cpu"), 1, _copy_bandwidth(torch.device("cpu"), 1 << 24))
         device = torch.device("cuda", 0)
-        return cls(device, replays, _copy_bandwidth(device, COPY_BYTES))
+        eighth = torch.cuda.get_device_properties(device).total_memory // 8
+        return cls(device, replays, _copy_bandwidth(device, min(COPY_BYTES, eighth)))
+
+    @classmethod
+    def to_compile(cls) -> Bench:
+        """The first GPU, where nothing is measured."""
+        return cls(torch.device("cuda", 0), 1, 1.0, most_copies=1)
 
     @property
     def is_gpu(self) -> bool:
@@ -58,7 +66,7 @@ class Bench:
 
     def copies(self, nbytes: int) -> int:
         """How many sets of operands of `nbytes` make them cold when they take turns."""
-        return min(MOST_COPIES, max(2, -(-COLD * self.cache_bytes // max(nbytes, 1))))
+        return min(self.most_copies, max(2, -(-COLD * self.cache_bytes // max(nbytes, 1))))
 
     def microseconds(self, calls: Sequence[Call], *, captured: bool = True) -> dict[str, float]:
         """Time of one call: median, fastest and slowest replay of all calls in turn.
@@ -80,7 +88,7 @@ class Bench:
             _run(calls)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             _run(calls)
         graph.replay()
         times = [_events(graph.replay) for _ in range(self.replays)]

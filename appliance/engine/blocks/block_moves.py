@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+from appliance.engine.blocks.pinned_rows import PinnedRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,13 +21,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.engine.device.device import Copy, Device
-    from appliance.engine.plan import BlockMove, HeldBlock
+    from appliance.engine.plan import BlockCopy, BlockMove
     from appliance.engine.rates import Rates
     from appliance.kernels.block_copy.launch import BlockMover
     from appliance.model.executor import Cache
 
 
-MAX_LOADS_IN_USE = 2
+BUFFER_BYTES = 16 << 20  # less than a millisecond of a PCIe link; a larger block has its own size
+NUM_BUFFERS = 2  # one is copied while the other is gathered or scattered
 
 
 class BlockMoves(Protocol):
@@ -37,6 +41,10 @@ class BlockMoves(Protocol):
 
     block_bytes: int
     open_bytes: int
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks, and open pages with them, inside the cache."""
+        ...
 
     def save(self, moves: Sequence[BlockMove]) -> None:
         """Fill what is held from the cache."""
@@ -61,6 +69,18 @@ class HostMoves:
         self._cache = cache
         self._rates = rates
 
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """See `BlockMoves`."""
+        if not copies:
+            return
+        self._cache.copy_blocks(
+            [copy.source for copy in copies], [copy.destination for copy in copies]
+        )
+        opened = [copy for copy in copies if copy.open_source >= 0]
+        self._cache.copy_open(
+            [copy.open_source for copy in opened], [copy.open_destination for copy in opened]
+        )
+
     def save(self, moves: Sequence[BlockMove]) -> None:
         """See `BlockMoves`."""
         begin, num_bytes = time.perf_counter(), 0
@@ -79,11 +99,29 @@ class HostMoves:
         self._rates.saw_moves(num_bytes, time.perf_counter() - begin)
 
 
+def staging_bytes(block_bytes: int, open_bytes: int = 0) -> int:
+    """Bytes on the device that `DeviceMoves` keeps, with blocks and open pages of such a size."""
+    return NUM_BUFFERS * _buffer_bytes(block_bytes + open_bytes)
+
+
+def _buffer_bytes(largest: int) -> int:
+    return largest * max(1, BUFFER_BYTES // largest)
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """A stopover on the device."""
+
+    memory: Tensor  # (num_bytes,) uint8
+    over: _Noted | None = None  # the copy that used it last
+
+
 class DeviceMoves:
     """For a cache on a device that works by itself.
 
     The kernel that gathers or scatters blocks takes its place among the steps; the copy between
-    device and pinned host memory goes on beside them.
+    device and pinned host memory goes on beside them. Buffers in between take turns, so that any
+    number of blocks is moved in the same memory.
 
     Args:
         mover: of the blocks.
@@ -105,42 +143,73 @@ class DeviceMoves:
         self._open_mover = open_mover
         self._device = device
         self._rates = rates
-        self._in_use: deque[tuple[Copy, list[HeldBlock]]] = deque()
+        size = _buffer_bytes(self.block_bytes + self.open_bytes)
+        where = device.torch_device
+        self._buffers = deque(
+            _Buffer(torch.empty(size, dtype=torch.uint8, device=where)) for _ in range(NUM_BUFFERS)
+        )
+        self._rows = {
+            num_bytes: PinnedRows(device, num_bytes)
+            for num_bytes in (self.block_bytes, self.block_bytes + self.open_bytes)
+        }
+        # The kernel is loaded now, and not while a step waits for it.
+        mover.swap_out([0], self._buffers[0].memory[: self.block_bytes].view(1, -1))
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """See `BlockMoves`."""
+        if not copies:
+            return
+        self._mover.copy([copy.source for copy in copies], [copy.destination for copy in copies])
+        if self._open_mover is not None:
+            opened = [copy for copy in copies if copy.open_source >= 0]
+            self._open_mover.copy(
+                [copy.open_source for copy in opened], [copy.open_destination for copy in opened]
+            )
 
     def save(self, moves: Sequence[BlockMove]) -> None:
         """See `BlockMoves`; the content is there once `HeldBlock.over` is."""
-        for group in _batches(moves):
-            staging = self._staging(group)
+        for group in self._groups(moves):
+            buffer, staging = self._next_buffer(group)
             blocks, opened = self._parts(staging, group)
             self._mover.swap_out([move.block for move in group], blocks)
             if self._open_mover is not None and opened is not None:
                 self._open_mover.swap_out([group[0].open_page], opened)
-            host = self._device.pinned(staging.numel()).view(staging.shape)
-            copy = self._device.fetch_aside(staging, host)
-            over = _Noted(copy, host.numel(), self._rates)
-            for move, row in zip(group, host, strict=True):
-                move.held.content, move.held.over = memoryview(row.numpy()), over
+            rows, contents = zip(*(self._rows[staging.shape[1]].take() for _ in group), strict=True)
+            copy = self._device.fetch_aside(staging, rows)
+            buffer.over = _Noted(copy, staging.numel(), self._rates)
+            for move, content in zip(group, contents, strict=True):
+                move.held.content, move.held.over = content, buffer.over
 
     def load(self, moves: Sequence[BlockMove]) -> None:
         """See `BlockMoves`; steps that are enqueued later find the blocks filled."""
-        for group in _batches(moves):
-            staging = self._staging(group)
-            held = [move.held for move in group]
-            copy = self._device.send_aside([_as_tensor(one.content) for one in held], staging)
+        for group in self._groups(moves):
+            buffer, staging = self._next_buffer(group)
+            # What is still on its way to the host comes there before: one copy after another. For
+            # the same reason nobody has to hold a row until it has been read.
+            contents = [_as_tensor(move.held.content) for move in group]
+            copy = self._device.send_aside(contents, staging)
+            buffer.over = _Noted(copy, staging.numel(), self._rates)
             blocks, opened = self._parts(staging, group)
             self._mover.swap_in(blocks, [move.block for move in group])
             if self._open_mover is not None and opened is not None:
                 self._open_mover.swap_in(opened, [group[0].open_page])
-            # The device reads host memory by itself, so it must last until that is over.
-            self._in_use.append((copy, held))
-            while len(self._in_use) > MAX_LOADS_IN_USE:
-                self._in_use.popleft()[0].wait()
 
-    def _staging(self, group: Sequence[BlockMove]) -> Tensor:
-        """A row for each move, (len(group), num_bytes) uint8 on the device."""
+    def _groups(self, moves: Sequence[BlockMove]) -> list[list[BlockMove]]:
+        """As many whole blocks together as a buffer holds, each with an open page by itself."""
+        whole = [move for move in moves if move.open_page < 0]
+        most = len(self._buffers[0].memory) // self.block_bytes
+        groups = [whole[start : start + most] for start in range(0, len(whole), most)]
+        return [*groups, *([move] for move in moves if move.open_page >= 0)]
+
+    def _next_buffer(self, group: Sequence[BlockMove]) -> tuple[_Buffer, Tensor]:
+        """The buffer whose turn it is, and a row in it for each move: (len(group), num_bytes)."""
+        self._buffers.rotate()
+        buffer = self._buffers[0]
+        if buffer.over is not None:
+            buffer.over.note_if_over()
+            self._device.follow(buffer.over.copy)
         size = self.block_bytes + (self.open_bytes if group[0].open_page >= 0 else 0)
-        shape = (len(group), size)
-        return torch.empty(shape, dtype=torch.uint8, device=self._device.torch_device)
+        return buffer, buffer.memory[: len(group) * size].view(len(group), size)
 
     def _parts(self, staging: Tensor, group: Sequence[BlockMove]) -> tuple[Tensor, Tensor | None]:
         """The part of blocks, and that of the open page of the only one, if it has one."""
@@ -150,24 +219,22 @@ class DeviceMoves:
         return staging[0, :size].view(1, size), staging[0, size:].view(1, self.open_bytes)
 
 
-def _batches(moves: Sequence[BlockMove]) -> list[list[BlockMove]]:
-    """Moves of whole blocks together, each with an open page by itself."""
-    whole = [move for move in moves if move.open_page < 0]
-    return [*([whole] if whole else []), *([move] for move in moves if move.open_page >= 0)]
-
-
 class _Noted:
-    """A copy; whoever waits for it first notes how long it took."""
+    """A copy; the first who sees that it is over notes how long it took."""
 
     def __init__(self, copy: Copy, num_bytes: int, rates: Rates) -> None:
-        self._copy: Copy | None = copy
+        self.copy = copy
         self._num_bytes = num_bytes
         self._rates = rates
 
+    def note_if_over(self) -> None:
+        if self.copy.is_over:
+            self.wait()
+
     def wait(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            self._rates.saw_moves(self._num_bytes, copy.wait())
+        seconds = self.copy.wait()
+        num_bytes, self._num_bytes = self._num_bytes, 0
+        self._rates.saw_moves(num_bytes, seconds)
 
 
 def _as_tensor(content: bytes | bytearray | memoryview | None) -> Tensor:

@@ -10,6 +10,8 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from appliance.engine.device.device import CaptureError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -68,12 +70,13 @@ class GraphCache:
         return bucket if steps >= at_least else None
 
     def capture(self, bucket: int, function: Callable[[], None]) -> None:
-        """Capture the step of a size; without memory for it, none is captured any more."""
+        """Capture the step of a size; if that cannot be, none is captured any more."""
         del self._eager_steps[bucket]
-        before = self._device.memory_in_use()
+        # A capture gives unused reserves back: they would hide what the graph takes.
+        before = self._device.begin_peak()
         try:
             self._graphs[bucket] = self._device.capture(function)
-        except MemoryError as error:
+        except (MemoryError, CaptureError) as error:
             logger.warning("no more CUDA graphs: %s", error)
             self._limit_bytes = 0
             return

@@ -1,15 +1,14 @@
 """What the asynchronous runner asks of a device: copies that nobody waits for, events, graphs.
 
-`CudaDevice` is the real one. `HostDevice` does everything at once on the CPU, and replays a graph
+`CudaDevice` is a real one. `HostDevice` does everything at once on the CPU, and replays a graph
 by calling what was captured, so that all of the runner but the hardware can be tested anywhere.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -32,9 +29,18 @@ class Event(Protocol):
 class Copy(Protocol):
     """A copy between the device and the host, beside the queue."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
     def wait(self) -> float:
         """Block until it is over; returns the seconds that it took."""
         ...
+
+
+class CaptureError(RuntimeError):
+    """Work cannot be captured; enqueued as before it can."""
 
 
 class Graph(Protocol):
@@ -54,7 +60,7 @@ class Device(Protocol):
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Host memory that the device reads by itself: (num_bytes,) uint8."""
+        """Host memory that the device reads and writes by itself: (num_bytes,) uint8."""
         ...
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -65,12 +71,23 @@ class Device(Protocol):
         """Enqueue a copy to the host; its content is there after an event recorded later."""
         ...
 
-    def fetch_aside(self, tensor: Tensor, host: Tensor) -> Copy:
-        """Copy to pinned host memory, after what is in the queue and beside what comes later."""
+    def fetch_aside(self, tensor: Tensor, rows: Sequence[Tensor]) -> Copy:
+        """Copy the rows of a tensor to pinned tensors, after the queue and beside what comes later.
+
+        Copies aside take place one after another. The tensor must last until this one is over.
+        """
         ...
 
     def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
-        """Copy host tensors to the rows of a tensor, before whatever is enqueued later."""
+        """Copy host tensors to the rows of a tensor, before whatever is enqueued later.
+
+        It begins when all that is in the queue is done. Pinned rows may be written again by later
+        copies aside, and by nobody else before it is over.
+        """
+        ...
+
+    def follow(self, copy: Copy) -> None:
+        """What is enqueued later begins when a copy is over."""
         ...
 
     def record(self) -> Event:
@@ -82,6 +99,7 @@ class Device(Protocol):
 
         Raises:
             MemoryError: the device has no memory for it.
+            CaptureError: it does what a graph cannot do.
         """
         ...
 
@@ -90,7 +108,14 @@ class Device(Protocol):
         ...
 
     def memory_in_use(self) -> int:
-        """Bytes that this process keeps on the device, unused reserves included."""
+        """Bytes kept on the device since it was opened, unused reserves included."""
+        ...
+
+    def overhead(self) -> int:
+        """Bytes taken on the device since it was opened, beside `memory_in_use`.
+
+        The code of kernels, what libraries and graphs keep, and other processes.
+        """
         ...
 
     def begin_peak(self) -> int:
@@ -100,125 +125,6 @@ class Device(Protocol):
     def peak(self) -> int:
         """Most bytes in use since `begin_peak`."""
         ...
-
-
-class CudaDevice:
-    """One NVIDIA GPU, through torch's current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.torch_device = device
-        self._pool: Any = None
-        self._side: torch.cuda.Stream | None = None
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        """See `Device`."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def send(self, tensor: Tensor) -> Tensor:
-        """See `Device`; torch keeps pinned memory until the copy is over."""
-        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
-
-    def fetch(self, tensor: Tensor) -> Tensor:
-        """See `Device`."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
-
-    def fetch_aside(self, tensor: Tensor, host: Tensor) -> Copy:
-        """See `Device`."""
-        side = self._side_stream()
-        with torch.cuda.stream(side):
-            begin = _timing_event()
-            host.copy_(tensor, non_blocking=True)
-            end = _timing_event()
-        tensor.record_stream(side)
-        return _CudaCopy(begin, end)
-
-    def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
-        """See `Device`."""
-        side = self._side_stream()
-        with torch.cuda.stream(side):
-            begin = _timing_event()
-            for row, place in zip(rows, tensor, strict=True):
-                place.copy_(row, non_blocking=True)
-            end = _timing_event()
-        tensor.record_stream(side)
-        torch.cuda.current_stream().wait_stream(side)
-        return _CudaCopy(begin, end)
-
-    def _side_stream(self) -> torch.cuda.Stream:
-        """A stream for copies, behind all that was enqueued so far."""
-        if self._side is None:
-            self._side = torch.cuda.Stream()
-        self._side.wait_stream(torch.cuda.current_stream())
-        return self._side
-
-    def record(self) -> Event:
-        """See `Device`."""
-        event = torch.cuda.Event()
-        event.record()
-        return _CudaEvent(event)
-
-    def capture(self, function: Callable[[], None]) -> Graph:
-        """See `Device`; all graphs share one pool of memory."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        current = torch.cuda.current_stream()
-        side = torch.cuda.Stream()
-        side.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(side):
-                function()
-            current.wait_stream(side)
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                function()
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from error
-        return graph
-
-    def synchronize(self) -> None:
-        """See `Device`."""
-        torch.cuda.synchronize(self.torch_device)
-
-    def memory_in_use(self) -> int:
-        """See `Device`."""
-        return torch.cuda.memory_reserved(self.torch_device)
-
-    def begin_peak(self) -> int:
-        """See `Device`."""
-        self.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-        return self.memory_in_use()
-
-    def peak(self) -> int:
-        """See `Device`."""
-        self.synchronize()
-        return torch.cuda.max_memory_reserved(self.torch_device)
-
-
-@dataclass(frozen=True, slots=True)
-class _CudaEvent:
-    event: torch.cuda.Event
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-
-def _timing_event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-@dataclass(frozen=True, slots=True)
-class _CudaCopy:
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-
-    def wait(self) -> float:
-        self.end.synchronize()
-        return float(self.begin.elapsed_time(self.end)) / 1000
 
 
 class HostDevice:
@@ -238,10 +144,11 @@ class HostDevice:
         """See `Device`."""
         return tensor.clone()
 
-    def fetch_aside(self, tensor: Tensor, host: Tensor) -> Copy:
+    def fetch_aside(self, tensor: Tensor, rows: Sequence[Tensor]) -> Copy:
         """See `Device`."""
         begin = time.perf_counter()
-        host.copy_(tensor)
+        for row, content in zip(rows, tensor, strict=True):
+            row.copy_(content)
         return _PastCopy(time.perf_counter() - begin)
 
     def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
@@ -250,6 +157,9 @@ class HostDevice:
         for row, place in zip(rows, tensor, strict=True):
             place.copy_(row)
         return _PastCopy(time.perf_counter() - begin)
+
+    def follow(self, copy: Copy) -> None:
+        """See `Device`."""
 
     def record(self) -> Event:
         """See `Device`."""
@@ -265,6 +175,10 @@ class HostDevice:
 
     def memory_in_use(self) -> int:
         """See `Device`; nobody counts here."""
+        return 0
+
+    def overhead(self) -> int:
+        """See `Device`."""
         return 0
 
     def begin_peak(self) -> int:
@@ -285,6 +199,7 @@ class _Past:
 @dataclass(frozen=True, slots=True)
 class _PastCopy:
     seconds: float
+    is_over = True
 
     def wait(self) -> float:
         return self.seconds

@@ -170,14 +170,7 @@ class DeviceRunner(Generic[AnyCache]):
 
     def _enqueue(self, plan: Plan) -> SampledRows | None:
         self._moves.save(plan.saves)
-        if plan.copies:
-            self._cache.copy_blocks(
-                [copy.source for copy in plan.copies], [copy.destination for copy in plan.copies]
-            )
-            opened = [copy for copy in plan.copies if copy.open_source >= 0]
-            self._cache.copy_open(
-                [copy.open_source for copy in opened], [copy.open_destination for copy in opened]
-            )
+        self._moves.copy(plan.copies)
         self._moves.load(plan.loads)
         sampling = tuple(entry for entry in plan.scheduled if entry.samples)
         decode = is_decode(plan)

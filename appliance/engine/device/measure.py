@@ -1,17 +1,22 @@
-"""How much memory the largest step takes on a device: it is run, and the peak is read."""
+"""Steps before any request: they load the kernels, and show how much memory steps take."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from appliance.engine.request import MAX_LOGPROBS
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sampling import SamplingRows
+from appliance.kernels.sampling.ranking import likeliest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
 
     from appliance.engine.device.device import Device
     from appliance.engine.device.device_sampler import SampleTokens
@@ -21,14 +26,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Graphs keep the workspace of the widest decode step, and a few megabytes for each of them.
+# Which kernel multiplies follows from the rows of a step: all kernels are in use at one of these
+# numbers or at a larger one, see `packed_matmul.tiles`.
+KERNEL_ROWS = (8, 16, 32, 64, 128, 256, 512)
+
+# Of graphs, beside the workspace that they share: a few megabytes each, and those of libraries.
 GRAPH_SHARE = 0.02  # of the budget
 MIN_GRAPH_BYTES = 256 * 2**20
 
 
-def graph_allowance(budget_bytes: int) -> int:
-    """Bytes that graphs may take."""
-    return max(MIN_GRAPH_BYTES, int(budget_bytes * GRAPH_SHARE))
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes that steps take at their peak, beside the weights and the cache."""
+
+    largest: int  # of all steps
+    decode: int  # of those that can be graphs
+
+
+def graph_allowance(budget_bytes: int, decode_bytes: int) -> int:
+    """Bytes that graphs may take; what the widest decode step takes, they keep."""
+    return decode_bytes + max(MIN_GRAPH_BYTES, int(budget_bytes * GRAPH_SHARE))
 
 
 @torch.inference_mode()
@@ -40,12 +57,13 @@ def measure_workspace(
     *,
     kv_layers: Sequence[LayerPrecision],
     block_size: int,
-) -> int:
-    """Bytes that the largest step takes at its peak, beside the weights and the cache.
+    on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> StepMemory:
+    """Run the largest step, the largest that can be a graph, and smaller ones.
 
-    As many prompt tokens as a step can have, and as many sequences sampled from as there can be,
-    with log probabilities. All write to the one block of a tiny cache: what comes out is nonsense,
-    what it takes is not.
+    Kernels that only those use are compiled now, which takes seconds the first time, and not in
+    the middle of an answer. All write to the one block of a tiny cache: what comes out is
+    nonsense, what it takes is not.
     """
     before = device.begin_peak()
     is_sealed = any(layer.format.is_sealed for layer in kv_layers)
@@ -53,37 +71,81 @@ def measure_workspace(
         kv_layers, num_blocks=1, block_size=block_size, num_open=int(is_sealed)
     )
     tiny = device.memory_in_use() - before
-    where = device.torch_device
-    rows = limits.max_num_batched_tokens
-    longest = min(rows, limits.context_length)
-    lengths = [longest] * (rows // longest) + [rows % longest] * (rows % longest > 0)
-    lengths.sort(key=lambda length: length > 1)  # those with a single row first
-    batch = RaggedBatch.of(
-        lengths,
-        lengths,
-        [[0] * -(-length // block_size) for length in lengths],
-        block_size=block_size,
-        device=where,
-        open_pages=[[0] * -(-length // block_size) for length in lengths] if is_sealed else None,
-    )
-    token_ids = torch.zeros(rows, dtype=torch.int64, device=where)
-    positions = torch.cat([torch.arange(length, device=where) for length in lengths])
-    num_samples = limits.max_num_seqs
-    logits = executor.forward(
-        token_ids, positions, batch, cache, torch.arange(num_samples, device=where)
-    )
-    settings = SamplingRows.of(
-        [1.0] * num_samples,
-        [0] * num_samples,
-        [0.9] * num_samples,
-        [0.0] * num_samples,
-        [0.5] * num_samples,
-        device=where,
-    )
-    logprobs = torch.log_softmax(logits, dim=-1)
-    sample_tokens(logits, settings)
-    peak = device.peak() - before - tiny
-    del cache, logits, logprobs
+    most, decode = limits.max_num_batched_tokens, 0
+    sizes = sorted({*(rows for rows in KERNEL_ROWS if rows < most), limits.max_num_seqs, most})
+    for done, rows in enumerate(sizes):
+        on_progress("kernels", done, len(sizes))
+        lengths, contexts = largest_mixture(rows, limits)
+        tables = [[0] * -(-context // block_size) for context in contexts]
+        pages = [
+            [0] * ((context - 1) // block_size - (context - length) // block_size + 1)
+            for length, context in zip(lengths, contexts, strict=True)
+        ]
+        batch = RaggedBatch.of(
+            lengths,
+            contexts,
+            tables,
+            block_size=block_size,
+            device=device.torch_device,
+            open_pages=pages if is_sealed else None,
+        )
+        if batch.sealed is not None:  # as the runner has it: a place for each sequence
+            nothing = torch.full_like(batch.sealed.lens, -1, dtype=torch.int64)
+            moves = nothing.unsqueeze(1).expand(-1, 2).contiguous()
+            batch = replace(batch, sealed=replace(batch.sealed, moves=moves))
+        spans = zip(lengths, contexts, strict=True)
+        positions = [place for rows, end in spans for place in range(end - rows, end)]
+        logits = _run(executor, batch, positions, cache, min(rows, limits.max_num_seqs))
+        _sample(logits, sample_tokens, with_logprobs=rows == most)
+        del batch, logits
+        if rows == limits.max_num_seqs:
+            decode = device.peak() - before - tiny
+    on_progress("kernels", len(sizes), len(sizes))
+    largest = device.peak() - before - tiny
+    del cache
     device.begin_peak()
-    logger.info("a step of %d rows takes %.0f MiB at its peak", rows, peak / 2**20)
-    return peak
+    logger.info("a step of %d rows takes %.0f MiB at its peak", most, largest / 2**20)
+    return StepMemory(largest, decode)
+
+
+def largest_mixture(rows: int, limits: SchedulerLimits) -> tuple[list[int], list[int]]:
+    """Rows and contexts of the sequences of a step that takes as much memory as any of so many.
+
+    As many answers as there can be, one of them of the whole context: tables are as wide as the
+    longest, and whatever is set aside for a row follows from that width, not from the row's own
+    context. The rest are prompts.
+    """
+    answers = min(rows, limits.max_num_seqs)
+    whole, rest = divmod(rows - answers, limits.context_length)
+    prompts = [limits.context_length] * whole + [rest] * (rest > 1)
+    lengths = [1] * (answers + (rest == 1)) + prompts
+    return lengths, [limits.context_length, *lengths[1:]]
+
+
+def _run(
+    executor: Executor[Any], batch: RaggedBatch, positions: list[int], cache: Any, num_samples: int
+) -> Tensor:
+    where = batch.query_start.device
+    return executor.forward(
+        torch.zeros(len(positions), dtype=torch.int64, device=where),
+        torch.tensor(positions, dtype=torch.int64, device=where),
+        batch,
+        cache,
+        torch.arange(num_samples, device=where),
+    )
+
+
+def _sample(logits: Tensor, sample_tokens: SampleTokens, *, with_logprobs: bool) -> None:
+    num_rows, vocab_size = logits.shape
+    settings = SamplingRows.of(
+        [1.0] * num_rows,
+        [0] * num_rows,
+        [0.9] * num_rows,
+        [0.0] * num_rows,
+        [0.5] * num_rows,
+        device=logits.device,
+    )
+    if with_logprobs:
+        logprobs = torch.log_softmax(logits, dim=-1)
+        likeliest(logprobs, min(MAX_LOGPROBS, vocab_size))
+    sample_tokens(logits, settings)

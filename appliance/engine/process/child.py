@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from appliance.config import ENV_PREFIX
+from appliance.config import ENV_PREFIX, cache_dir
 from appliance.engine.messages import Shutdown
 from appliance.engine.process.connection import Connection
 from appliance.engine.process.entry import DUMP_STACKS_SIGNAL
@@ -96,7 +96,11 @@ class EngineProcess:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of the engine: everything but the API key, which is none of its business."""
-    environment = {**ALLOCATOR, **OPENMP, **os.environ}
+    """The environment of the engine: everything but the API key, which is none of its business.
+
+    Compiled kernels of a GPU are kept with our other derived files.
+    """
+    kernels = {"TRITON_CACHE_DIR": str(cache_dir() / "triton")}
+    environment = {**ALLOCATOR, **OPENMP, **kernels, **os.environ}
     environment.pop(f"{ENV_PREFIX}API_KEY", None)
     return environment

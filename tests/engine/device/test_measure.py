@@ -2,41 +2,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
 import torch
 
 from appliance.config import EngineConfig
+from appliance.engine.device import device_loading
 from appliance.engine.device.device import HostDevice
 from appliance.engine.device.device_runner import fixed_bytes, largest_step
-from appliance.engine.device.measure import MIN_GRAPH_BYTES, graph_allowance, measure_workspace
+from appliance.engine.device.measure import (
+    KERNEL_ROWS,
+    MIN_GRAPH_BYTES,
+    graph_allowance,
+    measure_workspace,
+)
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.scheduling.scheduler import SchedulerLimits
-from appliance.errors import MemoryPlanError
+from appliance.errors import ConfigError, MemoryPlanError
+from appliance.kernels.fp8_matmul.spec import choose_fp8_tile
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.kernels.packed_matmul.tiles import ARCHITECTURES, choose_tile
 from appliance.kernels.sampling import SamplingRows, batched
 
 MIB = 2**20
 
 
 class Meter(HostDevice):
-    """Counts as a GPU would: 1 MiB for the tiny cache, `step` for everything in the step."""
+    """Counts as a GPU would: 1 MiB for the tiny cache, and a peak that rises with every look."""
 
-    def __init__(self, in_use: int, step: int) -> None:
-        self.in_use, self.step = in_use, step
-        self.watching = False
+    def __init__(self, in_use: int, *peaks: int, overhead: int = 0) -> None:
+        self.in_use, self.peaks = in_use, list(peaks)
+        self.bytes_beside = overhead
 
     def begin_peak(self) -> int:
-        self.watching = not self.watching
         return self.in_use
 
     def memory_in_use(self) -> int:
         return self.in_use + MIB
 
+    def overhead(self) -> int:
+        return self.bytes_beside
+
     def peak(self) -> int:
-        return self.in_use + MIB + self.step
+        return self.in_use + MIB + (self.peaks.pop(0) if len(self.peaks) > 1 else self.peaks[0])
 
 
 class Model:
@@ -46,7 +57,7 @@ class Model:
 
     def __init__(self) -> None:
         self.blocks = 0
-        self.asked: tuple[Any, ...] = ()
+        self.asked: list[tuple[Any, ...]] = []
 
     def allocate_cache(
         self, layers: Sequence[LayerPrecision], *, num_blocks: int, block_size: int, num_open: int
@@ -55,22 +66,27 @@ class Model:
         assert num_open == layers[0].format.is_sealed
 
     def forward(self, *arguments: Any) -> torch.Tensor:
-        self.asked = arguments
+        self.asked.append(arguments)
         return torch.zeros(len(arguments[-1]), 100)
 
 
 @pytest.mark.parametrize(
-    ("kv_format", "rows", "context", "lengths"),
+    ("kv_format", "rows", "context", "lengths", "contexts"),
     [
-        (KVFormat.BF16, 64, 100, (64,)),
-        (KVFormat.BF16, 64, 24, (24, 24, 16)),
-        (KVFormat.BF16, 49, 24, (1, 24, 24)),
-        (KVFormat.BF16, 48, 24, (24, 24)),
-        (KVFormat.INT4_SEALED, 17, 40, (16, 1)),
+        (KVFormat.BF16, 64, 100, (1,) * 5 + (59,), (100, 1, 1, 1, 1, 59)),
+        (KVFormat.BF16, 64, 24, (1,) * 5 + (24, 24, 11), (24, 1, 1, 1, 1, 24, 24, 11)),
+        (KVFormat.BF16, 54, 24, (1,) * 6 + (24, 24), (24, 1, 1, 1, 1, 1, 24, 24)),
+        (KVFormat.BF16, 53, 24, (1,) * 5 + (24, 24), (24, 1, 1, 1, 1, 24, 24)),
+        (KVFormat.BF16, 5, 24, (1,) * 5, (24, 1, 1, 1, 1)),
+        (KVFormat.INT4_SEALED, 22, 40, (1,) * 5 + (16, 1), (40, 1, 1, 1, 1, 16, 17)),
     ],
 )
-def test_the_largest_step_is_run_and_its_peak_is_read(
-    kv_format: KVFormat, rows: int, context: int, lengths: tuple[int, ...]
+def test_the_largest_step_is_run_and_peaks_are_read(
+    kv_format: KVFormat,
+    rows: int,
+    context: int,
+    lengths: tuple[int, ...],
+    contexts: tuple[int, ...],
 ) -> None:
     model, sampled = Model(), []
 
@@ -81,23 +97,55 @@ def test_the_largest_step_is_run_and_its_peak_is_read(
     found = measure_workspace(
         model,  # type: ignore[arg-type]
         sample_tokens,
-        Meter(500 * MIB, 77 * MIB),
+        Meter(500 * MIB, 70 * MIB, 77 * MIB),
         SchedulerLimits(5, rows, context),
         kv_layers=[LayerPrecision(kv_format)],
         block_size=16,
     )
-    assert found == 77 * MIB
+    assert (found.decode, found.largest) == (70 * MIB, 77 * MIB)
     assert model.blocks == 1
-    token_ids, positions, batch, _, wanted = model.asked
+    token_ids, positions, batch, _, wanted = model.asked[-1]
     assert len(token_ids) == len(positions) == len(batch.slot_mapping) == rows
     assert batch.host_query_lens == lengths
-    assert batch.host_context_lens == ((16, 17) if kv_format.is_sealed else lengths)
+    assert batch.host_context_lens == contexts
     assert (batch.sealed is not None) == kv_format.is_sealed
     assert int(batch.slot_mapping.max()) < 16
+    assert positions[0] == context - 1
     assert int(positions.max()) < context
+    assert batch.block_tables.shape[1] == -(-context // 16)
     assert wanted.tolist() == [0, 1, 2, 3, 4]
-    assert [shape for shape, _ in sampled] == [(5, 100)]
-    assert all(share < 1.0 for share in sampled[0][1])
+    assert sampled[-1][0] == (5, 100)
+    assert all(share < 1.0 for share in sampled[-1][1])
+
+
+def test_steps_of_all_sizes_that_have_kernels_of_their_own_are_run_before_requests_come() -> None:
+    model, told = Model(), []
+    measure_workspace(
+        model,  # type: ignore[arg-type]
+        lambda logits, rows: batched.choose_where_it_is(logits, rows),
+        Meter(0, MIB),
+        SchedulerLimits(48, 1000, 2000),
+        kv_layers=[LayerPrecision(KVFormat.BF16)],
+        block_size=16,
+        on_progress=lambda *progress: told.append(progress),
+    )
+    steps = [(len(arguments[0]), len(arguments[-1])) for arguments in model.asked]
+    sizes = [8, 16, 32, 48, 64, 128, 256, 512, 1000]
+    assert steps == [(rows, min(rows, 48)) for rows in sizes]
+    assert told == [("kernels", done, 9) for done in range(10)]
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("group_size", [0, 32, 128])
+@pytest.mark.parametrize("most", [16, 33, 200, 512, 2048])
+def test_no_kernel_waits_for_a_size_that_was_not_run(
+    capability: int, group_size: int, most: int
+) -> None:
+    def kernels(rows: int) -> tuple[object, ...]:
+        return choose_tile(rows, capability, group_size), choose_fp8_tile(rows, capability)
+
+    run = {kernels(rows) for rows in (*(rows for rows in KERNEL_ROWS if rows < most), most)}
+    assert {kernels(rows) for rows in range(1, most + 1)} == run
 
 
 def load(folder: Path, device: HostDevice, **options: Any) -> LLMEngine:
@@ -106,14 +154,14 @@ def load(folder: Path, device: HostDevice, **options: Any) -> LLMEngine:
 
 
 def test_the_plan_is_made_of_what_was_measured(tiny_llama: Path) -> None:
-    engine = load(tiny_llama, Meter(40 * MIB, 30 * MIB), cuda_graphs="off")
+    engine = load(tiny_llama, Meter(40 * MIB, 20 * MIB, 30 * MIB, overhead=3), cuda_graphs="off")
     limits = SchedulerLimits(32, 512, 256)
     block = 16 * 2 * 2 * 2 * 32  # bytes: one is spare
     fixed = fixed_bytes(largest_step(limits, 16, is_sealed=False), 512)
-    assert engine.info.workspace_bytes == 30 * MIB + fixed + block
-    with_graphs = load(tiny_llama, Meter(40 * MIB, 30 * MIB))
+    assert engine.info.workspace_bytes == 30 * MIB + fixed + block + 3
+    with_graphs = load(tiny_llama, Meter(40 * MIB, 20 * MIB, 30 * MIB, overhead=3))
     assert with_graphs.info.workspace_bytes == engine.info.workspace_bytes + graph_allowance(
-        with_graphs.info.memory_bytes
+        with_graphs.info.memory_bytes, 20 * MIB
     )
     cache = with_graphs._runner._cache  # type: ignore[attr-defined]
     assert cache.num_blocks == with_graphs.info.num_blocks + 1
@@ -127,5 +175,29 @@ def test_what_does_not_fit_once_it_is_measured_is_refused(tiny_llama: Path) -> N
 
 
 def test_graphs_get_a_share_and_never_nothing() -> None:
-    assert graph_allowance(MIB) == MIN_GRAPH_BYTES
-    assert graph_allowance(100 * 2**30) == 2 * 2**30
+    assert graph_allowance(MIB, 0) == MIN_GRAPH_BYTES
+    assert graph_allowance(100 * 2**30, 7) == 2 * 2**30 + 7
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (torch.OutOfMemoryError("tried to allocate"), MemoryPlanError, "--max-num-batched-tokens"),
+        (RuntimeError("Failed to find C compiler."), ConfigError, "install a C compiler"),
+        (CalledProcessError(1, ["gcc"]), ConfigError, "header files"),
+        (RuntimeError("an illegal memory access"), RuntimeError, "illegal"),
+    ],
+)
+def test_what_a_first_step_runs_into_is_said(
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: type[Exception],
+    says: str,
+) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise error
+
+    monkeypatch.setattr(device_loading, "measure_workspace", fail)
+    with pytest.raises(kind, match=says):
+        load(tiny_llama, HostDevice())

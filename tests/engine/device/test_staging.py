@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from appliance.engine.device.cuda_graphs import GraphCache, buckets
-from appliance.engine.device.device import Graph, HostDevice
+from appliance.engine.device.device import CaptureError, Graph, HostDevice
 from appliance.engine.device.staging import ALIGNMENT, Staging, StepShape
 
 LARGEST = StepShape(num_tokens=40, num_seqs=9, num_samples=9, table_width=7)
@@ -77,18 +77,25 @@ def test_buckets_rise_to_the_largest_batch_and_waste_little(most: int) -> None:
 
 
 class Hungry(HostDevice):
-    """Each graph takes 100 bytes; the fourth finds none."""
+    """Each graph takes 100 bytes; the fourth finds none. Steps leave an unused reserve."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.used = 1000
+        self.reserve = 5000
         self.left = 3
+        self.error = error or MemoryError("none left")
 
     def memory_in_use(self) -> int:
+        return self.used + self.reserve
+
+    def begin_peak(self) -> int:
+        self.reserve = 0
         return self.used
 
     def capture(self, function: object) -> Graph:
+        self.reserve = 0
         if not self.left:
-            raise MemoryError("none left")
+            raise self.error
         self.left -= 1
         self.used += 100
         return super().capture(lambda: None)
@@ -116,8 +123,9 @@ def test_graphs_stop_at_their_bound() -> None:
     assert run_all(cache, (1, 2, 4)) == [4]
 
 
-def test_without_memory_for_a_graph_there_are_no_more_of_them() -> None:
-    cache = GraphCache(Hungry(), (1, 2, 4, 8), 10**6)
+@pytest.mark.parametrize("error", [MemoryError("none left"), CaptureError("not permitted")])
+def test_when_a_graph_cannot_be_there_are_no_more_of_them(error: Exception) -> None:
+    cache = GraphCache(Hungry(error), (1, 2, 4, 8), 10**6)
     for size in (1, 2, 4, 8):
         run_all(cache, (size,))
         cache.capture(size, lambda: None)

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from appliance.config import EngineConfig
+from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.client import MAX_BACKLOG, EngineClient
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 from appliance.engine.request import Request, SamplingParams
@@ -321,6 +322,7 @@ async def test_ending_while_it_loads_leaves_nothing() -> None:
 PARENT = """
 import asyncio, sys, time
 from appliance.config import EngineConfig
+from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.client import MAX_BACKLOG, EngineClient
 async def main():
     client = EngineClient(EngineConfig(model=sys.argv[2]), command=(sys.executable, sys.argv[1]))
@@ -348,3 +350,22 @@ def test_the_engine_does_not_outlive_its_parent(model: str) -> None:
         parent.kill()
     psutil.wait_procs([engine], timeout=3)
     assert not engine.is_running()
+
+
+async def test_compiled_kernels_are_kept_with_the_other_derived_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("APPLIANCE_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+
+    async def folder() -> str:
+        process = await EngineProcess.spawn(ECHO)
+        try:
+            return psutil.Process(process.pid).environ()["TRITON_CACHE_DIR"]
+        finally:
+            process.kill()
+            await process.wait()
+
+    assert await folder() == str(tmp_path / "triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/else")
+    assert await folder() == "/somewhere/else"

@@ -130,7 +130,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             case = item.callspec.id.replace(target, "")
             of_test = cases.setdefault((item.path, item.originalname), {})
             least = item.get_closest_marker("least_capability")
-            if least is None or COMPILED[target] >= least.args[0]:
+            too_old = least is not None and COMPILED[target] < least.args[0]
+            if not too_old and item.get_closest_marker("interpreted") is None:
                 of_test.setdefault(case, []).append(item)
     kept: set[pytest.Item] = set()
     for number, of_test in enumerate(cases.values()):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
+from appliance.engine.blocks import block_moves
 from appliance.engine.blocks.block_moves import DeviceMoves, HostMoves
-from appliance.engine.device.device import HostDevice
-from appliance.engine.plan import BlockMove, HeldBlock
+from appliance.engine.device.device import Copy, HostDevice
+from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock
 from appliance.engine.rates import Rates
 from appliance.kernels.block_copy.launch import BlockMover
 from appliance.kernels.decoder_cache import KVCache, split_sealed
@@ -71,5 +73,69 @@ def test_blocks_go_out_and_come_back_elsewhere(kv_format: KVFormat) -> None:
 
 def test_nothing_to_move() -> None:
     moves = moves_of(filled_cache(KVFormat.INT8), Rates())
+    moves.copy([])
     moves.save([])
     moves.load([])
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.BF16, KVFormat.INT4_SEALED])
+def test_blocks_are_copied_inside_the_cache(kv_format: KVFormat) -> None:
+    cache = filled_cache(kv_format)
+    page = 1 if kv_format.is_sealed else -1
+    copies = [BlockCopy(0, 3), BlockCopy(1, 4, page, 3 if kv_format.is_sealed else -1)]
+    expected = [cache.read_block(0), cache.read_block(1, page)]
+    moves_of(cache, Rates()).copy(copies)
+    found = [cache.read_block(3), cache.read_block(4, 3 if kv_format.is_sealed else -1)]
+    assert found == expected
+
+
+class Ordered(HostDevice):
+    """Copies go nowhere before somebody waits for them, by `follow` or on the host."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Late] = []
+
+    def fetch_aside(self, tensor: torch.Tensor, rows: Sequence[torch.Tensor]) -> Late:
+        self.waiting.append(Late(self, lambda: super(Ordered, self).fetch_aside(tensor, rows)))
+        return self.waiting[-1]
+
+    def send_aside(self, rows: Sequence[torch.Tensor], tensor: torch.Tensor) -> Copy:
+        for copy in list(self.waiting):
+            copy.wait()
+        return super().send_aside(rows, tensor)
+
+    def follow(self, copy: Copy) -> None:
+        copy.wait()
+
+
+class Late:
+    def __init__(self, device: Ordered, start: Callable[[], Copy]) -> None:
+        self.device, self.start = device, start
+
+    @property
+    def is_over(self) -> bool:
+        return self not in self.device.waiting
+
+    def wait(self) -> float:
+        if not self.is_over:
+            self.device.waiting.remove(self)
+            self.start()
+        return 1.0
+
+
+def test_any_number_of_blocks_is_moved_through_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer is gathered into again only when what it held is on the host."""
+    cache, rates, device = filled_cache(KVFormat.INT8), Rates(), Ordered()
+    monkeypatch.setattr(block_moves, "BUFFER_BYTES", 2 * cache.block_bytes)
+    expected = [cache.read_block(block) for block in range(6)]
+    moves = DeviceMoves(BlockMover(split_sealed(cache.layers)[0]), device, rates)
+    buffers = sum(len(buffer.memory) for buffer in moves._buffers)
+    assert buffers == block_moves.staging_bytes(cache.block_bytes) == 4 * cache.block_bytes
+    out = [BlockMove(block, HeldBlock()) for block in range(6)]
+    moves.save(out)
+    assert len(device.waiting) == 2, "the third group has waited for the first"
+    assert rates.moves == 0, "nobody knows yet how long any took"
+    moves.load([BlockMove(5 - move.block, move.held) for move in out])
+    assert [cache.read_block(block) for block in range(6)] == expected[::-1]
+    assert [bytes(move.held.read()) for move in out] == expected
+    assert rates.moves > 0

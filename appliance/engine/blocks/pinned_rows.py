@@ -1,0 +1,42 @@
+"""Host memory that a device copies to by itself, in rows of one size."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.engine.device.device import Device
+
+PIECE_BYTES = 64 << 20
+MOST_ROWS = 256  # of a piece
+
+
+class PinnedRows:
+    """Rows that are free again as soon as nobody holds them.
+
+    Torch rounds each size that it pins up to a power of two, and pinning takes milliseconds: so
+    rows are cut out of pieces of about such a size, which are kept.
+
+    Args:
+        device: pins.
+        num_bytes: of a row.
+    """
+
+    def __init__(self, device: Device, num_bytes: int) -> None:
+        self._device = device
+        self._num_bytes = num_bytes
+        self._free: list[Tensor] = []
+
+    def take(self) -> tuple[Tensor, memoryview]:
+        """A row, (num_bytes,) uint8, and its bytes; it is taken for as long as these are held."""
+        if not self._free:
+            count = max(1, min(MOST_ROWS, PIECE_BYTES // self._num_bytes))
+            piece = self._device.pinned(count * self._num_bytes)
+            self._free += piece.view(count, self._num_bytes).unbind()
+        row = self._free.pop()
+        array = row.numpy()
+        weakref.finalize(array, self._free.append, row).atexit = False
+        return row, array.data

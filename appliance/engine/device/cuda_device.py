@@ -1,0 +1,188 @@
+"""A GPU as the asynchronous runner sees it: pinned memory, streams, events and graphs of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.engine.device.device import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor
+
+    from appliance.engine.device.device import Copy, Event, Graph
+
+logger = logging.getLogger(__name__)
+
+
+class CudaDevice:
+    """One NVIDIA GPU, through torch's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+        self._pool: Any = None
+        self._copies: torch.cuda.Stream | None = None
+        self._captures: torch.cuda.Stream | None = None
+        torch.cuda.empty_cache()  # what nobody uses is free, also to whoever asks the driver
+        self._bytes_before = torch.cuda.memory_reserved(device)  # of others in this process
+        self._other_bytes = self._beside_torch()
+
+    @torch.inference_mode(mode=False)
+    def pinned(self, num_bytes: int) -> Tensor:
+        """See `Device`; what cannot be pinned is memory as any other, and copies wait for it.
+
+        No inference tensor, which nobody could write to outside of that mode.
+        """
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            logger.warning("the GPU gets no host memory of its own, so it waits more: %s", error)
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(self, tensor: Tensor) -> Tensor:
+        """See `Device`; torch keeps pinned memory until the copy is over."""
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """See `Device`."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def fetch_aside(self, tensor: Tensor, rows: Sequence[Tensor]) -> Copy:
+        """See `Device`."""
+        return self._copy_aside(zip(rows, tensor, strict=True))
+
+    def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
+        """See `Device`."""
+        copy = self._copy_aside(zip(tensor, rows, strict=True))
+        self.follow(copy)
+        return copy
+
+    def _copy_aside(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> _CudaCopy:
+        """Copy to the first of each pair, behind all that was enqueued so far."""
+        if self._copies is None:
+            self._copies = torch.cuda.Stream()
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            begin = _timing_event()
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            return _CudaCopy(begin, _timing_event())
+
+    def follow(self, copy: Copy) -> None:
+        """See `Device`."""
+        assert isinstance(copy, _CudaCopy)
+        torch.cuda.current_stream().wait_event(copy.end)
+
+    def record(self) -> Event:
+        """See `Device`."""
+        event = torch.cuda.Event()
+        event.record()
+        return _CudaEvent(event)
+
+    def capture(self, function: Callable[[], None]) -> Graph:
+        """See `Device`; all graphs share one pool of memory.
+
+        The function runs before on the stream that is captured, since libraries keep a workspace
+        for each stream: made in a capture, it would be the graphs'.
+        """
+        if self._captures is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._captures = torch.cuda.Stream()
+        current, side = torch.cuda.current_stream(), self._captures
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):  # `graph` does not leave its stream if the capture fails
+            side.wait_stream(current)
+            try:
+                function()
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(str(error)) from error
+            finally:
+                current.wait_stream(side)
+            try:
+                with torch.cuda.graph(
+                    graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+                ):
+                    function()
+            except RuntimeError as error:
+                self._give_up_capture()
+                if _is_out_of_memory(error):
+                    raise MemoryError(str(error)) from error
+                raise CaptureError(str(error.__context__ or error)) from error
+        return graph
+
+    def _give_up_capture(self) -> None:
+        """Have the allocator go on after a capture that failed; raises if the GPU does not work."""
+        with contextlib.suppress(RuntimeError):  # it is over already
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def memory_in_use(self) -> int:
+        """See `Device`."""
+        return torch.cuda.memory_reserved(self.torch_device) - self._bytes_before
+
+    def overhead(self) -> int:
+        """See `Device`."""
+        return max(0, self._beside_torch() - self._other_bytes)
+
+    def _beside_torch(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return total - free - torch.cuda.memory_reserved(self.torch_device)
+
+    def begin_peak(self) -> int:
+        """See `Device`."""
+        self.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        return self.memory_in_use()
+
+    def peak(self) -> int:
+        """See `Device`."""
+        self.synchronize()
+        return torch.cuda.max_memory_reserved(self.torch_device) - self._bytes_before
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaEvent:
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Also where the end of a capture hides that it had none, or the driver itself has none."""
+    if error is None:
+        return False
+    known = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    return known or _is_out_of_memory(error.__context__)
+
+
+def _timing_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaCopy:
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.end.query())
+
+    def wait(self) -> float:
+        self.end.synchronize()
+        return float(self.begin.elapsed_time(self.end)) / 1000
