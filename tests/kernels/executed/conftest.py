@@ -120,6 +120,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave a share of what is compiled; the first test that is interpreted waits for all."""
     cases: dict[tuple[Path, str], dict[str, list[pytest.Item]]] = {}
+    left_out: set[pytest.Item] = set()
     for item in items:
         target = target_of_item(item)
         if target == INTERPRETER and not INTERPRETS:
@@ -130,9 +131,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             case = item.callspec.id.replace(target, "")
             of_test = cases.setdefault((item.path, item.originalname), {})
             least = item.get_closest_marker("least_capability")
-            too_old = least is not None and COMPILED[target] < least.args[0]
-            if not too_old and item.get_closest_marker("interpreted") is None:
+            if least is None or COMPILED[target] >= least.args[0]:
                 of_test.setdefault(case, []).append(item)
+        elif target == INTERPRETER and item.get_closest_marker("compiled"):
+            left_out.add(item)
     kept: set[pytest.Item] = set()
     for number, of_test in enumerate(cases.values()):
         for i, on_targets in enumerate(of_test.values()):
@@ -140,7 +142,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 kept.update(on_targets)
             elif i % SHARE == 0:
                 kept.add(on_targets[(number + i // SHARE) % len(on_targets)])
-    items[:] = [item for item in items if item in kept or target_of_item(item) not in COMPILED]
+        left_out.update(item for case in of_test.values() for item in case if item not in kept)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

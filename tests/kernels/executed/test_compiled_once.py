@@ -1,8 +1,7 @@
-"""All kernels that serving needs are compiled while the model is loaded."""
+"""All kernels that serving needs are compiled while the model is loaded, none after that."""
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-import triton.language as tl
+import triton
 from packed_weights import random_packed
-from triton.runtime.interpreter import InterpretedFunction
+from ptx_machine.driver import gpu
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.device.device import HostDevice
@@ -31,44 +30,9 @@ from appliance.kernels.weight import Weight
 from appliance.model.source import open_model
 
 CPU = torch.device("cpu")
+COMPILED = {"sm_86": 86, "sm_90": 90, "sm_120": 120}
 LIMITS = SchedulerLimits(max_num_seqs=17, max_num_batched_tokens=34, context_length=70)
 NUM_OPEN = 60
-
-
-class Launches:
-    """What Triton would compile: each kernel with all that it specializes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: set[tuple[object, ...]] = set()
-        run = InterpretedFunction.run
-
-        def note(function: Any, *args: object, **kwargs: Any) -> object:
-            self.seen.add(specialization(function, args, kwargs))
-            return run(function, *args, **kwargs)
-
-        monkeypatch.setattr(InterpretedFunction, "run", note)
-
-
-def specialization(
-    function: Any, args: tuple[object, ...], kwargs: dict[str, object]
-) -> tuple[object, ...]:
-    parameters = inspect.signature(function.fn).parameters
-    loose = function.kwargs.get("do_not_specialize") or ()
-    given = dict(zip(parameters, args, strict=False)) | kwargs
-    parts: list[object] = [function.fn.__qualname__]
-    for name, value in given.items():
-        is_argument = name in parameters and parameters[name].annotation is not tl.constexpr
-        if name in ("grid", "warmup"):
-            continue
-        if isinstance(value, torch.Tensor):
-            parts.append((name, value.dtype, value.data_ptr() % 16 == 0))
-        elif is_argument and type(value) is int:
-            parts.append((name, name in loose or (value == 1, value % 16 == 0), value < 2**31))
-        elif is_argument and type(value) is float:
-            parts.append((name, float))
-        else:
-            parts.append((name, str(value)))
-    return tuple(parts)
 
 
 def with_packed_weights() -> Backend:
@@ -136,41 +100,29 @@ def request(name: str, length: int, **sampling: Any) -> Request:
     return Request(request_id=name, prompt_token_ids=tokens, sampling=SamplingParams(**settings))
 
 
+@pytest.mark.compiled
 def test_nothing_is_compiled_while_requests_wait(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches = Launches(monkeypatch)
-    engine = engine_of(tiny_llama, KVFormat.INT4_SEALED)
-    compiled, launches.seen = launches.seen, set()
-    requests = [
-        request("one", 1, max_tokens=1, temperature=0.0),
-        request("copies on write", 33, n=3, logprobs=2, max_tokens=2),
-        *(request(f"r{i}", 1 + i % 2, max_tokens=1, top_p=0.9) for i in range(16)),
-    ]
-    for item in requests:
-        engine.submit(item)
-        if item.request_id == "one":
-            engine.step()
-    while engine.has_work:
-        assert not [delta.error for delta in engine.step().deltas if delta.error]
-    names = {key[0] for key in launches.seen}
-    assert {"seal_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} < names
-    assert launches.seen <= compiled, launches.seen - compiled
+    names: list[str] = []
 
+    def note(*, fn: Any, **_: object) -> None:
+        names.append(fn.name)
 
-def test_what_is_specialized_is_seen() -> None:
-    """The test above would be worth nothing if all launches looked alike."""
-
-    def kernel(x_ptr: object, size: int, scale: float, block: tl.constexpr) -> None:
-        """A stand-in."""
-
-    def key(size: int = 3, scale: float = 1.0, place: int = 0, block: int = 8) -> object:
-        x = torch.zeros(20, dtype=torch.int32)[place:]
-        return specialization(function, (x, size, scale), {"block": block, "grid": (size,)})
-
-    function = SimpleNamespace(fn=kernel, kwargs={})
-    assert key(3, 1.0) == key(5, 2.0)
-    different = [key(), key(1), key(16), key(2**31), key(place=1), key(block=16)]
-    assert len(set(map(str, different))) == len(different)
-    function = SimpleNamespace(fn=kernel, kwargs={"do_not_specialize": ["size"]})
-    assert key(1) == key(16) == key(3)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    with gpu(COMPILED[target], has_compiled=False):
+        engine = engine_of(tiny_llama, KVFormat.INT4_SEALED)
+        at_load = list(names)
+        requests = [
+            request("one", 1, max_tokens=1, temperature=0.0),
+            request("copies on write", 33, n=3, logprobs=2, max_tokens=2),
+            *(request(f"r{i}", 1 + i % 2, max_tokens=1, top_p=0.9) for i in range(16)),
+        ]
+        for item in requests:
+            engine.submit(item)
+            if item.request_id == "one":
+                engine.step()
+        while engine.has_work:
+            assert not [delta.error for delta in engine.step().deltas if delta.error]
+    assert {"seal_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} < set(at_load)
+    assert names == at_load, names[len(at_load) :]

@@ -22,15 +22,21 @@ from ptx_machine.machine import Machine, compiled
 from ptx_machine.memory import GlobalMemory
 from ptx_machine.syntax import parse
 
+_NEW_DEVICES = itertools.count(1000)
 SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB
 AT_ONCE = 4096  # threads, as many programs as have them together
 
 
 @contextmanager
-def gpu(capability: int) -> Iterator[PtxDriver]:
-    """While this is open, kernels are compiled for a GPU and run as their PTX says, on the CPU."""
+def gpu(capability: int, *, has_compiled: bool = True) -> Iterator[PtxDriver]:
+    """While this is open, kernels are compiled for a GPU and run as their PTX says, on the CPU.
+
+    Args:
+        capability: compute capability (86 is 8.6).
+        has_compiled: whether to keep what this process has compiled for it before.
+    """
     nvidia, before = backends["nvidia"], triton.runtime.driver._active
-    driver = PtxDriver(capability)
+    driver = PtxDriver(capability, device=capability if has_compiled else next(_NEW_DEVICES))
     backends["nvidia"] = replace(nvidia, compiler=PtxBackend)
     triton.runtime.driver.set_active(driver)
     target_of.cache_clear()
@@ -64,8 +70,9 @@ class PtxDriver(DriverBase):  # type: ignore[misc]
         traffic: counts of instructions and accesses since it was last cleared.
     """
 
-    def __init__(self, capability: int, seed: int = 0) -> None:
+    def __init__(self, capability: int, device: int, seed: int = 0) -> None:
         self.capability = capability
+        self.device = device  # by its number Triton keeps what it compiled
         self.traffic: Counter[str] = Counter()
         self.random = random.Random(seed)
         self.utils = self
@@ -88,7 +95,7 @@ class PtxDriver(DriverBase):  # type: ignore[misc]
         return torch.device("cpu")
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton keeps what it compiled by device
+        return self.device
 
     def get_current_stream(self, device: int) -> int:
         return 0
