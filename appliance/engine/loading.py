@@ -226,10 +226,18 @@ def load_device_runner(
         num_open=num_open + 1 if num_open else 0,
     )
     moves = _device_moves(cache, device, rates)
+    sampler = DeviceSampler(
+        eos_token_ids,
+        sample_tokens,
+        execution.penalize,
+        device,
+        num_slots=limits.max_num_seqs,
+        vocab_size=executor.spec.vocab_size,
+    )
     runner = DeviceRunner(
         executor,
         cache,
-        DeviceSampler(eos_token_ids, sample_tokens, device),
+        sampler,
         device,
         limits,
         num_blocks=plan.num_blocks,
