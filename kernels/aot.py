@@ -86,6 +86,7 @@ def compile_kernel(signature: KernelSignature, capability: int) -> Resources:
     options: dict[str, int] = {
         "num_warps": signature.num_warps,
         "num_stages": signature.num_stages,
+        "enable_fp_fusion": signature.fuses,
     }
     if signature.max_registers is not None:
         options["maxnreg"] = signature.max_registers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
+
+Table = TypeVar("Table", bound="Sequence[int]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +122,13 @@ class RaggedBatch:
 def cut_at_blocks(
     query_lens: Sequence[int],
     context_lens: Sequence[int],
-    block_tables: Sequence[Sequence[int]],
+    block_tables: Sequence[Table],
     open_pages: Sequence[Sequence[int]],
     block_size: int,
-) -> tuple[list[int], list[int], list[Sequence[int]], list[int]]:
+) -> tuple[list[int], list[int], list[Table], list[int]]:
     """Rows, contexts, tables and open pages of the pieces of sequences that lie in one block."""
-    rows, contexts, tables, pages = [], [], [], []
+    rows, contexts, pages = [], [], []
+    tables: list[Table] = []
     parts = zip(query_lens, context_lens, block_tables, open_pages, strict=True)
     for count, context, table, opened in parts:
         start = context - count

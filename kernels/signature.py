@@ -17,6 +17,7 @@ SPECS = (
     "appliance.kernels.norm_rope.spec",
     "appliance.kernels.gated_activation.spec",
     "appliance.kernels.sampling.spec",
+    "appliance.kernels.penalties.spec",
     "appliance.kernels.soft_cap.spec",
     "appliance.kernels.packed_matmul.spec",
     "appliance.kernels.fp8_matmul.spec",
@@ -38,6 +39,7 @@ class KernelSignature:
         num_stages: depth of the software pipeline.
         aligned: whether pointers are promised to be 16-byte aligned, as torch allocates them.
         max_registers: cap per thread; None leaves it to the compiler.
+        fuses: whether a product and a sum may become one operation that rounds once.
         loop_elements: weights or elements of the KV cache that a lane takes in one iteration of
             the hot loop, by which its instructions are judged; 0 where that says nothing.
     """
@@ -52,4 +54,5 @@ class KernelSignature:
     num_stages: int
     aligned: bool = True
     max_registers: int | None = None
+    fuses: bool = True
     loop_elements: int = 0

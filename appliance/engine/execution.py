@@ -13,6 +13,7 @@ from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
 from appliance.kernels.kv_cache import KVFormat, KVPages, LayerPrecision, precisions
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
+from appliance.kernels.penalties import reference
 from appliance.kernels.sampling import batched
 from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.model.executor import heads_of
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.device.device_sampler import SampleTokens
     from appliance.engine.sampler import ChooseTokens
+    from appliance.kernels.penalties.rows import Penalize
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
@@ -213,6 +215,15 @@ class TorchExecution:
         from appliance.kernels.sampling.launch import DeviceSampling
 
         return DeviceSampling(max_rows, spec.vocab_size, self.precision.device)
+
+    @property
+    def penalize(self) -> Penalize:
+        """What lowers logits without waiting for the device."""
+        if self.backend.name != "triton":
+            return reference.penalize
+        from appliance.kernels.penalties.launch import penalize
+
+        return penalize
 
 
 def choose_execution(

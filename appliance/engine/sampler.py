@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 _MASK64 = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """What one sequence got: a token, or the reason why there is none."""
 
     token_id: int = -1

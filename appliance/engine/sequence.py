@@ -5,8 +5,10 @@ Imports no torch.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ class Sequence:
         num_computed: leading tokens whose keys and values are in the cache.
         num_cached: prompt tokens that came from the prefix cache at first admission.
         num_kept: while it waits after a preemption, leading tokens whose blocks are kept for it.
-        block_table: block ids, append-only while running.
+        block_table: block ids, append-only while running; 32 bits each, as devices read them.
         block_hashes: chained hash of each full block known so far.
         parent: sibling whose prompt blocks this one forks as soon as they are computed.
         slot: small number that identifies the sequence in block metadata while it runs.
@@ -45,7 +47,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     num_kept: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int] = field(default_factory=partial(array, "i"))
     block_hashes: list[bytes] = field(default_factory=list)
     parent: Sequence | None = None
     slot: int = 0

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from array import array
+
 import torch
 
 from appliance.engine.batch import build
@@ -10,7 +12,7 @@ from appliance.engine.sequence import Sequence
 
 def sequence(tokens: list[int], table: list[int]) -> Sequence:
     request = Request(request_id="r", prompt_token_ids=tuple(tokens), sampling=SamplingParams())
-    return Sequence(request, block_table=table)
+    return Sequence(request, block_table=array("i", table))
 
 
 def test_decodes_and_chunks_lie_side_by_side() -> None:

@@ -206,7 +206,7 @@ class BlockMachine(RuleBasedStateMachine):
         before = self.blocks.num_free_blocks, list(sequence.block_table)
         copies = self.blocks.allocate(sequence, num_tokens)
         if copies is None:
-            assert before == (self.blocks.num_free_blocks, sequence.block_table)
+            assert before == (self.blocks.num_free_blocks, list(sequence.block_table))
             # Alone and without shared blocks to copy, whatever fits the pool must be granted.
             alone = len(self.holders) == 1 and not self.forked(sequence)
             fits = sequence.num_computed + num_tokens <= self.blocks.num_slots

@@ -141,7 +141,7 @@ class VirtualRunner:
         entries = []
         for scheduled, pages in zip(plan.scheduled, opened, strict=True):
             sequence, start, end = scheduled.sequence, scheduled.start, scheduled.end
-            table = sequence.block_table[: -(-end // size)]
+            table = list(sequence.block_table[: -(-end // size)])
             assert all(references[block] > 0 for block in table), "a free block is referred to"
             assert all(references[block] == 1 for block in table[start // size :]), "shared"
             tokens = [] if scheduled.follows else sequence.token_ids[start:end]
@@ -222,10 +222,8 @@ class VirtualRunner:
         written = [move.block for move in plan.loads]
         written += [copy.destination for copy in plan.copies]
         assert len(set(written)) == len(written), "a block is filled twice"
-        begun, before = (
-            set(),
-            set(),
-        )  # blocks that first rows lie in behind others, and those before
+        # Blocks that first rows lie in behind others, and those before.
+        begun, before = set[int](), set[int]()
         for entry in plan.scheduled:
             table, full = entry.sequence.block_table, entry.start // size
             before.update(table[:full])

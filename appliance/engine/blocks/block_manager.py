@@ -173,9 +173,9 @@ class BlockManager:
         """
         table = sequence.block_table
         first = sequence.num_computed // self.block_size
-        if num_new_tokens == 1 and first < len(table) and self.pool.is_own(table[first]):
-            return ()  # as for most answers in most steps
         num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
+        if first + 1 == num_blocks <= len(table) and self.pool.is_own(table[first]):
+            return ()  # as for most answers in most steps
         present = range(first, min(num_blocks, len(table)))
         kept = [index for index in present if not self.pool.is_own(table[index])]
         num_appended = max(0, num_blocks - len(table))
@@ -248,7 +248,7 @@ class BlockManager:
             elif self._prefix_caching and index == num_full and num_last >= self.index.min_partial:
                 self._keep_last(sequence, index, num_last)
             self.pool.let_go(table[index], slot)
-        table.clear()
+        del table[:]
         sequence.num_computed = 0
 
     def _touch(self, sequence: Sequence, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Which logits a request changes before a token is chosen: penalties, bias and bans."""
+"""Which single logits a request changes before a token is chosen: bias, bans, forced tokens."""
 
 from __future__ import annotations
 
@@ -8,72 +8,45 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from appliance.kernels.sampling.adjust import Adjustments
-
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from torch import Tensor
 
     from appliance.engine.device.device import Device
-    from appliance.engine.sequence import Sequence
+    from appliance.engine.plan import ScheduledSequence
 
 
 @dataclass(slots=True)
 class AdjustmentList:
-    """Collects the entries of a step's rows."""
+    """Collects the entries of a step's rows.
+
+    Attributes:
+        banned: rows in which some token is banned.
+    """
 
     eos_token_ids: tuple[int, ...]
-    rows: list[NDArray[np.int64]] = field(default_factory=list)
-    token_ids: list[NDArray[np.int64]] = field(default_factory=list)
-    numbers: list[NDArray[np.float32]] = field(default_factory=list)  # (3, entries) each
-    changed: list[int] = field(default_factory=list)  # rows with an entry
+    rows: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    banned: list[int] = field(default_factory=list)
 
-    def add(self, row: int, sequence: Sequence, num_output_tokens: int) -> None:
-        """Add what a sequence asks for.
+    def add(self, row: int, entry: ScheduledSequence) -> None:
+        """Add what a sequence asks for, to its row of logits."""
+        sampling = entry.sequence.request.sampling
+        num_output_tokens = entry.end - entry.sequence.num_prompt_tokens
+        added = sampling.bias_at(num_output_tokens)
+        if num_output_tokens < sampling.min_tokens:
+            banned = dict.fromkeys((*self.eos_token_ids, *sampling.stop_token_ids), -np.inf)
+            if banned:
+                self.banned.append(row)
+                added = added | banned
+        self.rows += [row] * len(added)
+        self.token_ids += added
+        self.values += added.values()
 
-        Args:
-            row: of its logits.
-            sequence: with all its tokens, if it has penalties.
-            num_output_tokens: those that are not known to the host yet included.
-        """
-        sampling = sequence.request.sampling
-        has_ban = num_output_tokens < sampling.min_tokens
-        bias = sampling.bias_at(num_output_tokens)
-        if not (sampling.has_penalties or bias or has_ban):
+    def apply(self, logits: Tensor, device: Device) -> None:
+        """Change logits (num_rows, vocab_size) float32 in place; no logit has two entries."""
+        if not self.rows:
             return
-        repetition: dict[int, float] = {}
-        subtracted: dict[int, float] = {}
-        added: dict[int, float] = dict(bias)
-        if sampling.repetition_penalty != 1.0:
-            repetition = dict.fromkeys(sequence.token_ids, sampling.repetition_penalty)
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            ids, counts = np.unique(
-                np.array(sequence.token_ids[sequence.num_prompt_tokens :], dtype=np.int64),
-                return_counts=True,
-            )
-            penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
-            subtracted = dict(zip(ids.tolist(), penalties.tolist(), strict=True))
-        if has_ban:
-            added |= dict.fromkeys((*self.eos_token_ids, *sampling.stop_token_ids), -np.inf)
-        changed = list({**repetition, **subtracted, **added})
-        if not changed:
-            return
-        self.changed.append(row)
-        self.rows.append(np.full(len(changed), row, dtype=np.int64))
-        self.token_ids.append(np.array(changed, dtype=np.int64))
-        self.numbers.append(
-            np.array(
-                [
-                    [repetition.get(token_id, 1.0) for token_id in changed],
-                    [subtracted.get(token_id, 0.0) for token_id in changed],
-                    [added.get(token_id, 0.0) for token_id in changed],
-                ],
-                dtype=np.float32,
-            )
-        )
-
-    def send(self, device: Device) -> Adjustments:
-        """All entries on the device; there must be some."""
-        places = np.stack((np.concatenate(self.rows), np.concatenate(self.token_ids)))
-        rows, token_ids = device.send(torch.from_numpy(places)).unbind()
-        numbers = device.send(torch.from_numpy(np.concatenate(self.numbers, axis=1)))
-        return Adjustments(rows, token_ids, *numbers.unbind())
+        numbers = np.array((self.rows, self.token_ids, self.values), dtype=np.float64)
+        sent = device.send(torch.from_numpy(numbers))
+        logits[sent[:2].long().unbind()] += sent[2].float()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from appliance.engine.device.device_sampler import uniform_numbers
 from appliance.engine.device.staging import StepShape
 from appliance.kernels.ragged import RaggedBatch, SealedSpans, cut_at_blocks
 
@@ -39,12 +38,12 @@ class Geometry:
     With a sealed cache an entry that spans several blocks is as many sequences, see `RaggedBatch`.
     """
 
-    query_lens: tuple[int, ...]
-    context_lens: tuple[int, ...]
-    block_tables: tuple[tuple[int, ...], ...]
+    query_lens: Sequences[int]
+    context_lens: Sequences[int]
+    block_tables: Sequences[array[int]]  # the sequences' own: at least the blocks of their context
     block_size: int  # token slots
     padding: int = 0  # sequences at the end that only fill up
-    open_pages: tuple[int, ...] | None = None  # with a sealed cache: where each one's rows go
+    open_pages: Sequences[int] | None = None  # with a sealed cache: where each one's rows go
 
     @classmethod
     def of(cls, plan: Plan, block_size: int, padding: int, spare: Spare) -> Geometry:
@@ -57,48 +56,40 @@ class Geometry:
             spare: where those lie.
         """
         query_lens = [entry.num_tokens for entry in plan.scheduled]
-        context_lens = [entry.end for entry in plan.scheduled]
-        tables: Sequences[Sequences[int]] = [e.sequence.block_table for e in plan.scheduled]
+        context_lens = [entry.start + entry.num_tokens for entry in plan.scheduled]
+        tables = [entry.sequence.block_table for entry in plan.scheduled]
         open_pages = None
         if spare.open_page is not None:
             assert plan.open_pages is not None or not plan.scheduled
             query_lens, context_lens, tables, pages = cut_at_blocks(
                 query_lens, context_lens, tables, plan.open_pages or (), block_size
             )
-            open_pages = (*pages, *(spare.open_page,) * padding)
-        used = (
-            tuple(table[: -(-context // block_size)])
-            for table, context in zip(tables, context_lens, strict=True)
-        )
+            open_pages = pages + [spare.open_page] * padding
         return cls(
-            query_lens=(*query_lens, *(1,) * padding),
-            context_lens=(*context_lens, *(1,) * padding),
-            block_tables=(*used, *((spare.block,),) * padding),
+            query_lens=query_lens + [1] * padding,
+            context_lens=context_lens + [1] * padding,
+            block_tables=tables + [array("i", (spare.block,))] * padding,
             block_size=block_size,
             padding=padding,
             open_pages=open_pages,
         )
 
-    @property
-    def sealed_lens(self) -> tuple[int, ...]:
-        """Leading tokens of each sequence that lie in closed blocks, if the cache is sealed."""
-        size = self.block_size
-        return tuple((context - 1) // size * size for context in self.context_lens)
-
     def ragged(self, tensors: StepTensors, block_tables: Tensor) -> RaggedBatch:
         """With what lies on the device already."""
+        size = self.block_size
         num_decodes = next(
             (i for i, rows in enumerate(self.query_lens) if rows > 1), len(self.query_lens)
         )
+        tables = zip(self.block_tables, self.context_lens, strict=True)
         return RaggedBatch(
             query_start=tensors.query_start,
             context_lens=tensors.context_lens,
             block_tables=block_tables,
             slot_mapping=tensors.slot_mapping,
             num_decodes=num_decodes,
-            host_query_lens=self.query_lens,
-            host_context_lens=self.context_lens,
-            host_block_tables=self.block_tables,
+            host_query_lens=tuple(self.query_lens),
+            host_context_lens=tuple(self.context_lens),
+            host_block_tables=tuple(tuple(table[: -(-end // size)]) for table, end in tables),
             sealed=self._sealed(tensors),
         )
 
@@ -108,10 +99,11 @@ class Geometry:
         assert tensors.sealed_lens is not None
         assert tensors.open_tables is not None
         assert tensors.moves is not None
+        size = self.block_size
         return SealedSpans(
             lens=tensors.sealed_lens,
             open_tables=tensors.open_tables.unsqueeze(1),
-            host_lens=self.sealed_lens,
+            host_lens=tuple((context - 1) // size * size for context in self.context_lens),
             host_open_tables=tuple((page,) for page in self.open_pages),
             slot_mapping=tensors.open_slots,
             moves=tensors.moves.view(-1, 2),
@@ -128,7 +120,7 @@ def shape_of(scheduled: Sequences[ScheduledSequence], geometry: Geometry) -> Ste
     return StepShape(
         num_tokens=sum(geometry.query_lens),
         num_seqs=len(geometry.query_lens),
-        num_samples=geometry.padding + sum(entry.samples for entry in scheduled),
+        num_samples=geometry.padding + sum([entry.samples for entry in scheduled]),
         table_width=max(map(len, geometry.block_tables)),
         is_sealed=geometry.open_pages is not None,
     )
@@ -141,7 +133,7 @@ def fill(
     places: Mapping[Sequence, int],
     first_source: int,
 ) -> None:
-    """Write a step into its staging arrays.
+    """Write a step into its staging arrays, what its sampling needs excepted.
 
     Args:
         arrays: of the step's shape.
@@ -152,72 +144,68 @@ def fill(
     """
     num_tokens = len(arrays["token_ids"])
     token_ids: list[int] = []
-    sources = list(range(first_source, first_source + num_tokens))
     sample_rows: list[int] = []
-    for entry in scheduled:
-        if entry.follows:
-            sources[len(token_ids)] = places[entry.sequence]
+    arrays["sources"][:] = np.arange(first_source, first_source + num_tokens)
+    following: list[int] = []
+    sources: list[int] = []
+    for sequence, start, rows, samples, follows in scheduled:
+        if follows:
+            following.append(len(token_ids))
+            sources.append(places[sequence])
             token_ids.append(0)
+        elif rows == 1:
+            token_ids.append(sequence.token_ids[start])
         else:
-            token_ids += entry.sequence.token_ids[entry.start : entry.end]
-        if entry.samples:
+            token_ids += sequence.token_ids[start : start + rows]
+        if samples:
             sample_rows.append(len(token_ids) - 1)
-    padding = num_tokens - len(token_ids)
-    sample_rows += range(len(token_ids), num_tokens)
-    arrays["token_ids"][:] = token_ids + [0] * padding
-    arrays["sources"][:] = sources
-    spans = zip(geometry.query_lens, geometry.context_lens, geometry.block_tables, strict=True)
-    block_size = geometry.block_size
-    positions: list[int] = []
-    slots: list[int] = []
-    tables = arrays["block_tables"].reshape(len(geometry.block_tables), -1)
-    tables[:] = 0
-    for i, (rows, context, table) in enumerate(spans):
-        span = range(context - rows, context)
-        positions += span
-        slots += [table[p // block_size] * block_size + p % block_size for p in span]
-        tables[i, : len(table)] = table
-    # No slot twice, as long as a block has as many.
-    shifts = np.arange(padding) % block_size
+    arrays["sources"][following] = sources
+    num_filled = len(token_ids)
+    arrays["token_ids"][:num_filled] = token_ids
+    arrays["token_ids"][num_filled:] = 0
+    arrays["sample_rows"][:] = [*sample_rows, *range(num_filled, num_tokens)]
+    _fill_places(arrays, geometry, num_filled)
+
+
+def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_filled: int) -> None:
+    """Write where the rows stand in their sequences and in the cache; behind `num_filled` spare."""
+    size, num_tokens = geometry.block_size, len(arrays["token_ids"])
+    rows, contexts = np.array(geometry.query_lens), np.array(geometry.context_lens)
+    ends = rows.cumsum()
+    arrays["query_start"][0] = 0
+    arrays["query_start"][1:] = ends
+    arrays["context_lens"][:] = contexts
+    tables = arrays["block_tables"].reshape(len(rows), -1)
+    _fill_tables(tables, geometry.block_tables)
+    if len(rows) == num_tokens:
+        owners, positions = np.arange(num_tokens), contexts - 1
+    else:
+        owners = np.repeat(np.arange(len(rows)), rows)
+        positions = np.arange(num_tokens) + (contexts - ends)[owners]
+    offsets = positions % size
+    # Of the rows that only fill up no two have the same slot, as long as a block has as many.
+    offsets[num_filled:] = np.arange(num_tokens - num_filled) % size
     arrays["positions"][:] = positions
-    arrays["slot_mapping"][:] = slots
-    arrays["slot_mapping"][len(token_ids) :] += shifts
-    if geometry.open_pages is not None:
-        _fill_sealed(arrays, geometry, geometry.open_pages)
-        arrays["open_slots"][len(token_ids) :] += shifts
-    arrays["query_start"][:] = (0, *accumulate(geometry.query_lens))
-    arrays["context_lens"][:] = geometry.context_lens
-    arrays["sample_rows"][:] = sample_rows
-    fill_sampling(arrays, [entry for entry in scheduled if entry.samples])
+    slots = arrays["slot_mapping"]
+    slots[:] = tables[owners, positions // size]
+    slots *= size
+    slots += offsets
+    if geometry.open_pages is None:
+        return
+    pages = np.array(geometry.open_pages)
+    arrays["sealed_lens"][:] = (contexts - 1) // size * size
+    arrays["open_tables"][:] = pages
+    arrays["open_slots"][:] = pages[owners] * size + offsets
+    # Which blocks the step fills.
+    last = tables[np.arange(len(rows)), (contexts - 1) // size]
+    moves = np.stack((pages, last), axis=1)
+    moves[contexts % size > 0] = -1
+    arrays["moves"].reshape(-1, 2)[:] = moves
 
 
-def _fill_sealed(
-    arrays: Mapping[str, NDArray[Any]], geometry: Geometry, open_pages: tuple[int, ...]
-) -> None:
-    """Write where rows go before their block is full, and which blocks the step fills."""
-    size = geometry.block_size
-    arrays["sealed_lens"][:] = geometry.sealed_lens
-    arrays["open_tables"][:] = open_pages
-    spans = zip(geometry.query_lens, geometry.context_lens, open_pages, strict=True)
-    arrays["open_slots"][:] = [
-        page * size + position % size
-        for rows, context, page in spans
-        for position in range(context - rows, context)
-    ]
-    blocks = zip(geometry.context_lens, geometry.block_tables, open_pages, strict=True)
-    arrays["moves"].reshape(-1, 2)[:] = [
-        (-1, -1) if context % size else (page, table[-1]) for context, table, page in blocks
-    ]
-
-
-def fill_sampling(
-    arrays: Mapping[str, NDArray[Any]], entries: Sequences[ScheduledSequence]
-) -> None:
-    """Write the settings of the rows that sample; the rest is greedy."""
-    count = len(entries)
-    settings = [entry.sequence.request.sampling for entry in entries]
-    for name, rest in (("temperature", 0.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-        arrays[name][:count] = [getattr(sampling, name) for sampling in settings]
-        arrays[name][count:] = rest
-    arrays["uniform"][:count] = uniform_numbers(entries)
-    arrays["uniform"][count:] = 0.0
+def _fill_tables(tables: NDArray[Any], block_tables: Sequences[array[int]]) -> None:
+    """Write block tables (num_seqs, table_width), each with zeros behind it."""
+    lengths = np.array([len(table) for table in block_tables])
+    tables[:] = 0
+    present = np.arange(tables.shape[1]) < lengths[:, None]
+    tables[present] = np.frombuffer(b"".join(block_tables), dtype=np.int32)

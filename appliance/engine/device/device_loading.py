@@ -69,6 +69,7 @@ def load_device_runner(
         steps = measure_workspace(
             executor,
             sample_tokens,
+            execution.penalize,
             device,
             limits,
             kv_layers=kv_layers,
@@ -103,10 +104,18 @@ def load_device_runner(
         num_open=num_open + 1 if num_open else 0,
     )
     moves = _device_moves(cache, device, rates) if on_pages else HostMoves(cache, rates)
+    sampler = DeviceSampler(
+        eos_token_ids,
+        sample_tokens,
+        execution.penalize,
+        device,
+        num_slots=limits.max_num_seqs,
+        vocab_size=executor.spec.vocab_size,
+    )
     runner = DeviceRunner(
         executor,
         cache,
-        DeviceSampler(eos_token_ids, sample_tokens, device),
+        sampler,
         device,
         limits,
         num_blocks=plan.num_blocks,

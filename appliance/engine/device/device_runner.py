@@ -7,9 +7,10 @@ token stays on the device, and the next step reads it there. Changes no sequence
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
@@ -23,11 +24,15 @@ from appliance.engine.rates import Rates
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Sequences
+
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from appliance.engine.device.device import Device, Event
     from appliance.engine.device.device_sampler import DeviceSampler, SampledRows
     from appliance.engine.device.staging import StepTensors
+    from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sampler import Sampled
     from appliance.engine.scheduling.scheduler import SchedulerLimits
     from appliance.engine.sequence import Sequence
@@ -44,9 +49,9 @@ def largest_step(limits: SchedulerLimits, block_size: int, *, is_sealed: bool) -
 
 
 def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
-    """Bytes that the runner keeps on the device beside the cache: inputs, tables, logits."""
+    """Bytes kept on the device beside the cache: inputs, tables, logits, counts of tokens."""
     tables = 4 * largest.num_samples * largest.table_width
-    return largest.num_bytes + tables + largest.num_samples * (16 + 4 * vocab_size)
+    return largest.num_bytes + tables + largest.num_samples * (16 + 8 * vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,41 +177,43 @@ class DeviceRunner(Generic[AnyCache]):
         self._moves.save(plan.saves)
         self._moves.copy(plan.copies)
         self._moves.load(plan.loads)
-        sampling = tuple(entry for entry in plan.scheduled if entry.samples)
+        sampling = tuple([entry for entry in plan.scheduled if entry.samples])
         decode = is_decode(plan)
         num_seqs = self.graphs.bucket(len(sampling)) if decode else len(plan.scheduled)
-        shape, tensors = self._stage(plan, num_seqs - len(plan.scheduled))
-        drawn = None
+        shape, settings = self._stage(plan, sampling, num_seqs - len(plan.scheduled))
+        tensors = self._staging.send(shape)
+        latest = self._staging.latest
         if decode:
             self._tables[:num_seqs, : shape.table_width].copy_(tensors.block_tables)
             self.graphs.run(num_seqs, lambda: self._decode(num_seqs))
-            logits, drawn = self._logits[: len(sampling)], self._drawn[: len(sampling)]
+            logits, read, drawn = self._logits[:num_seqs], None, self._drawn[:num_seqs]
         else:
-            logits = self._run_eagerly(shape, tensors)
+            logits, read, drawn = *self._run_eagerly(shape, tensors), None
         self._places = {entry.sequence: place for place, entry in enumerate(sampling)}
         if not sampling:
             return None
-        settings = tensors.sampling(len(sampling))
-        return self._sampler.launch(logits, sampling, settings, self._staging.latest, drawn)
+        return self._sampler.launch(
+            logits, sampling, settings, tensors, latest, read=read, drawn=drawn
+        )
 
-    def _stage(self, plan: Plan, padding: int) -> tuple[StepShape, StepTensors]:
+    def _stage(
+        self, plan: Plan, sampling: Sequences[ScheduledSequence], padding: int
+    ) -> tuple[StepShape, NDArray[Any]]:
+        """Fill the inputs; returns their sizes, and how each row that samples does it."""
         self._geometry = Geometry.of(plan, self._cache.block_size, padding, self._spare)
         shape = shape_of(plan.scheduled, self._geometry)
-        fill(
-            self._staging.arrays(shape),
-            plan.scheduled,
-            self._geometry,
-            self._places,
-            self._num_latest,
-        )
-        return shape, self._staging.send(shape)
+        arrays = self._staging.arrays(shape)
+        fill(arrays, plan.scheduled, self._geometry, self._places, self._num_latest)
+        return shape, self._sampler.stage(sampling, arrays)
 
-    def _run_eagerly(self, shape: StepShape, tensors: StepTensors) -> Tensor:
+    def _run_eagerly(self, shape: StepShape, tensors: StepTensors) -> tuple[Tensor, Tensor]:
+        """Logits, and the token that each of their rows has read."""
         token_ids = self._staging.tokens(shape).index_select(0, tensors.sources)
         batch = self._geometry.ragged(tensors, tensors.block_tables)
-        return self._executor.forward(
+        logits = self._executor.forward(
             token_ids, tensors.positions, batch, self._cache, tensors.sample_rows
         )
+        return logits, token_ids.index_select(0, tensors.sample_rows)
 
     def _decode(self, num_seqs: int) -> None:
         """What a graph is made of: from inputs where they always are to logits and tokens."""
@@ -216,20 +223,24 @@ class DeviceRunner(Generic[AnyCache]):
         token_ids = self._staging.tokens(shape).index_select(0, tensors.sources)
         batch = self._geometry.ragged(tensors, self._tables[:num_seqs])
         logits = self._executor.forward(token_ids, tensors.positions, batch, self._cache)
-        # Out of the graphs' pool, so that they can all use the same memory one after another.
-        logits = self._logits[:num_seqs].copy_(logits)
-        tokens = self._sampler.sample_tokens(logits, tensors.sampling(num_seqs))
+        # Out of the graphs' pool, so that they can all use the same memory one after another; and
+        # as the model gave them, for what is reported.
+        self._logits[:num_seqs].copy_(logits)
+        tokens = self._sampler.choose(logits, token_ids, tensors, self._staging.latest)
         self._drawn[:num_seqs].copy_(tokens)
 
     def _capture(self, num_seqs: int) -> None:
         """Capture with rows that only fill up: what runs before the capture harms nothing."""
-        shape, tensors = self._stage(Plan(()), num_seqs)
+        shape, _ = self._stage(Plan(()), (), num_seqs)
+        tensors = self._staging.send(shape)
         self._tables[:num_seqs, : shape.table_width].copy_(tensors.block_tables)
         # Launchers that size a grid by the host's numbers must leave room for any context.
         width = self._tables.shape[1]
         self._geometry = replace(
             self._geometry,
             context_lens=(width * self._cache.block_size,) * num_seqs,
-            block_tables=((self._spare.block,) * width,) * num_seqs,
+            block_tables=[array("i", (self._spare.block,) * width)] * num_seqs,
         )
+        latest = self._staging.latest.clone()  # the next step may still have to read it
         self.graphs.capture(num_seqs, lambda: self._decode(num_seqs))
+        self._staging.latest.copy_(latest)

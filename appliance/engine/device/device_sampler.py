@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.device.adjustments import AdjustmentList
+from appliance.engine.device.seen_tokens import SeenTokens
+from appliance.engine.device.slot_settings import STAGED, SlotSettings, uniform_numbers
 from appliance.engine.messages import Candidate, TokenLogprobs
 from appliance.engine.plan import Continuations
 from appliance.engine.sampler import BANNED, BROKEN, Sampled, candidates_of
-from appliance.kernels.sampling.adjust import adjust
 from appliance.kernels.sampling.ranking import likeliest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
     from collections.abc import Sequence as Sequences
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from appliance.engine.device.device import Device
+    from appliance.engine.device.staging import StepTensors
     from appliance.engine.plan import ScheduledSequence
+    from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.sampling import SamplingRows
-
-_MASK64 = 2**64 - 1
 
 
 class SampleTokens(Protocol):
@@ -42,27 +43,6 @@ class SampleTokens(Protocol):
         ...
 
 
-def uniform_numbers(entries: Iterable[ScheduledSequence]) -> NDArray[np.float64]:
-    """`sampler.uniform_number` of each sequence for the token that its entry samples."""
-    keys = [
-        (
-            (entry.sequence.request.sampling.seed or 0) & _MASK64,
-            entry.sequence.index,
-            entry.end,
-        )
-        for entry in entries
-    ]
-    seed, index, position = np.array(keys, dtype=np.uint64).reshape(-1, 3).T
-    x = seed ^ (index * np.uint64(0xD1342543DE82EF95)) ^ (position * np.uint64(0x9E3779B97F4A7C15))
-    for _ in range(2):
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    numbers: NDArray[np.float64] = (x >> np.uint64(11)).astype(np.float64) / 2**53
-    return numbers
-
-
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
     """Of the rows that report them; before any penalty or temperature."""
@@ -71,6 +51,20 @@ class _Logprobs:
     chosen: Tensor  # (num_rows,) float32
     top: Tensor  # (num_rows, most that is asked for) float32
     top_ids: Tensor  # int64
+
+    def read(self, tokens: list[int], entries: Sequences[ScheduledSequence]) -> _Reports:
+        """By row, what the host tells of them."""
+        parts = (self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist())
+        reports = {}
+        for row, chosen, ids, values in zip(self.rows, *parts, strict=True):
+            count = entries[row].sequence.request.sampling.logprobs
+            pairs = zip(ids[:count], values[:count], strict=True)
+            top = tuple([Candidate(*pair) for pair in pairs])
+            reports[row] = TokenLogprobs(Candidate(tokens[row], chosen), top)
+        return reports
+
+
+_Reports = dict[int, TokenLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,47 +87,41 @@ class SampledRows:
     """What a step sampled, on its way to the host."""
 
     entries: Sequences[ScheduledSequence]
-    tokens: Tensor  # (num_rows,) int64
-    largest: dict[int, Tensor]  # rows that were adjusted: their largest logit before, a scalar
+    tokens: Tensor  # (at least num_entries,) int64
+    banned: list[int]  # rows in which tokens are
+    largest: Tensor | None  # (num_rows,) logits before that; None if there are no such rows
     logprobs: _Logprobs | None
     candidates: _Candidates | None = None
 
     def read(self) -> list[Sampled]:
         """One result per entry, once an event recorded after the copies has come."""
-        return [
-            self._result(row, entry, token_id)
-            for row, (entry, token_id) in enumerate(
-                zip(self.entries, self.tokens.tolist(), strict=True)
-            )
-        ]
+        tokens: list[int] = self.tokens.tolist()[: len(self.entries)]
+        reports = {} if self.logprobs is None else self.logprobs.read(tokens, self.entries)
+        places = {} if self.candidates is None else self.candidates.places
+        if not (reports or places):
+            return [
+                Sampled(token_id) if token_id >= 0 else self._reason(row)
+                for row, token_id in enumerate(tokens)
+            ]
+        results = []
+        for row, token_id in enumerate(tokens):
+            if token_id < 0:
+                results.append(self._reason(row))
+                continue
+            report, beam = reports.get(row), None
+            if row in places:
+                assert self.candidates is not None
+                beam = Continuations(self.candidates.of(row), () if report is None else report.top)
+            results.append(Sampled(token_id, report, continuations=beam))
+        return results
 
-    def _result(self, row: int, entry: ScheduledSequence, token_id: int) -> Sampled:
-        if token_id >= 0:
-            report = self._report(row, entry, token_id)
-            beam = None
-            if self.candidates is not None and row in self.candidates.places:
-                top = () if report is None else report.top
-                beam = Continuations(self.candidates.of(row), top)
-            return Sampled(token_id, report, continuations=beam)
-        if row in self.largest and bool(self.largest[row].isfinite()):
-            return BANNED
+    def _reason(self, row: int) -> Sampled:
+        """Why a row has no token."""
+        if row in self.banned:
+            assert self.largest is not None
+            if self.largest[row].isfinite():
+                return BANNED
         return BROKEN
-
-    def _report(self, row: int, entry: ScheduledSequence, token_id: int) -> TokenLogprobs | None:
-        count = entry.sequence.request.sampling.logprobs
-        if count is None:
-            return None
-        assert self.logprobs is not None
-        place = self.logprobs.rows.index(row)
-        pairs = zip(
-            self.logprobs.top_ids[place, :count].tolist(),
-            self.logprobs.top[place, :count].tolist(),
-            strict=True,
-        )
-        return TokenLogprobs(
-            Candidate(token_id, self.logprobs.chosen[place].item()),
-            tuple(Candidate(candidate, value) for candidate, value in pairs),
-        )
 
 
 class DeviceSampler:
@@ -142,85 +130,137 @@ class DeviceSampler:
     Args:
         eos_token_ids: tokens that end an answer.
         sample_tokens: draws from the adjusted logits.
+        penalize: lowers the logits of tokens that were seen.
         device: where the logits are.
+        num_slots: sequences that run at once.
+        vocab_size: tokens there are.
     """
 
     def __init__(
-        self, eos_token_ids: tuple[int, ...], sample_tokens: SampleTokens, device: Device
+        self,
+        eos_token_ids: tuple[int, ...],
+        sample_tokens: SampleTokens,
+        penalize: Penalize,
+        device: Device,
+        *,
+        num_slots: int,
+        vocab_size: int,
     ) -> None:
         self._eos_token_ids = eos_token_ids
-        self.sample_tokens = sample_tokens
+        self._sample_tokens = sample_tokens
+        self._penalize = penalize
         self._device = device
+        self._slots = SlotSettings(num_slots)
+        self._seen = SeenTokens(device, num_slots, vocab_size)
+
+    def stage(
+        self, entries: Sequences[ScheduledSequence], arrays: Mapping[str, NDArray[Any]]
+    ) -> NDArray[Any]:
+        """Write how a step samples into its staging arrays; to be called for each that is launched.
+
+        Args:
+            entries: those that sample; the arrays may have rows behind them, which get greedy.
+            arrays: of the step.
+
+        Returns:
+            (num_samples,) what `SlotSettings` says of each row.
+        """
+        count, num_samples = len(entries), len(arrays["uniform"])
+        sequences = [entry.sequence for entry in entries]
+        settings = self._slots.of(sequences, num_samples - count)
+        for name in STAGED:
+            arrays[name][:] = settings[name]
+        positions = np.zeros(num_samples, dtype=np.int64)
+        positions[:count] = [entry.start + entry.num_tokens for entry in entries]
+        arrays["uniform"][:] = uniform_numbers(settings["key"], positions)
+        arrays["counted"][:] = 0
+        self._seen.prepare(entries, settings["places"], arrays["counted"])
+        return settings
+
+    def choose(self, logits: Tensor, read: Tensor, tensors: StepTensors, latest: Tensor) -> Tensor:
+        """Count, penalize and draw: what a graph holds of sampling.
+
+        Args:
+            logits: (num_samples, vocab_size) float32; changed in place.
+            read: (num_samples,) int64, the token that each row has read.
+            tensors: of the step.
+            latest: (at least num_samples,) int64, gets the tokens, 0 where there is none.
+
+        Returns:
+            (num_samples,) int64, see `SampleTokens`.
+        """
+        self._penalize(logits, self._seen.table, tensors.penalties, read)
+        return self._draw(logits, tensors, latest)
 
     def launch(
         self,
         logits: Tensor,
         entries: Sequences[ScheduledSequence],
-        rows: SamplingRows,
+        settings: NDArray[Any],
+        tensors: StepTensors,
         latest: Tensor,
+        *,
+        read: Tensor | None = None,
         drawn: Tensor | None = None,
     ) -> SampledRows:
         """Enqueue all that it takes to choose the next token of each entry.
 
         Args:
-            logits: (num_entries, vocab_size) float32; changed in place.
-            entries: in the order of the rows; penalties read the sequences' tokens so far.
-            rows: settings of each.
-            latest: (at least num_entries,) int64, gets the tokens, 0 where there is none.
-            drawn: (num_entries,) int64, what `sample_tokens` has made of the same logits already;
-                it counts unless they are adjusted.
+            logits: (num_samples, vocab_size) float32; changed in place.
+            entries: in the order of the rows; there may be rows behind them.
+            settings: what `stage` returned.
+            tensors: of the step.
+            latest: see `choose`.
+            read: see `choose`; needed without `drawn`.
+            drawn: (num_samples,) int64, what `choose` has made of the same logits already; it
+                counts unless single logits are adjusted.
         """
         adjustments = AdjustmentList(self._eos_token_ids)
-        for row, entry in enumerate(entries):
-            num_output_tokens = entry.end - entry.sequence.num_prompt_tokens
-            adjustments.add(row, entry.sequence, num_output_tokens)
-        reported = [
-            row
-            for row, entry in enumerate(entries)
-            if entry.sequence.request.sampling.logprobs is not None
-        ]
+        for row in np.flatnonzero(settings["adjusts"]).tolist():
+            adjustments.add(row, entries[row])
+        reported = np.flatnonzero(settings["reports"]).tolist()
         index = self._device.send(torch.tensor(reported)) if reported else None
         raw = None if index is None else torch.log_softmax(logits[index], dim=-1)
-        candidates = self._candidates(logits, entries)
-        largest = {}
-        if adjustments.changed:
-            drawn = None
-            changed = self._device.send(torch.tensor(adjustments.changed))
-            maxima = self._device.fetch(logits[changed].amax(dim=-1))
-            largest = dict(zip(adjustments.changed, maxima.unbind(), strict=True))
-            adjust(logits, adjustments.send(self._device))
-        tokens = self.sample_tokens(logits, rows) if drawn is None else drawn
-        torch.clamp(tokens, min=0, out=latest[: len(tokens)])
+        candidates = self._candidates(logits, entries, settings)
+        largest = None
+        if adjustments.banned:
+            largest = self._device.fetch(logits.amax(dim=-1))
+        if drawn is None or adjustments.rows:
+            if (settings["places"] >= 0).any():
+                uncounted = read if drawn is None else None
+                self._penalize(logits, self._seen.table, tensors.penalties, uncounted)
+            adjustments.apply(logits, self._device)
+            drawn = self._draw(logits, tensors, latest)
         logprobs = None
         if raw is not None:
-            chosen = raw.gather(1, latest[: len(tokens)][index][:, None])[:, 0]
+            chosen = raw.gather(1, latest[: len(drawn)][index][:, None])[:, 0]
             most = max(entries[row].sequence.request.sampling.logprobs or 0 for row in reported)
             top, top_ids = likeliest(raw, most)
             fetch = self._device.fetch
             logprobs = _Logprobs(reported, fetch(chosen), fetch(top), fetch(top_ids))
-        return SampledRows(entries, self._device.fetch(tokens), largest, logprobs, candidates)
+        tokens = self._device.fetch(drawn)
+        return SampledRows(entries, tokens, adjustments.banned, largest, logprobs, candidates)
+
+    def _draw(self, logits: Tensor, tensors: StepTensors, latest: Tensor) -> Tensor:
+        tokens = self._sample_tokens(logits, tensors.sampling)
+        torch.clamp(tokens, min=0, out=latest[: len(tokens)])
+        return tokens
 
     def _candidates(
-        self, logits: Tensor, entries: Sequences[ScheduledSequence]
+        self, logits: Tensor, entries: Sequences[ScheduledSequence], settings: NDArray[Any]
     ) -> _Candidates | None:
         """As `Sampler` does: log probabilities, then bias and bans."""
-        rows = [
-            row
-            for row, entry in enumerate(entries)
-            if entry.sequence.request.sampling.use_beam_search
-        ]
+        rows = np.flatnonzero(settings["searches"]).tolist()
         if not rows:
             return None
         scores = torch.log_softmax(logits[self._device.send(torch.tensor(rows))], dim=-1)
         adjustments = AdjustmentList(self._eos_token_ids)
         places = {}
         for place, row in enumerate(rows):
-            sequence, end = entries[row].sequence, entries[row].end
-            adjustments.add(place, sequence, end - sequence.num_prompt_tokens)
-            sampling = sequence.request.sampling
+            adjustments.add(place, entries[row])
+            sampling = entries[row].sequence.request.sampling
             places[row] = (place, num_candidates(sampling, self._eos_token_ids))
-        if adjustments.changed:
-            adjust(scores, adjustments.send(self._device))
+        adjustments.apply(scores, self._device)
         most = min(max(count for _, count in places.values()), scores.shape[-1])
         values, token_ids = likeliest(scores, most)
         return _Candidates(places, self._device.fetch(values), self._device.fetch(token_ids))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.engine.request import MAX_LOGPROBS
+from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling.ranking import likeliest
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from appliance.engine.device.device_sampler import SampleTokens
     from appliance.engine.scheduling.scheduler import SchedulerLimits
     from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.kernels.penalties.rows import Penalize
     from appliance.model.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ def graph_allowance(budget_bytes: int, decode_bytes: int) -> int:
 def measure_workspace(
     executor: Executor[Any],
     sample_tokens: SampleTokens,
+    penalize: Penalize,
     device: Device,
     limits: SchedulerLimits,
     *,
@@ -96,6 +99,7 @@ def measure_workspace(
         spans = zip(lengths, contexts, strict=True)
         positions = [place for rows, end in spans for place in range(end - rows, end)]
         logits = _run(executor, batch, positions, cache, min(rows, limits.max_num_seqs))
+        _penalize(logits, penalize)
         _sample(logits, sample_tokens, with_logprobs=rows == most)
         del batch, logits
         if rows == limits.max_num_seqs:
@@ -133,6 +137,16 @@ def _run(
         cache,
         torch.arange(num_samples, device=where),
     )
+
+
+def _penalize(logits: Tensor, penalize: Penalize) -> None:
+    """No row is changed: the kernels are what counts."""
+    num_rows, vocab_size = logits.shape
+    seen = logits.new_zeros((1, vocab_size), dtype=torch.int32)
+    zeros = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
+    rows = PenaltyRows(zeros - 1, zeros, zeros.float(), zeros.double(), zeros.double())
+    penalize(logits, seen, rows, zeros.long())
+    penalize(logits, seen, rows)
 
 
 def _sample(logits: Tensor, sample_tokens: SampleTokens, *, with_logprobs: bool) -> None:

@@ -6,22 +6,28 @@ shape lie at the same places each time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
+from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.sampling import SamplingRows
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from numpy.typing import NDArray
     from torch import Tensor
 
     from appliance.engine.device.device import Device, Event
 
+Layout = TypeVar("Layout")
 ALIGNMENT = 16  # bytes: kernels load as many at once
 COPIES = 2  # of the host buffer: one is read by the device while the other is filled
+MAX_SHAPES = 1024  # that are kept laid out: those of decode steps come again and again
 
 _TORCH = {
     np.dtype(np.int64): torch.int64,
@@ -58,6 +64,11 @@ class StepShape:
             "top_p": (np.float32, samples),
             "min_p": (np.float32, samples),
             "uniform": (np.float64, samples),
+            "places": (np.int32, samples),
+            "counted": (np.int32, samples),
+            "repetition": (np.float32, samples),
+            "presence": (np.float64, samples),
+            "frequency": (np.float64, samples),
             "block_tables": (np.int32, seqs * self.table_width),
         }
 
@@ -69,19 +80,24 @@ class StepShape:
             "moves": (np.int64, 2 * self.num_seqs),
         }
 
-    def places(self) -> dict[str, tuple[int, int]]:
+    def places(self) -> Mapping[str, tuple[int, int]]:
         """First byte of each part, and the one after its last."""
-        places, end = {}, 0
-        for name, (dtype, count) in self.parts().items():
-            begin = -(-end // ALIGNMENT) * ALIGNMENT
-            end = begin + np.dtype(dtype).itemsize * count
-            places[name] = (begin, end)
-        return places
+        return _places(self)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all parts."""
         return self.places()["block_tables"][1]
+
+
+@lru_cache(maxsize=MAX_SHAPES)
+def _places(shape: StepShape) -> Mapping[str, tuple[int, int]]:
+    places, end = {}, 0
+    for name, (dtype, count) in shape.parts().items():
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        end = begin + np.dtype(dtype).itemsize * count
+        places[name] = (begin, end)
+    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +116,11 @@ class StepTensors:
     top_p: Tensor
     min_p: Tensor
     uniform: Tensor
+    places: Tensor
+    counted: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
     block_tables: Tensor  # (num_seqs, table_width)
     # With open pages, see `SealedSpans`; a sequence that fills no block has a move of -1.
     sealed_lens: Tensor | None = None
@@ -107,14 +128,16 @@ class StepTensors:
     open_slots: Tensor | None = None
     moves: Tensor | None = None  # (2 * num_seqs,)
 
-    def sampling(self, num_rows: int) -> SamplingRows:
-        """Settings of the first rows."""
-        return SamplingRows(
-            temperature=self.temperature[:num_rows],
-            top_k=self.top_k[:num_rows],
-            top_p=self.top_p[:num_rows],
-            min_p=self.min_p[:num_rows],
-            uniform=self.uniform[:num_rows],
+    @property
+    def sampling(self) -> SamplingRows:
+        """How the rows that sample do it."""
+        return SamplingRows(self.temperature, self.top_k, self.top_p, self.min_p, self.uniform)
+
+    @property
+    def penalties(self) -> PenaltyRows:
+        """What these rows ask for in the way of penalties."""
+        return PenaltyRows(
+            self.places, self.counted, self.repetition, self.presence, self.frequency
         )
 
 
@@ -122,6 +145,7 @@ class StepTensors:
 class _HostBuffer:
     tensor: Tensor
     copied: Event | None = None
+    arrays: dict[StepShape, dict[str, NDArray[Any]]] = field(default_factory=dict)
 
 
 class Staging:
@@ -154,12 +178,15 @@ class Staging:
         host = self._hosts[0]
         if host.copied is not None:
             host.copied.wait()
-        memory = host.tensor.numpy()
-        parts = shape.parts()
-        return {
-            name: memory[begin:end].view(parts[name][0])
-            for name, (begin, end) in shape.places().items()
-        }
+        found = host.arrays.get(shape)
+        if found is None:
+            memory, parts = host.tensor.numpy(), shape.parts()
+            found = {
+                name: memory[begin:end].view(parts[name][0])
+                for name, (begin, end) in shape.places().items()
+            }
+            _keep(host.arrays, shape, found)
+        return found
 
     def send(self, shape: StepShape) -> StepTensors:
         """Enqueue the copy of what was filled last; returns the device's side."""
@@ -180,11 +207,16 @@ class Staging:
             }
             tables = views.pop("block_tables").view(shape.num_seqs, shape.table_width)
             found = StepTensors(**views, block_tables=tables)
-            if len(self._tensors) < 1024:  # shapes of decode steps come again and again
-                self._tensors[shape] = found
+            _keep(self._tensors, shape, found)
         return found
 
     def tokens(self, shape: StepShape) -> Tensor:
         """`latest` and then the step's token ids: what `sources` points into."""
         _, end = shape.places()["token_ids"]
         return self._memory[: len(self.latest) * 8 + end].view(torch.int64)
+
+
+def _keep(known: dict[StepShape, Layout], shape: StepShape, layout: Layout) -> None:
+    if len(known) == MAX_SHAPES:
+        known.clear()
+    known[shape] = layout

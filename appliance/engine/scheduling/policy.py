@@ -120,11 +120,9 @@ def may_admit(cost: int, num_free_blocks: int, num_promised: int) -> bool:
 def may_look_ahead(sequence: Sequence) -> bool:
     """Whether a sequence may run on before its latest token is known to the host.
 
-    Penalties are made of the tokens so far, so a request that has them waits for each. Of beams
-    nobody knows which go on until all have been heard.
+    Of beams nobody knows which go on until all have been heard.
     """
-    sampling = sequence.request.sampling
-    return not (sampling.has_penalties or sampling.use_beam_search)
+    return not sequence.request.sampling.use_beam_search
 
 
 def choose_victim(

@@ -208,7 +208,6 @@ def requests(draw: st.DrawFn, number: int) -> tuple[int, Request]:
         max_tokens=draw(st.one_of(st.integers(10, 20), st.none())),
         min_tokens=draw(st.integers(0, 9)) if searches else 0,
         stop=draw(st.sampled_from([(), (STOP,)])) if searches else (),
-        presence_penalty=0.0 if searches else 1.0,  # so that nothing is planned ahead
     )
     request = Request(
         request_id=str(number),

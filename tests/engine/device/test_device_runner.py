@@ -109,7 +109,10 @@ def test_answers_equal_those_of_the_synchronous_runner(tiny_llama: Path, late: b
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_preemption_changes_nothing(tiny_llama: Path, kv: str) -> None:
     bytes_per_block = {"bf16": 16 * 2 * 2 * 2 * 32, "int8": 16 * 2 * 2 * 2 * 18}[kv]
-    requests = [request(f"r{i}", prompt(60 + i, i), max_tokens=120) for i in range(6)]
+    penalties: list[dict[str, float]] = [{}, {"presence_penalty": 0.5, "repetition_penalty": 1.2}]
+    requests = [
+        request(f"r{i}", prompt(60 + i, i), max_tokens=120, **penalties[i % 2]) for i in range(6)
+    ]
     options = {"kv_cache_dtype": kv, "prefix_caching": False}
     tight = load(tiny_llama, LateDevice(), kv_cache_memory=32 * bytes_per_block, **options)
     assert tight.info.num_blocks == 32
@@ -187,6 +190,33 @@ def test_a_step_is_in_flight_while_the_next_one_is_planned(tiny_llama: Path) -> 
     assert engine.stats().steps_total == 3
 
 
+def test_penalties_count_tokens_that_the_host_does_not_know_yet(tiny_llama: Path) -> None:
+    """On a graph and not, beside a prompt, with a bias, and in slots that others have left."""
+    requests = [
+        request("repetition", prompt(30, 1), max_tokens=100, repetition_penalty=1.5),
+        request("frequency", prompt(31, 2), max_tokens=100, frequency_penalty=1.0),
+        request(
+            "choices", prompt(32, 3), max_tokens=60, n=3, temperature=1.0, presence_penalty=1.5
+        ),
+        request("bias", prompt(9, 4), max_tokens=60, frequency_penalty=0.7, logit_bias={30: 9.0}),
+        request("logprobs", prompt(10, 5), max_tokens=60, repetition_penalty=1.3, logprobs=2),
+        request("late", prompt(200, 6), repetition_penalty=1.3),
+    ]
+    expected = run(load(tiny_llama, None), *requests)
+    engine = load(tiny_llama, LateDevice(), max_num_seqs=8)
+    runner = engine._runner
+    assert isinstance(runner, DeviceRunner)
+    engine.submit(requests[0])
+    num_calls = 0
+    while engine._scheduler.has_work:
+        engine.step()
+        num_calls += 1
+    assert num_calls == engine.stats().steps_total + 1, "it waits for each of its tokens"
+    for _ in range(2):
+        assert run(engine, *requests) == expected
+        assert runner.graphs.captured
+
+
 def test_a_row_behind_the_end_is_dropped(tiny_llama: Path) -> None:
     reference = load(tiny_llama, None)
     free = run(reference, request("free", prompt(30, 6), max_tokens=12))["free", 0][0]
@@ -261,8 +291,11 @@ def test_a_step_without_memory_ends_its_request_and_the_others_start_over(
     assert tokens == expected
 
 
-def test_an_interrupted_step_is_repeated(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    item = request("r", prompt(40, 8), ignore_eos=True)
+@pytest.mark.parametrize("sampling", [{}, {"frequency_penalty": 0.5}])
+def test_an_interrupted_step_is_repeated(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, sampling: dict[str, float]
+) -> None:
+    item = request("r", prompt(40, 8), ignore_eos=True, **sampling)
     expected = run(load(tiny_llama, None), item)["r", 0][0]
     engine = load(tiny_llama, LateDevice())
     engine.submit(item)

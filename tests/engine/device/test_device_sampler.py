@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from appliance.engine.device.device import HostDevice
-from appliance.engine.device.device_sampler import DeviceSampler, uniform_numbers
+from appliance.engine.device.device_sampler import DeviceSampler
+from appliance.engine.device.slot_settings import SlotSettings, uniform_numbers
+from appliance.engine.device.staging import Staging, StepShape
 from appliance.engine.plan import ScheduledSequence
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sampler import Sampled, Sampler, uniform_number
 from appliance.engine.sequence import Sequence
-from appliance.kernels.sampling import SamplingRows, batched
+from appliance.kernels.penalties.reference import penalize
+from appliance.kernels.sampling import batched
 
 EOS, VOCAB = 7, 50
 
@@ -26,23 +30,39 @@ def entry(answer: tuple[int, ...] = (), **sampling: object) -> ScheduledSequence
     return ScheduledSequence(sequence, length - 1, 1, samples=True)
 
 
-def rows_of(entries: list[ScheduledSequence]) -> SamplingRows:
-    settings = [entry.sequence.request.sampling for entry in entries]
-    return SamplingRows.of(
-        [s.temperature for s in settings],
-        [s.top_k for s in settings],
-        [s.top_p for s in settings],
-        [s.min_p for s in settings],
-        uniform_numbers(entries).tolist(),
+def sampler_of(num_slots: int) -> DeviceSampler:
+    return DeviceSampler(
+        (EOS,),
+        batched.choose_where_it_is,
+        penalize,
+        HostDevice(),
+        num_slots=num_slots,
+        vocab_size=VOCAB,
     )
 
 
-def sample(logits: torch.Tensor, entries: list[ScheduledSequence]) -> list[Sampled]:
-    sampler = DeviceSampler((EOS,), batched.choose_where_it_is, HostDevice())
-    latest = torch.full((len(entries) + 1,), -9)
-    results = sampler.launch(logits.clone(), entries, rows_of(entries), latest).read()
-    assert latest.tolist() == [*(max(0, result.token_id) for result in results), -9]
+def sample(
+    logits: torch.Tensor, entries: list[ScheduledSequence], sampler: DeviceSampler | None = None
+) -> list[Sampled]:
+    """As one step of a runner that has no graph, with a row that only fills up."""
+    for slot, one in enumerate(entries, 1):
+        one.sequence.slot = slot
+    count = len(entries)
+    sampler = sampler or sampler_of(count)
+    shape = StepShape(count + 1, count + 1, count + 1, 1)
+    staging = Staging(HostDevice(), shape)
+    settings = sampler.stage(entries, staging.arrays(shape))
+    tensors = staging.send(shape)
+    latest = torch.full((count + 2,), -9)
+    read = torch.tensor([*(one.sequence.token_ids[one.end - 1] for one in entries), 0])
+    padded = torch.cat((logits, torch.zeros(1, VOCAB)))
+    results = sampler.launch(padded, entries, settings, tensors, latest, read=read).read()
+    assert latest.tolist() == [*(max(0, result.token_id) for result in results), 0, -9]
     return results
+
+
+def asked_of(one: ScheduledSequence) -> dict[str, object]:
+    return msgspec.structs.asdict(one.sequence.request.sampling)
 
 
 ENTRIES = [
@@ -59,6 +79,9 @@ ENTRIES = [
 ]
 
 
+SHAPE = StepShape(len(ENTRIES) + 1, len(ENTRIES) + 1, len(ENTRIES) + 1, 1)
+
+
 def test_results_equal_those_of_the_synchronous_sampler() -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
@@ -67,6 +90,32 @@ def test_results_equal_those_of_the_synchronous_sampler() -> None:
             logits.clone(), [entry.sequence for entry in ENTRIES]
         )
         assert sample(logits, ENTRIES) == expected
+
+
+def test_what_a_graph_has_drawn_counts_unless_single_logits_are_adjusted() -> None:
+    """Step after step, with each token counted once."""
+    sampler, staged = sampler_of(len(ENTRIES)), Staging(HostDevice(), SHAPE)
+    entries = [entry(tuple(one.sequence.token_ids[3:]), **asked_of(one)) for one in ENTRIES]
+    for slot, one in enumerate(entries, 1):
+        one.sequence.slot = slot
+    latest = torch.zeros(SHAPE.num_samples, dtype=torch.int64)
+    for step in range(6):
+        logits = torch.randn(
+            SHAPE.num_samples, VOCAB, generator=torch.Generator().manual_seed(step)
+        )
+        expected = Sampler((EOS,), batched.choose).sample(
+            logits[: len(entries)].clone(), [one.sequence for one in entries]
+        )
+        settings = sampler.stage(entries, staged.arrays(SHAPE))
+        tensors = staged.send(SHAPE)
+        assert tensors.counted.any() == (step > 0)
+        read = torch.tensor([*(one.sequence.token_ids[-1] for one in entries), 0])
+        drawn = sampler.choose(logits.clone(), read, tensors, latest)
+        found = sampler.launch(logits, entries, settings, tensors, latest, drawn=drawn).read()
+        assert found == expected
+        for one, result in zip(entries, found, strict=True):
+            one.sequence.token_ids.append(result.token_id)
+        entries = [one._replace(start=one.start + 1) for one in entries]
 
 
 def beam(width: int, answer: tuple[int, ...] = (), **sampling: object) -> ScheduledSequence:
@@ -156,8 +205,12 @@ def test_uniform_numbers_are_those_of_one_at_a_time() -> None:
         uniform_number(e.sequence.request.sampling.seed or 0, e.sequence.index, e.end)
         for e in entries
     ]
-    assert uniform_numbers(entries).tolist() == expected
-    assert uniform_numbers([]).shape == (0,)
+    for slot, one in enumerate(entries, 1):
+        one.sequence.slot = slot
+    keys = SlotSettings(len(entries)).of([one.sequence for one in entries])["key"]
+    ends = np.array([one.end for one in entries])
+    assert uniform_numbers(keys, ends).tolist() == expected
+    assert uniform_numbers(keys[:0], ends[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("presence", [0.3, -2.0])

@@ -25,6 +25,7 @@ from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.fp8_matmul.spec import choose_fp8_tile
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.packed_matmul.tiles import ARCHITECTURES, choose_tile
+from appliance.kernels.penalties import reference
 from appliance.kernels.sampling import SamplingRows, batched
 
 MIB = 2**20
@@ -97,6 +98,7 @@ def test_the_largest_step_is_run_and_peaks_are_read(
     found = measure_workspace(
         model,  # type: ignore[arg-type]
         sample_tokens,
+        reference.penalize,
         Meter(500 * MIB, 70 * MIB, 77 * MIB),
         SchedulerLimits(5, rows, context),
         kv_layers=[LayerPrecision(kv_format)],
@@ -123,6 +125,7 @@ def test_steps_of_all_sizes_that_have_kernels_of_their_own_are_run_before_reques
     measure_workspace(
         model,  # type: ignore[arg-type]
         lambda logits, rows: batched.choose_where_it_is(logits, rows),
+        reference.penalize,
         Meter(0, MIB),
         SchedulerLimits(48, 1000, 2000),
         kv_layers=[LayerPrecision(KVFormat.BF16)],

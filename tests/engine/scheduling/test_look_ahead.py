@@ -53,9 +53,10 @@ def rows(plan: Plan) -> list[Row]:
     ]
 
 
-def test_a_decode_row_follows_the_token_that_is_not_known_yet() -> None:
+@pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.5}])
+def test_a_decode_row_follows_the_token_that_is_not_known_yet(sampling: dict[str, float]) -> None:
     engine = pipeline()
-    add(engine, "a", 3)
+    add(engine, "a", 3, **sampling)
     first, second = engine.plan(), engine.plan()
     assert rows(first) == [("a", 0, 3, True, False)]
     assert rows(second) == [("a", 3, 1, True, True)]
@@ -116,18 +117,8 @@ def test_a_stop_that_is_found_late_drops_the_row_and_keeps_its_blocks_until_then
     assert engine.scheduler.plan(now=0.0) is None
     assert engine.commit(second, 51) == []
     assert sequence.token_ids[4:] == [stop]
-    assert sequence.block_table == []
+    assert not sequence.block_table
     assert rows(engine.plan()) == [("b", 0, 7, True, False)]
-
-
-def test_penalties_wait_for_each_token() -> None:
-    engine = pipeline()
-    add(engine, "a", 3, presence_penalty=0.5)
-    add(engine, "b", 3)
-    first = engine.plan()
-    assert [row[0] for row in rows(engine.plan())] == ["b"]
-    engine.commit(first, 50, 51)
-    assert rows(engine.plan()) == [("a", 3, 1, True, False), ("b", 4, 1, True, True)]
 
 
 def test_an_abort_with_two_plans_in_flight_frees_with_the_second() -> None:

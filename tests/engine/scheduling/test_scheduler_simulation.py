@@ -242,7 +242,6 @@ class Simulation:
             assert entry.follows == (end > len(seq.token_ids))
             if entry.follows:
                 assert entry.num_tokens == 1
-                assert not seq.request.sampling.has_penalties
             seen["followed"] += entry.follows
             places = {self.model.place(seq, position) for position in range(entry.start, end)}
             assert not targets & places
@@ -274,7 +273,7 @@ class Simulation:
     def commit(self) -> None:
         plan, tables = self.in_flight.pop(0)
         for entry, table in zip(plan.scheduled, tables, strict=True):
-            now = entry.sequence.block_table
+            now = list(entry.sequence.block_table)
             assert now[: len(table)] == table, "blocks left a plan in flight"
             assert now == table or self.load.look_ahead
             if entry.follows and entry.sequence.status is SequenceStatus.FINISHED:

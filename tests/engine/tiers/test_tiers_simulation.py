@@ -7,6 +7,7 @@ whatever is read through a block table that is not what belongs there changes an
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -96,7 +97,7 @@ class Memory:
                 sampled.append(value % 97)
         return sampled
 
-    def last(self, table: list[int], opened: tuple[int, ...], start: int) -> int:
+    def last(self, table: array[int], opened: tuple[int, ...], start: int) -> int:
         """The slot before a row, which depends on all before it."""
         if start == 0:
             return 0

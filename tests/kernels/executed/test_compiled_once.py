@@ -115,7 +115,8 @@ def test_nothing_is_compiled_while_requests_wait(
         at_load = list(names)
         requests = [
             request("one", 1, max_tokens=1, temperature=0.0),
-            request("copies on write", 33, n=3, logprobs=2, max_tokens=2),
+            request("copies on write", 33, n=3, logprobs=2, presence_penalty=1.0),
+            request("biased", 2, logit_bias={7: 1.0}, presence_penalty=1.0),
             *(request(f"r{i}", 1 + i % 2, max_tokens=1, top_p=0.9) for i in range(16)),
         ]
         for item in requests:

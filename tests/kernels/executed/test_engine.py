@@ -44,7 +44,14 @@ def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine
         runner = DeviceRunner(
             executor,
             cache,
-            DeviceSampler((EOS,), sample_tokens, device),
+            DeviceSampler(
+                (EOS,),
+                sample_tokens,
+                execution.penalize,
+                device,
+                num_slots=LIMITS.max_num_seqs,
+                vocab_size=source.spec.vocab_size,
+            ),
             device,
             LIMITS,
             num_blocks=NUM_BLOCKS,

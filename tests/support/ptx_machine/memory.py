@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -44,7 +45,11 @@ class GlobalMemory:
         self._know(tensors)
 
     def _know(self, tensors: Iterable[Tensor]) -> None:
-        storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+        storages = [
+            tensor.untyped_storage()
+            for tensor in tensors
+            if tensor.device.type == "cpu" and tensor.layout is torch.strided
+        ]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
         self._bases = np.array(sorted(sizes), dtype=np.uint64)
         self._ends = np.array([base + sizes[base] for base in sorted(sizes)], dtype=np.uint64)
@@ -91,7 +96,7 @@ class GlobalMemory:
             raise MemoryAccessError(f"{size} bytes at {wrong:#x}, which is no multiple of that")
         owner, inside = self._owners(address, size)
         if not inside.all():  # a table of addresses may point to any other tensor
-            self._know(one for one in gc.get_objects() if issubclass(type(one), Tensor))
+            self._know(one for one in gc.get_objects() if type(one) is Tensor)
             owner, inside = self._owners(address, size)
         if not inside.all():
             wrong, near = int(address[~inside][0]), int(owner[~inside][0])

@@ -1,0 +1,100 @@
+"""How to sample for the sequences that run, by slot: what a step needs of it is picked at once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from appliance.engine.sequence import Sequence
+
+_MASK64 = 2**64 - 1
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFTS = [np.uint64(shift) for shift in (30, 27, 31, 11)]
+
+ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("places", np.int32),  # in the table of seen tokens; -1 without penalties
+        ("repetition", np.float32),
+        ("presence", np.float64),
+        ("frequency", np.float64),
+        ("key", np.uint64),  # of its random numbers
+        ("adjusts", np.bool_),  # single logits: bias, bans, forced tokens
+        ("reports", np.bool_),  # log probabilities
+        ("searches", np.bool_),  # is a beam
+    ]
+)
+
+# What a step's kernels read of it, by the names of the staging arrays.
+STAGED = (
+    *("temperature", "top_k", "top_p", "min_p"),
+    *("places", "repetition", "presence", "frequency"),
+)
+
+
+class SlotSettings:
+    """One `ROW` for each slot, written when a sequence has come to it; slot 0 is greedy.
+
+    Args:
+        num_slots: sequences that run at once.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._rows = np.zeros(num_slots + 1, dtype=ROW)
+        self._rows[0]["top_p"] = 1.0
+        self._rows[0]["places"] = -1
+        self._rows[0]["repetition"] = 1.0
+        self._owners: list[Sequence | None] = [None] * (num_slots + 1)
+
+    def of(self, sequences: Iterable[Sequence], padding: int = 0) -> NDArray[Any]:
+        """The rows of running sequences, and greedy ones that fill up behind them."""
+        owners, slots = self._owners, []
+        for sequence in sequences:
+            slot = sequence.slot
+            if owners[slot] is not sequence:
+                self._move_in(sequence)
+            slots.append(slot)
+        return self._rows[slots + [0] * padding]
+
+    def _move_in(self, sequence: Sequence) -> None:
+        slot, sampling = sequence.slot, sequence.request.sampling
+        assert slot, "a sequence that does not run"
+        self._owners[slot] = sequence
+        self._rows[slot] = (
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            slot - 1 if sampling.has_penalties else -1,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            ((sampling.seed or 0) ^ (sequence.index * 0xD1342543DE82EF95)) & _MASK64,
+            bool(sampling.logit_bias or sampling.forced or sampling.min_tokens),
+            sampling.logprobs is not None,
+            sampling.use_beam_search,
+        )
+
+
+def uniform_numbers(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`sampler.uniform_number` of rows with these keys, for tokens at these positions."""
+    x = keys ^ (positions.astype(np.uint64) * _GOLDEN)
+    for _ in range(2):
+        x += _GOLDEN
+        x ^= x >> _SHIFTS[0]
+        x *= _FIRST
+        x ^= x >> _SHIFTS[1]
+        x *= _SECOND
+        x ^= x >> _SHIFTS[2]
+    numbers: NDArray[np.float64] = (x >> _SHIFTS[3]).astype(np.float64) / 2**53
+    return numbers

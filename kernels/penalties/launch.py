@@ -1,0 +1,57 @@
+"""Launches penalties on the GPU: checks and the grid. Waits for nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.penalties.kernel import penalize_kernel
+from appliance.kernels.penalties.spec import CHUNK, NUM_WARPS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.penalties.rows import PenaltyRows
+
+
+def penalize(
+    logits: Tensor, seen: Tensor, rows: PenaltyRows, token_ids: Tensor | None = None
+) -> None:
+    """See `reference.penalize`; each row of the logits is contiguous."""
+    num_rows, vocab_size = logits.shape
+    assert logits.dtype is torch.float32, logits.dtype
+    assert seen.dtype is torch.int32, seen.dtype
+    assert seen.shape[1] == vocab_size, (seen.shape, logits.shape)
+    assert seen.is_contiguous()
+    assert logits.stride(1) == 1, logits.stride()
+    for values, dtype in (
+        (rows.places, torch.int32),
+        (rows.counted, torch.int32),
+        (rows.repetition, torch.float32),
+        (rows.presence, torch.float64),
+        (rows.frequency, torch.float64),
+        (rows.places if token_ids is None else token_ids, None),
+    ):
+        assert values.shape == (num_rows,), (values.shape, num_rows)
+        assert values.is_contiguous()
+        assert dtype is None or values.dtype is dtype, values.dtype
+    if not num_rows:
+        return
+    with torch.cuda.device(logits.get_device()):
+        penalize_kernel[(num_rows, -(-vocab_size // CHUNK))](
+            logits,
+            seen,
+            rows.places,
+            rows.counted,
+            rows.places if token_ids is None else token_ids,
+            rows.repetition,
+            rows.presence,
+            rows.frequency,
+            logits.stride(0),
+            VOCAB=vocab_size,
+            CHUNK=CHUNK,
+            COUNTS=token_ids is not None,
+            num_warps=NUM_WARPS,
+            enable_fp_fusion=False,  # as the reference rounds
+        )

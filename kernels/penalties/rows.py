@@ -1,0 +1,33 @@
+"""What every row of a step asks for in the way of penalties, as tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# In a table of seen tokens: the token is in the prompt; what is below counts it in the answer.
+IN_PROMPT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyRows:
+    """Settings of each row, all (num_rows,) and on the device of the logits."""
+
+    places: Tensor  # int32, the row's line in the table of seen tokens; -1 has no penalties
+    counted: Tensor  # int32, 1 if the token that the row has read is yet to be counted, or 0
+    repetition: Tensor  # float32: divides what is positive, multiplies what is not
+    presence: Tensor  # float64, subtracted from what is in the answer
+    frequency: Tensor  # float64, the same for each time
+
+
+class Penalize(Protocol):
+    """Applies penalties and waits for nothing: in Triton or in torch."""
+
+    def __call__(
+        self, logits: Tensor, seen: Tensor, rows: PenaltyRows, token_ids: Tensor | None = None
+    ) -> None:
+        """See `reference.penalize`."""
+        ...
