@@ -46,6 +46,7 @@ __all__ = ["AttentionWork", "check_supported", "paged_attention", "plan_attentio
 LOG2_E = math.log2(math.e)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 MAX_GROUP = 16
+WIDEST_FLOAT32 = 128  # head_dim over codes: more takes more shared memory than most GPUs have
 INTERPRETED_PROGRAMS = 3  # few, so that each has several spans
 
 
@@ -229,6 +230,9 @@ def check_supported(
     elif dtype not in COMPUTE_NAMES:
         what = f"activation dtype {dtype}"
         supported = ", ".join(map(str, COMPUTE_NAMES))
+    elif dtype is torch.float32 and kv_format.is_quantized and head_dim > WIDEST_FLOAT32:
+        what = f"activation dtype {dtype}, KV blocks of {kv_format.value} and head_dim {head_dim}"
+        supported = "bfloat16 and float16, or KV blocks that are not quantized"
     else:
         return
     where = "" if layer is None else f"layer {layer}: "

@@ -45,6 +45,7 @@ SHAPES = (
     AttentionShape("phi2", 32, 32, 80),
 )
 LLAMA = SHAPES[1]
+WIDEST = SHAPES[3]
 CORE_SHAPES = SHAPES[1:3]  # the usual one, and the one with all options
 FORMATS = (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4, KVFormat.INT4_SEALED)
 CORE_FORMATS = (KVFormat.BF16, KVFormat.INT4)  # elements, and the longest way from codes
@@ -78,10 +79,18 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     for shape, phase in product(SHAPES if full else CORE_SHAPES, Phase):
         for kv_format in FORMATS if shape is LLAMA else CORE_FORMATS:
             yield attention_signature(shape, phase, torch.bfloat16, kv_format, capability)
+    for phase in Phase:  # the most registers
+        sealed = KVFormat.INT4_SEALED
+        yield attention_signature(WIDEST, phase, torch.bfloat16, sealed, capability)
     if full:
-        precisions = [(torch.float16, KVFormat.FP16), (torch.float32, KVFormat.FP32)]
-        for phase, (dtype, kv_format) in product(Phase, precisions):
-            yield attention_signature(LLAMA, phase, dtype, kv_format, capability)
+        more = (
+            (LLAMA, torch.float16, KVFormat.FP16),
+            (LLAMA, torch.float32, KVFormat.FP32),
+            (LLAMA, torch.float32, KVFormat.INT4_SEALED),  # the most shared memory
+            (WIDEST, torch.float32, KVFormat.FP32),
+        )
+        for phase, (shape, dtype, kv_format) in product(Phase, more):
+            yield attention_signature(shape, phase, dtype, kv_format, capability)
     yield spans_signature()
 
 

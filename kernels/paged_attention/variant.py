@@ -157,16 +157,21 @@ _FLOAT32: dict[Phase, tuple[Tile, Tile, Tile]] = {
     ),
     Phase.PREFILL: (Tile(16, _PAGE, 8, 2), Tile(16, _PAGE, 8, 2), Tile(16, _PAGE, 8, 1)),
 }
+# Pages of two kinds, one after the other, leave fewer registers: for head_dim 256.
+_SEALED_PREFILL = Tile(32, _PAGE, 8, 3)
 
 
 @lru_cache(maxsize=1024)
 def choose_tile(variant: Variant, capability: int) -> Tile:
     """The tile for a variant on one compute capability (86 is 8.6)."""
+    is_wide = variant.head_dim > 128
     if torch.float32 in (variant.dtype, _storage(variant.kv_format)):
         tiles = _FLOAT32[variant.phase]
+    elif is_wide and variant.phase is Phase.PREFILL and variant.kv_format.is_sealed:
+        return _SEALED_PREFILL
     else:
         tiles = _TABLES.get(capability, _MMA_SYNC)[variant.phase, variant.kv_format.is_quantized]
-    return tiles[0 if variant.head_dim <= 64 else 1 if variant.head_dim <= 128 else 2]
+    return tiles[2 if is_wide else 1 if variant.head_dim > 64 else 0]
 
 
 def _storage(kv_format: KVFormat) -> torch.dtype | None:

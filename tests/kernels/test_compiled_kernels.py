@@ -170,10 +170,12 @@ def test_no_kernel_is(compiled: Table, offending: Gate) -> None:
 
 
 def test_prefill_takes_the_warpgroup_products_of_hopper(compiled: Table) -> None:
+    # Their 64 rows would leave too few registers for this one.
+    other = "attention prefill gemma3_270m bf16 kv int4-sealed"
     kinds = {
         key: found["matrix_kinds"]
         for key, found in compiled.items()
-        if key[1] == 90 and key[0].startswith("attention prefill")
+        if key[1] == 90 and key[0].startswith("attention prefill") and key[0] != other
     }
     assert kinds
     assert all(kind == ["HGMMA"] for kind in kinds.values()), kinds

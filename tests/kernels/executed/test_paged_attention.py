@@ -9,9 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from appliance.errors import UnsupportedModelError
 from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.paged_attention import reference
-from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
+from appliance.kernels.paged_attention.launch import (
+    check_supported,
+    paged_attention,
+    plan_attention,
+)
 from appliance.kernels.paged_attention.work import span_table
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.target import target_of
@@ -69,6 +74,24 @@ def assert_matches_reference(
     )
     error = (found.double() - expected).abs().max() / expected.abs().max()
     assert error < (bound or BOUNDS[case.query.dtype])  # NaN is not
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kv_format", "words"),
+    [
+        ((8, 2, 72, 32), BF16, KVFormat.BF16, r"layer 3: .*head_dim 72; supported: 16, 32, 64"),
+        ((34, 2, 64, 32), BF16, KVFormat.BF16, r"34 query heads on 2 KV heads; .*1 to 16"),
+        ((8, 2, 64, 16), BF16, KVFormat.INT8, r"block size 16; supported: 32"),
+        ((8, 2, 64, 32), BF16, KVFormat.K8V4, r"k8v4; supported: .*int8"),
+        ((8, 2, 64, 32), torch.float64, KVFormat.BF16, r"float64; supported: torch.bfloat16"),
+        ((8, 2, 256, 32), FP32, KVFormat.INT8, r"int8 and head_dim 256; supported: bfloat16"),
+    ],
+)
+def test_what_no_kernel_covers_is_refused(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, kv_format: KVFormat, words: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        check_supported(*shape, dtype, kv_format, layer=3)
 
 
 def test_the_target_is_what_the_test_is_named_after(target: str) -> None:
