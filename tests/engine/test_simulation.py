@@ -10,6 +10,8 @@ from load_script import Script
 from simulated_eras import failure_of, script_of, shrink, simulate
 from virtual_runner import VirtualRunner
 
+pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
+
 STEPS = 40_000
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from reading_model import (
@@ -30,6 +31,8 @@ from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.engine.scheduling.policy import may_admit
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.errors import RequestError
+
+pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
 
 if TYPE_CHECKING:
     from appliance.engine.beams.beam_groups import BeamGroup

@@ -5,9 +5,12 @@ from __future__ import annotations
 import random
 from unittest.mock import patch
 
+import pytest
 from block_machine import START, BlockMachine, seen
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+
+pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
 
 
 def run_operations(number: int, seed: int) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,8 @@ from appliance.engine.scheduling.policy import may_admit
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import Sequence, SequenceStatus
 from appliance.errors import RequestError
+
+pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
 
 VOCAB = 11
 EOS = 3

@@ -24,6 +24,8 @@ from appliance.engine.tiers import tiers as tiers_module
 from appliance.engine.tiers.disk_tier import ReadJob
 from appliance.engine.tiers.tiers import Tiers, TierSizes
 
+pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
+
 SIZE = 4
 seen: Counter[str] = Counter()
 
