@@ -1,6 +1,6 @@
 """The machine's way from a word of codes to halves, as PTX; each has a twin in `kernel.py`.
 
-A test executes these texts with a small model of the instructions, over all codes. $0, $1, ... are
+A test executes these texts, over all codes. $0, $1, ... are
 the results, two to a register, and the last operand is the word.
 """
 

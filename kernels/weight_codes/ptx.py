@@ -3,8 +3,7 @@
 A 32-bit word holds 8 codes of 4 bits or 4 of 8 bits; results $0, $1, ... are its planes, in the
 order of `order.py`, and the last operand is the word. Integer codes go into the mantissa of a
 power of two by one logical instruction for two of them; taking that power and the center (8 or
-128) away leaves a small exact integer. A test runs these texts on a model of the instructions,
-over all codes.
+128) away leaves a small exact integer. A test executes these texts, over all codes.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
-import struct
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from ptx_machine.inline import evaluate
 
 from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.kv_page import ptx, reference
@@ -137,103 +138,40 @@ def test_the_hadamard_transform_keeps_products(head_dim: int) -> None:
     assert reference.hadamard(outlier).abs().max() == pytest.approx(size**-0.5)
 
 
-# A model of the few PTX instructions in use, on one thread's 32-bit registers.
-
-
-def run_ptx(text: str, word: int) -> list[int]:
-    """Execute; returns the 16-bit results in order."""
-    count = len(set(re.findall(r"\$\d+", text))) - 1
-    registers: dict[str, int] = {f"${count}": word}
-    results: dict[str, int] = {}
-    for line in text.splitlines():
-        line = line.strip().rstrip(";")
-        if not line or line in "{}" or line.startswith(".reg"):
-            continue
-        opcode, rest = line.split(maxsplit=1)
-        names = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
-        target, sources = names[0], names[1:]
-        values = [registers[name] if name in registers else int(name, 0) for name in sources]
-        if opcode == "mov.b32" and target.startswith("{"):
-            low, high = re.findall(r"[^{},\s]+", target)
-            halves = results if low.startswith("$") else registers
-            halves[low], halves[high] = values[0] & 0xFFFF, values[0] >> 16
-            continue
-        registers[target] = execute(opcode, values) & 0xFFFFFFFF
-    return [results[f"${i}"] for i in range(count)]
-
-
-def execute(opcode: str, values: list[int]) -> int:
-    if opcode == "mov.b32":
-        return values[0]
-    if opcode == "and.b32":
-        return values[0] & values[1]
-    if opcode == "shr.u32":
-        return values[0] >> values[1]
-    if opcode == "lop3.b32":
-        a, b, c, table = values
-        assert table == 0xEA
-        return (a & b) | c
-    if opcode == "prmt.b32":
-        pool = (values[0] | values[1] << 32).to_bytes(8, "little")
-        chosen = [pool[values[2] >> 4 * i & 0xF] for i in range(4)]
-        return int.from_bytes(bytes(chosen), "little")
-    if opcode == "cvt.rn.f16x2.e4m3x2":
-        codes = torch.tensor(list(values[0].to_bytes(2, "little")), dtype=torch.uint8)
-        return packed(codes.view(torch.float8_e4m3fn).double().tolist())
-    pairs = [halves(value) for value in values]
-    if opcode == "sub.f16x2":
-        return packed([x - y for x, y in zip(*pairs, strict=True)])
-    assert opcode == "fma.rn.f16x2", opcode
-    return packed([x * y + z for x, y, z in zip(*pairs, strict=True)])
-
-
-def halves(register: int) -> list[float]:
-    return list(struct.unpack("<2e", struct.pack("<I", register)))
-
-
-def packed(pair: list[float]) -> int:
-    found: int = struct.unpack("<I", struct.pack("<2e", *pair))[0]
-    return found
-
-
-def as_floats(bits: list[int]) -> list[float]:
-    return [struct.unpack("<e", struct.pack("<H", x))[0] for x in bits]
-
-
-def words_of_bytes() -> list[int]:
+def words_of_bytes() -> NDArray[np.uint32]:
     """Words in which every byte takes every value, each place another one."""
-    return [
-        int.from_bytes(bytes((code + 37 * place) % 256 for place in range(4)), "little")
-        for code in range(256)
-    ]
+    codes = np.arange(256)[:, None] + 37 * np.arange(4)
+    return (codes % 256).astype(np.uint8).view(np.uint32)[:, 0]
+
+
+def halves_of(text: str, words: NDArray[np.uint32]) -> NDArray[np.float16]:
+    """What a text makes of each word: (words, results)."""
+    count = len(set(re.findall(r"\$\d+", text))) - 1
+    return np.stack(evaluate(text, [16] * count, words), axis=1).view(np.float16)
 
 
 def test_ptx_of_every_int8_code() -> None:
-    for word in words_of_bytes():
-        expected = [byte - 128 for byte in word.to_bytes(4, "little")]
-        assert as_floats(run_ptx(ptx.INT8, word)) == expected
+    words = words_of_bytes()
+    codes = words.view(np.uint8).reshape(-1, 4)
+    assert np.array_equal(halves_of(ptx.INT8, words), codes.astype(np.float16) - 128)
 
 
 def test_ptx_of_every_nibble() -> None:
-    for word in words_of_bytes():
-        found = as_floats(run_ptx(ptx.INT4, word))
-        codes = word.to_bytes(4, "little")
-        expected = [0.0] * 8
-        for byte, nibble in itertools.product(range(4), range(2)):
-            place = part_of(KEYS[4], byte, nibble)
-            expected[place] = (codes[byte] >> 4 * nibble & 0xF) - 8
-        assert found == expected
+    words = words_of_bytes()
+    found = halves_of(ptx.INT4, words)
+    codes = words.view(np.uint8).reshape(-1, 4)
+    for byte, nibble in itertools.product(range(4), range(2)):
+        expected = (codes[:, byte] >> 4 * nibble & 0xF).astype(np.float16) - 8
+        assert np.array_equal(found[:, part_of(KEYS[4], byte, nibble)], expected)
 
 
 @pytest.mark.parametrize(("text", "factor"), [(ptx.FP8, 1), (ptx.FP8_BITS, 2**-8)])
 def test_ptx_of_every_e4m3_code_but_nan(text: str, factor: float) -> None:
     """0x7F and 0xFF are NaN and never written; moved bits would read them as 480."""
-    for word in words_of_bytes():
-        codes = torch.tensor(list(word.to_bytes(4, "little")), dtype=torch.uint8)
-        expected = codes.view(torch.float8_e4m3fn).double().tolist()
-        for found, value, code in zip(
-            as_floats(run_ptx(text, word)), expected, codes.tolist(), strict=True
-        ):
-            if code & 0x7F != 0x7F:
-                assert found == value * factor
-                assert math.copysign(1, found) == math.copysign(1, value)  # of zeros too
+    words = words_of_bytes()
+    codes = torch.from_numpy(words.view(np.uint8).reshape(-1, 4))
+    found = torch.from_numpy(halves_of(text, words))
+    expected = (codes.view(torch.float8_e4m3fn).double() * factor).half()
+    is_number = codes & 0x7F != 0x7F
+    # As bits: zeros have signs.
+    assert torch.equal(found.view(torch.int16)[is_number], expected.view(torch.int16)[is_number])

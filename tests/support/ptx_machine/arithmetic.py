@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ptx_machine.conversion import convert
-from ptx_machine.numbers import Bits, from_bf16, to_bf16
+from ptx_machine.numbers import Bits, from_bf16, odd_float32, to_bf16
 
 Values = Any  # an array with a number for each thread, of any type
 Function = Callable[..., Values]
@@ -39,12 +39,12 @@ def read(kind: str, bits: Bits) -> Values:
 
 
 def write(kind: str, values: Values) -> Values:
-    """The inverse of `read`; rounds to the nearest."""
+    """The inverse of `read`; rounds to the nearest, once."""
     if kind in _PACKED:
         halves = np.ascontiguousarray(write(_PACKED[kind], values))
         return halves.view(f"u{2 * halves.dtype.itemsize}")
     if kind == "bf16":
-        return to_bf16(values.astype(np.float32))
+        return to_bf16(odd_float32(values))
     if kind in _FLOATS:
         unsigned = f"uint{kind[1:]}"
         return values.astype(_FLOATS[kind]).view(unsigned)
@@ -67,19 +67,23 @@ def function_of(parts: list[str]) -> Function:
         return partial(convert, parts[1:-2], parts[-2], kind)
     if head == "setp":
         return partial(_compare, parts[1], parts[2:-1], kind)
-    if head == "shf":
+    if parts[:1] + parts[2:] == ["shf", "wrap", "b32"]:
         return partial(_funnel, parts[1] == "l")
     if head in _BITWISE:
         return _BITWISE[head]
     is_integer = kind[1:].isdigit() and kind[0] in "sub"
-    if head in _INTEGER and is_integer:
+    if head in _INTEGER and is_integer and len(parts) == 2:
         return partial(_INTEGER[head], kind)
-    if head in {"mul", "mad"} and is_integer:
+    if head in {"mul", "mad"} and is_integer and len(parts) == 3:
         return partial(_multiply, parts[1], kind)
     if head in _ANY and len(parts) > 2 and parts[-2] == "f32" and kind in {"f16", "bf16"}:
         return partial(_mixed, _ANY[head], kind)
     if head in _ANY:
+        if is_integer or not {*parts[1:-1]} <= {"rn", "approx", "full", "ftz", "NaN"}:
+            raise NotImplementedError(".".join(parts))
         nan = "_nan" if "NaN" in parts else ""
+        if "ftz" in parts and kind != "f32":
+            raise NotImplementedError(".".join(parts))
         return partial(_float, _ANY[head + nan], kind, "ftz" in parts)
     raise NotImplementedError(f"no instruction {'.'.join(parts)}")
 
@@ -92,6 +96,11 @@ def _float(operation: Function, kind: str, flush: bool, *bits: Bits) -> Values:
     return write(kind, flushed(result) if flush else result)
 
 
+def _least(smaller: Function, a: Values, b: Values) -> Values:
+    """A zero with a sign is smaller than one without."""
+    return np.where(a == b, np.where(np.signbit(a), a, b), smaller(a, b))
+
+
 def _mixed(operation: Function, kind: str, *bits: Bits) -> Values:
     """Of halves, but for the last operand and the result, which are float32."""
     values = [read(kind, one) for one in bits[:-1]]
@@ -99,9 +108,26 @@ def _mixed(operation: Function, kind: str, *bits: Bits) -> Values:
 
 
 def _fused(a: Values, b: Values, c: Values) -> Values:
-    """One rounding, but for rare ties of float32."""
-    wide = np.longdouble if a.dtype == np.float64 else np.float64
-    return (a.astype(wide) * b + c).astype(a.dtype)
+    """Of floats of at most 32 bits: in float64, so that to round it once more is exact.
+
+    The product fits; where the sum does not, it is rounded to an odd number.
+    """
+    if a.dtype == np.float64:
+        raise NotImplementedError("fma.f64")
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + c
+    # Only halfway between two numbers, or near zero, could it be rounded wrongly again.
+    doubtful = (total.view(np.uint64) & np.uint64(0xFFFFFFF) == 0) | (np.abs(total) < _TINY)
+    if not doubtful.any():
+        return total
+    at = total - product
+    lost = (product - (total - at)) + (c - at)
+    is_even = total.view(np.uint64) & np.uint64(1) == 0
+    return np.where(
+        (lost != 0) & np.isfinite(total) & is_even,
+        np.nextafter(total, np.where(lost > 0, np.inf, -np.inf)),
+        total,
+    )
 
 
 def _multiply(part: str, kind: str, a: Bits, b: Bits, c: Bits | None = None) -> Values:
@@ -142,7 +168,7 @@ def _shift(kind: str, left: bool, a: Bits, amount: Bits) -> Values:
 def _extract(kind: str, a: Bits, start: Bits, length: Bits) -> Values:
     width = int(kind[1:])
     start, length = start & 0xFF, length & 0xFF
-    moved = _shift(f"u{width}", False, a, start)
+    moved = _shift(kind, False, a, start).astype(a.dtype)
     ones = ~np.zeros_like(a)
     field = moved & ~_shift(f"u{width}", True, ones, length)
     if kind[0] == "u":
@@ -153,6 +179,7 @@ def _extract(kind: str, a: Bits, start: Bits, length: Bits) -> Values:
 
 
 def _insert(kind: str, a: Bits, b: Bits, start: Bits, length: Bits) -> Values:
+    start, length = start & 0xFF, length & 0xFF
     ones = ~np.zeros_like(a)
     mask = _shift(kind, True, ~_shift(kind, True, ones, length), start)
     return (b & ~mask) | (_shift(kind, True, a, start) & mask)
@@ -197,13 +224,15 @@ def _leading_zeros(kind: str, a: Bits) -> Values:
 
 def _compare(relation: str, more: list[str], kind: str, a: Bits, b: Bits, *c: Bits) -> Values:
     x, y = read(kind, a), read(kind, b)
-    unordered = kind[0] in "fb" and kind[:2] in {"f1", "f3", "f6", "bf"} and relation not in _SIMPLE
+    is_float = kind.lstrip("b")[0] == "f"
+    if {*more} - {"and", "or", "xor"}:
+        raise NotImplementedError(f"setp.{'.'.join(more)}")
     if relation in {"num", "nan"}:
         result = np.isnan(x) | np.isnan(y)
         result = result if relation == "nan" else ~result
-    elif unordered:
+    elif is_float and relation not in _SIMPLE:
         result = _SIMPLE[relation[:-1]](x, y) | np.isnan(x) | np.isnan(y)
-    elif relation == "ne" and kind[0] == "f":
+    elif relation == "ne" and is_float:
         result = (x != y) & ~(np.isnan(x) | np.isnan(y))
     else:
         result = _SIMPLE[relation](x, y)
@@ -260,10 +289,10 @@ _ANY: dict[str, Function] = {
     "mul": np.multiply,
     "fma": _fused,
     "div": np.divide,
-    "min": lambda *values: reduce(np.fmin, values),  # of two or three
-    "max": lambda *values: reduce(np.fmax, values),
-    "min_nan": lambda *values: reduce(np.minimum, values),
-    "max_nan": lambda *values: reduce(np.maximum, values),
+    "min": lambda *values: reduce(partial(_least, np.fmin), values),  # of two or three
+    "max": lambda *values: -reduce(partial(_least, np.fmin), [-x for x in values]),
+    "min_nan": lambda *values: reduce(partial(_least, np.minimum), values),
+    "max_nan": lambda *values: -reduce(partial(_least, np.minimum), [-x for x in values]),
     "neg": np.negative,
     "abs": np.abs,
     "rcp": np.reciprocal,
@@ -271,8 +300,4 @@ _ANY: dict[str, Function] = {
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "ex2": np.exp2,
     "lg2": np.log2,
-    "tanh": np.tanh,
-    "sin": np.sin,
-    "cos": np.cos,
-    "copysign": lambda sign, size: np.copysign(size, sign),
 }

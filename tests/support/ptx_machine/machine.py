@@ -23,7 +23,6 @@ from ptx_machine.syntax import (
     Immediate,
     Instruction,
     Operand,
-    Pair,
     Program,
     Register,
     Symbol,
@@ -67,8 +66,7 @@ class Machine:
         self.memory = memory
         self.threads = program.threads
         self.size = len(blocks) * program.threads
-        size = max(16, -(-shared_bytes // 16) * 16)
-        self.shared = SharedMemory(size, program.threads, len(blocks), traffic)
+        self.shared = SharedMemory(shared_bytes, program.threads, len(blocks), traffic)
         self.traffic = traffic
         self._arguments = arguments
         thread = np.tile(np.arange(program.threads, dtype=np.uint32), len(blocks))
@@ -95,7 +93,7 @@ class Machine:
         """Execute to the end.
 
         Raises:
-            MemoryAccessError: an access was wrong, or programs wait for threads that never come.
+            MemoryAccessError: an access was wrong, or a warp's threads wait at different barriers.
         """
         groups = {0: self.alive.copy()}
         while groups:
@@ -103,8 +101,6 @@ class Machine:
             mask = groups.pop(at)
             for after, part in self._go_on(steps, at, mask, min(groups, default=len(steps))):
                 groups[after] = groups[after] | part if after in groups else part
-            if not groups and self._waiting:
-                raise MemoryAccessError("threads wait at a barrier that others never reach")
 
     def _go_on(
         self, steps: Sequence[Step], at: int, mask: Mask, others: int
@@ -131,7 +127,7 @@ class Machine:
                 self.alive &= ~goes
                 left = mask & ~goes
                 return self._released() + ([(at + 1, left)] if left.any() else [])
-            elif head in {"bar", "barrier"} and "warp" not in instruction.opcode:
+            elif instruction.opcode == "bar.sync":
                 self._waiting.append((at + 1, mask))
                 return self._released()
             else:
@@ -151,10 +147,14 @@ class Machine:
             return []
         self.shared.barrier(np.flatnonzero(ready))
         goes = np.repeat(ready, self.threads)
-        released = [(at, mask & goes) for at, mask in self._waiting]
-        self._waiting = [(at, mask & ~goes) for at, mask in self._waiting]
-        self._waiting = [(at, mask) for at, mask in self._waiting if mask.any()]
-        return [(at, mask) for at, mask in released if mask.any()]
+        released: dict[int, Mask] = {}
+        for at, mask in self._waiting:
+            released[at] = released.get(at, False) | mask & goes
+        warps = np.stack([mask.reshape(-1, WARP).any(1) for mask in released.values()])
+        if warps.sum(0).max() > 1:
+            raise MemoryAccessError("threads of a warp wait at different barriers")
+        self._waiting = [(at, mask & ~goes) for at, mask in self._waiting if (mask & ~goes).any()]
+        return [(at, mask) for at, mask in released.items() if mask.any()]
 
     def guarded(self, instruction: Instruction, mask: Mask) -> Mask:
         """Those of the threads whose predicate holds."""
@@ -174,11 +174,15 @@ class Machine:
         if isinstance(operand, Immediate):
             return self.constant(operand.bits, width)
         if isinstance(operand, Vector):
-            return self._pack([self.read(item, width) for item in operand.items])
+            part = width // len(operand.items)
+            return self._pack([self.read(item, part) for item in operand.items])
         assert isinstance(operand, Symbol), operand
         if operand.name in self._special:
             return self._special[operand.name]
-        assert operand.name.endswith("smem"), operand.name
+        return self._shared_start(operand, width)
+
+    def _shared_start(self, symbol: Symbol, width: int) -> Bits:
+        assert symbol.name.endswith("smem"), symbol.name  # the one array that Triton has
         return self.constant(0, width)
 
     def _pack(self, parts: list[Bits]) -> Bits:
@@ -221,8 +225,9 @@ class Machine:
         """Where memory is accessed."""
         assert isinstance(operand, Address), operand
         if isinstance(operand.base, Symbol):
-            return self.constant(operand.offset, 32)
-        base = self.registers[operand.base.index]
+            base = self._shared_start(operand.base, 32)
+        else:
+            base = self.registers[operand.base.index]
         address: Bits = base + base.dtype.type(operand.offset & (1 << 8 * base.dtype.itemsize) - 1)
         return address
 
@@ -244,7 +249,9 @@ def compiled(program: Program) -> list[Step]:
 
 def _step(instruction: Instruction) -> Step:
     parts, operands = instruction.parts, instruction.operands
-    if instruction.opcode.startswith(_NOTHING) or parts[0] in {"bra", "ret", "exit", "bar"}:
+    if instruction.opcode == "bar.sync" and operands == (Immediate(0),) and not instruction.guard:
+        return _nothing  # `Machine.run` knows it, as it does jumps
+    if instruction.opcode.startswith(_NOTHING) or parts[0] in {"bra", "ret", "exit"}:
         return _nothing
     for prefix, make in _STEPS.items():
         if instruction.opcode.startswith(prefix):
@@ -266,9 +273,6 @@ def _step(instruction: Instruction) -> Step:
         with np.errstate(all="ignore"):
             result = function(*values)
         target, mask = operands[0], machine.guarded(instruction, mask)
-        if isinstance(target, Pair):
-            machine.write(target.predicate, ~result, mask)
-            target = target.value
         machine.write(target, result, mask)
 
     return compute

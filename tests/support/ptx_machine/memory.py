@@ -26,6 +26,7 @@ SECTOR = 32  # bytes that global memory moves at least
 WARP = 32
 BANKS = 32
 POISON = 0xFF  # a NaN in every format
+_ADDED = 0xFF  # the writer of what any warp has added to
 
 
 class MemoryAccessError(Exception):
@@ -115,7 +116,8 @@ class GlobalMemory:
 
     def _owners(self, address: Bits, size: int) -> tuple[NDArray[np.intp], Mask]:
         owner = np.searchsorted(self._bases, address, side="right") - 1
-        return owner, (owner >= 0) & (address + np.uint64(size) <= self._ends[owner])
+        inside = owner >= 0
+        return owner, inside & (address <= self._ends[owner] - np.uint64(size))
 
     def _count(self, what: str, address: Bits, lanes: Lanes, size: int) -> None:
         """Sectors that the warps ask for, and the bytes that they wanted."""
@@ -129,6 +131,8 @@ class GlobalMemory:
 
 def _add(numbers: Bits, place: NDArray[np.intp], values: Bits) -> Bits:
     """Add values to numbers[place], in order; returns each number before."""
+    if not len(place):
+        return values
     order = np.argsort(place, kind="stable")
     at, sums = place[order], np.cumsum(values[order], dtype=values.dtype)
     begins = np.flatnonzero(np.append(True, at[1:] != at[:-1]))
@@ -166,15 +170,17 @@ class SharedMemory:
     programs: int
     traffic: Counter[str]
     data: NDArray[np.uint8] = field(init=False)
+    _stride: int = field(init=False)  # from a program to the next
     _writer: NDArray[np.uint8] = field(init=False)  # warp + 1 that wrote a byte since a barrier
     _readers: NDArray[np.uint16] = field(init=False)  # a bit for each warp
     _open: list[_Copy] = field(init=False, default_factory=list)
     _groups: NDArray[np.int64] = field(init=False)  # that each thread has closed
 
     def __post_init__(self) -> None:
-        self.data = np.full(self.programs * self.size, POISON, np.uint8)
-        self._writer = np.zeros(self.programs * self.size, np.uint8)
-        self._readers = np.zeros(self.programs * self.size, np.uint16)
+        self._stride = max(16, -(-self.size // 16) * 16)
+        self.data = np.full(self.programs * self._stride, POISON, np.uint8)
+        self._writer = np.zeros(self.programs * self._stride, np.uint8)
+        self._readers = np.zeros(self.programs * self._stride, np.uint16)
         self._groups = np.zeros(self.programs * self.threads, np.int64)
 
     def load(self, address: Bits, lanes: Lanes, width: int, count: int) -> list[Bits]:
@@ -192,10 +198,13 @@ class SharedMemory:
         numbers = self.data.view(f"u{width}")
         for i, value in enumerate(values):
             numbers[first // width + i] = value
+            if (numbers[first // width + i] != value).any():
+                self._race("stored different numbers at one place", first, lanes)
 
     def add(self, address: Bits, lanes: Lanes, values: Bits) -> Bits:
         """Add to numbers, a thread after the other; returns what each found there."""
         first = self._first(address, lanes, values.dtype.itemsize)
+        self._note_add(first, lanes, values.dtype.itemsize)
         return _add(self.data.view(values.dtype), first // values.dtype.itemsize, values)
 
     def rows(self, address: Bits, lanes: Lanes) -> NDArray[np.uint8]:
@@ -204,16 +213,25 @@ class SharedMemory:
         self._note_read(first, lanes, 16)
         return self.data.reshape(-1, 16)[first // 16]
 
-    def at(self, program: int, address: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Bytes of one program for the tensor cores, which read behind all barriers."""
-        assert address.min() >= 0
-        assert address.max() < self.size
-        return self.data[program * self.size + address]
+    def at(
+        self, program: int, address: NDArray[np.int64], warps: Iterable[int]
+    ) -> NDArray[np.uint8]:
+        """Bytes of one program for these warps' tensor cores."""
+        if address.max(initial=0) >= self.size:
+            what = f"byte {address.max()} of shared memory"
+            raise MemoryAccessError(f"{what}, which has {self.size}")
+        place = program * self._stride + address
+        if self._writer[place].any():
+            raise MemoryAccessError("a warpgroup reads before a barrier what a warp wrote")
+        for warp in warps:
+            self._readers[place] |= np.uint16(1 << warp)
+        return self.data[place]
 
     def copy(self, address: Bits, lanes: Lanes, data: NDArray[np.uint8]) -> None:
         """Begin to copy (threads, bytes) to an address of each thread."""
         first = self._first(address, lanes, data.shape[1])
         self._note_write(first, lanes, data.shape[1])
+        self.data[first[:, None] + np.arange(data.shape[1])] = POISON
         self._open.append(_Copy(lanes, self._groups[lanes].copy(), first, data))
 
     def close_group(self, lanes: Lanes) -> None:
@@ -240,7 +258,7 @@ class SharedMemory:
     def barrier(self, programs: NDArray[np.intp]) -> None:
         """All warps of these programs have seen what was written before."""
         for program in programs:
-            part = slice(program * self.size, (program + 1) * self.size)
+            part = slice(program * self._stride, (program + 1) * self._stride)
             self._writer[part] = 0
             self._readers[part] = 0
 
@@ -252,7 +270,7 @@ class SharedMemory:
             what = f"{size} bytes at {address[wrong][0]} of shared memory"
             raise MemoryAccessError(f"{what}, which has {self.size}")
         self._count_conflicts(address, lanes, size)
-        return lanes // self.threads * self.size + address
+        return lanes // self.threads * self._stride + address
 
     def _count_conflicts(self, address: NDArray[np.intp], lanes: Lanes, size: int) -> None:
         """Turns that the banks take, and the fewest that they could."""
@@ -291,6 +309,16 @@ class SharedMemory:
             self._race("wrote what another warp read since the last barrier", first, lanes)
         self._writer[every] = warp + 1
 
+    def _note_add(self, first: NDArray[np.intp], lanes: Lanes, size: int) -> None:
+        """All warps may add at a place, but not between other accesses."""
+        every = first[:, None] + np.arange(size)
+        warp = self._warps(lanes)[:, None]
+        writer, readers = self._writer[every], self._readers[every]
+        mixed = (writer != 0) & (writer != _ADDED) & (writer != warp + 1)
+        if mixed.any() or (readers & ~(1 << warp).astype(np.uint16)).any():
+            self._race("added to what another warp touched since the last barrier", first, lanes)
+        self._writer[every] = _ADDED
+
     def _race(self, what: str, first: NDArray[np.intp], lanes: Lanes) -> None:
-        where = f"shared memory near byte {int(first[0]) % self.size}"
+        where = f"shared memory near byte {int(first[0]) % self._stride}"
         raise MemoryAccessError(f"a warp {what}: {where}, thread {int(lanes[0]) % self.threads}")

@@ -26,6 +26,17 @@ def to_bf16(values: NDArray[np.float32]) -> Bits:
     return np.where(np.isnan(values), np.uint16(0x7FFF), rounded)
 
 
+def odd_float32(values: NDArray[Any]) -> NDArray[np.float32]:
+    """Of float64, to an odd number where it is not exact: to be rounded to fewer bits once more."""
+    near = values.astype(np.float32)
+    if values.dtype == np.float32:
+        return near
+    lost = values - near
+    is_even = near.view(np.uint32) & np.uint32(1) == 0
+    towards = np.where(lost > 0, np.float32(np.inf), np.float32(-np.inf))
+    return np.where((lost != 0) & np.isfinite(near) & is_even, np.nextafter(near, towards), near)
+
+
 def from_e4m3(bits: Bits) -> NDArray[np.float32]:
     """Exact."""
     codes = torch.from_numpy(np.ascontiguousarray(bits.astype(np.uint8)))

@@ -36,8 +36,6 @@ def numbers_of(kind: str, words: Bits) -> Floats:
         return from_e4m3(words.view(np.uint8)).astype(np.float64)
     if kind == "tf32":
         return (words & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
-    if kind == "s8":
-        return words.view(np.int8).astype(np.float64)
     raise NotImplementedError(f"products of {kind}")
 
 
@@ -117,11 +115,29 @@ def store_matrices(registers: list[Bits], *, transposed: bool) -> NDArray[np.uin
 
 
 def described(
-    memory: SharedMemory, program: int, descriptor: int, kind: str, across: int, depth: int, *,
-    depth_last: bool
-) -> Floats:  # fmt: skip
-    """A matrix in shared memory that a descriptor of `wgmma` describes: (across, depth)."""
-    each = {"f16": 2, "bf16": 2, "e4m3": 1, "tf32": 4}[kind]
+    memory: SharedMemory,
+    program: int,
+    warp: int,
+    descriptor: int,
+    kind: str,
+    across: int,
+    depth: int,
+    *,
+    depth_last: bool,
+) -> Floats:
+    """A matrix in shared memory that a descriptor of `wgmma` describes: (across, depth).
+
+    Args:
+        memory: of several programs.
+        program: one of them.
+        warp: the first of its warpgroup.
+        descriptor: what the instruction is given.
+        kind: of the elements.
+        across: rows of A, or columns of B.
+        depth: along the products' sums.
+        depth_last: whether the depth's elements lie side by side ("K-major").
+    """
+    each = {"f16": 2, "bf16": 2, "e4m3": 1}[kind]
     start = (descriptor & 0x3FFF) << 4
     leading = (descriptor >> 16 & 0x3FFF) << 4
     stride = (descriptor >> 32 & 0x3FFF) << 4
@@ -135,17 +151,17 @@ def described(
         address = address + (further + inner % width if width == 16 else inner)
     else:
         inner, outer = n * each, k
+        if width == 16:
+            leading, stride = stride, leading
         address = start + inner // width * leading + outer // 8 * stride
         address = address + outer % 8 * width + inner % width
     if width > 16:
         turns = width // 16 - 1
         address = address ^ ((address >> 7 & turns) << 4)
-    data = memory.at(program, address[..., None] + np.arange(each))
+    data = memory.at(program, address[..., None] + np.arange(each), range(warp, warp + 4))
     if each == 1:
         return from_e4m3(data[..., 0]).astype(np.float64)
     words = np.ascontiguousarray(data).view(f"u{each}")[..., 0]
     if kind == "f16":
         return words.view(np.float16).astype(np.float64)
-    if kind == "bf16":
-        return from_bf16(words).astype(np.float64)
-    return numbers_of(kind, words)[..., 0]
+    return from_bf16(words).astype(np.float64)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from ptx_machine.memory import WARP
 from ptx_machine.syntax import Immediate, Instruction, Operand, Vector
 from ptx_machine.tensor_cores import (
     WARPGROUP,
@@ -37,7 +38,9 @@ def _whole(mask: Mask, threads: int) -> Mask:
 
 
 def _mma(instruction: Instruction) -> Step:
-    kinds = instruction.parts[-3], instruction.parts[-2]
+    *_, result, kind_a, kind_b, added = instruction.parts
+    if (result, added) != ("f32", "f32"):
+        raise NotImplementedError(instruction.opcode)
 
     def product(machine: Machine, mask: Mask) -> None:
         _whole(mask, 32)
@@ -45,7 +48,7 @@ def _mma(instruction: Instruction) -> Step:
         assert isinstance(target, Vector)
         a, b, c = (machine.words(source) for source in sources)
         with np.errstate(all="ignore"):
-            sums = multiply(kinds, a, b, c)
+            sums = multiply((kind_a, kind_b), a, b, c)
         for register, values in zip(target.items, sums, strict=True):
             machine.write(register, values, mask)
 
@@ -104,6 +107,7 @@ def _described(
         matrices[group] = described(
             machine.shared,
             thread // machine.threads,
+            thread % machine.threads // WARP,
             int(descriptors[thread]),
             kind,
             *shape,

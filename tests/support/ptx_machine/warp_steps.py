@@ -26,6 +26,7 @@ def _shuffle(instruction: Instruction) -> Step:
         amount, bounds = (machine.read(one, 32).astype(np.int64) for one in (by, limits))
         segment = bounds >> 8 & 31
         last = (lane & segment) | (bounds & 31 & ~segment)
+        amount = amount & 31
         place = {"up": lane - amount, "down": lane + amount, "bfly": lane ^ amount}.get(
             mode, (lane & segment) | (amount & ~segment)
         )
@@ -44,6 +45,8 @@ def _shuffle(instruction: Instruction) -> Step:
 
 def _reduce(instruction: Instruction) -> Step:
     operation, kind = instruction.parts[-2:]
+    if kind not in {"s32", "u32", "b32"}:
+        raise NotImplementedError(instruction.opcode)
     act = {
         "add": np.add,
         "min": np.minimum,
@@ -66,6 +69,8 @@ def _reduce(instruction: Instruction) -> Step:
 
 def _vote(instruction: Instruction) -> Step:
     mode = instruction.parts[2]
+    if mode not in {"ballot", "any", "all"}:
+        raise NotImplementedError(instruction.opcode)
 
     def vote(machine: Machine, mask: Mask) -> None:
         votes = (machine.read(instruction.operands[1], 1) & mask).reshape(-1, WARP)
