@@ -49,7 +49,7 @@ def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
 
         before = triton.knobs.runtime.jit_cache_hook
         triton.knobs.runtime.jit_cache_hook = note
-        triton.runtime.driver.set_active(_NoDevice(target))
+        triton.runtime.driver.set_active(NoDevice(target))
         try:
             yield
         except BaseException:
@@ -75,30 +75,32 @@ def _compile(function: Any, launch: Any, target: GPUTarget) -> None:
         logger.warning("%s was not compiled ahead: %s", source.name, error)
 
 
-class _NoDevice(DriverBase):  # type: ignore[misc]
+class NoDevice(DriverBase):  # type: ignore[misc]
     """Stands for a device on which no kernel has been loaded, and none ever is."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
 
     @classmethod
-    def is_active(cls) -> bool:
+    def is_active(cls) -> bool:  # noqa: D102
         return False
 
-    def map_python_to_cpp_type(self, ty: str) -> str:
+    def map_python_to_cpp_type(self, ty: str) -> str:  # noqa: D102
         raise NotImplementedError
 
-    def get_benchmarker(self) -> Any:
+    def get_benchmarker(self) -> Any:  # noqa: D102
         raise NotImplementedError
 
-    def get_active_torch_device(self) -> Any:
+    def get_active_torch_device(self) -> Any:  # noqa: D102
         raise NotImplementedError
 
     def get_current_target(self) -> GPUTarget:
+        """What would be compiled for."""
         return self._target
 
     def get_current_device(self) -> str:
-        return f"no device of {self._target}"  # by its number Triton keeps what it compiled
+        """In place of a number, by which Triton keeps what it compiled."""
+        return f"no device of {self._target}"
 
-    def get_current_stream(self, device: str) -> int:
+    def get_current_stream(self, device: str) -> int:  # noqa: D102
         return 0
