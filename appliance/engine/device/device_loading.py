@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,22 +13,28 @@ import torch
 from appliance.engine.blocks.block_moves import DeviceMoves, HostMoves, staging_bytes
 from appliance.engine.device.device_runner import DeviceRunner, fixed_bytes, largest_step
 from appliance.engine.device.device_sampler import DeviceSampler
+from appliance.engine.device.kernels_ahead import compile_kernels
 from appliance.engine.device.measure import graph_allowance, measure_workspace
 from appliance.engine.memory_plan import plan_memory
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.decoder_cache import split_sealed
+from appliance.model.decoder import Decoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from appliance.engine.blocks.block_moves import BlockMoves
     from appliance.engine.device.device import Device
+    from appliance.engine.device.measure import StepMemory
     from appliance.engine.execution import TorchExecution
     from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
     from appliance.engine.rates import Rates
     from appliance.engine.scheduling.scheduler import SchedulerLimits
     from appliance.kernels.decoder_cache import KVCache
+    from appliance.kernels.kv_cache import LayerPrecision
     from appliance.model.executor import Executor
+
+logger = logging.getLogger(__name__)
 
 
 def load_device_runner(
@@ -65,8 +72,9 @@ def load_device_runner(
     kv_layers = precision.kv_of(len(executor.spec.layers))
     sample_tokens = execution.sample_tokens(executor.spec, limits.max_num_seqs)
     weight_bytes = max(executor.weight_bytes, device.begin_peak())
-    with _refusals(limits):
-        steps = measure_workspace(
+
+    def first_steps(executor: Executor[Any], kv_layers: Sequence[LayerPrecision]) -> StepMemory:
+        return measure_workspace(
             executor,
             sample_tokens,
             execution.penalize,
@@ -74,13 +82,19 @@ def load_device_runner(
             limits,
             kv_layers=kv_layers,
             block_size=precision.block_size,
-            on_progress=on_progress,
         )
+
+    on_pages = execution.backend.name == "triton"
+    with _refusals(limits):
+        if on_pages:
+            assert isinstance(executor, Decoder)
+            compile_kernels(executor, kv_layers, first_steps, on_progress)
+        steps = first_steps(executor, kv_layers)
+    logger.info("the largest step takes %.0f MiB at its peak", steps.largest / 2**20)
     graph_bytes = graph_allowance(request.budget_bytes, steps.decode) if graphs else 0
     largest = largest_step(limits, request.block_size, is_sealed=num_open > 0)
     block_bytes = request.kv_bytes_per_token * request.block_size
     open_bytes = request.open_bytes // num_open if num_open else 0
-    on_pages = execution.backend.name == "triton"
     plan = plan_memory(
         replace(
             request,

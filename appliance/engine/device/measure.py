@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling.ranking import likeliest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_cache import LayerPrecision
     from appliance.kernels.penalties.rows import Penalize
     from appliance.model.executor import Executor
-
-logger = logging.getLogger(__name__)
 
 # Which kernel multiplies follows from the rows of a step: all kernels are in use at one of these
 # numbers or at a larger one, see `packed_matmul.tiles`.
@@ -60,13 +57,11 @@ def measure_workspace(
     *,
     kv_layers: Sequence[LayerPrecision],
     block_size: int,
-    on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> StepMemory:
     """Run the largest step, the largest that can be a graph, and smaller ones.
 
-    Kernels that only those use are compiled now, which takes seconds the first time, and not in
-    the middle of an answer. All write to the one block of a tiny cache: what comes out is
-    nonsense, what it takes is not.
+    Kernels that only those use are loaded now, and not in the middle of an answer. All write to
+    the one block of a tiny cache: what comes out is nonsense, what it takes is not.
     """
     before = device.begin_peak()
     is_sealed = any(layer.format.is_sealed for layer in kv_layers)
@@ -76,8 +71,7 @@ def measure_workspace(
     tiny = device.memory_in_use() - before
     most, decode = limits.max_num_batched_tokens, 0
     sizes = sorted({*(rows for rows in KERNEL_ROWS if rows < most), limits.max_num_seqs, most})
-    for done, rows in enumerate(sizes):
-        on_progress("kernels", done, len(sizes))
+    for rows in sizes:
         lengths, contexts = largest_mixture(rows, limits)
         tables = [[0] * -(-context // block_size) for context in contexts]
         pages = [
@@ -104,11 +98,9 @@ def measure_workspace(
         del batch, logits
         if rows == limits.max_num_seqs:
             decode = device.peak() - before - tiny
-    on_progress("kernels", len(sizes), len(sizes))
     largest = device.peak() - before - tiny
     del cache
     device.begin_peak()
-    logger.info("a step of %d rows takes %.0f MiB at its peak", most, largest / 2**20)
     return StepMemory(largest, decode)
 
 

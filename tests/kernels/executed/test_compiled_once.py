@@ -1,7 +1,12 @@
-"""All kernels that serving needs are compiled while the model is loaded, none after that."""
+"""All kernels that serving needs are compiled while the model is loaded, none after that.
+
+And at load they are compiled before the first is launched, several at a time.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +30,16 @@ from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import Backend, Linear, triton_backend
+from appliance.kernels.compile_ahead import compiled_ahead
 from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.norm_rope.launch import rms_norm
 from appliance.kernels.weight import Weight
 from appliance.model.source import open_model
 
 CPU = torch.device("cpu")
 COMPILED = {"sm_86": 86, "sm_90": 90, "sm_120": 120}
 LIMITS = SchedulerLimits(max_num_seqs=17, max_num_batched_tokens=34, context_length=70)
+FEW = replace(LIMITS, max_num_seqs=4)  # the last layer has fewer rows than any kernel's tile
 NUM_OPEN = 60
 
 
@@ -54,11 +62,16 @@ def with_packed_weights() -> Backend:
     return replace(triton, prepare_linear=prepare, prepare_gated=prepare_gated)
 
 
-def engine_of(model: Path, kv_format: KVFormat) -> LLMEngine:
+def engine_of(
+    model: Path,
+    kv_format: KVFormat,
+    limits: SchedulerLimits = LIMITS,
+    on_progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> LLMEngine:
     source = open_model(model)
     precision = Precision(CPU, torch.bfloat16, kv_format, 32)
     execution = TorchExecution(precision, with_packed_weights())
-    executor, _ = execution.load(source, lambda stage, done, total: None, LIMITS.context_length)
+    executor, _ = execution.load(source, lambda stage, done, total: None, limits.context_length)
     num_open = NUM_OPEN if kv_format.is_sealed else 0
     block_bytes = 32 * execution.kv_bytes_per_token(source.spec)
     request = MemoryRequest(
@@ -69,9 +82,9 @@ def engine_of(model: Path, kv_format: KVFormat) -> LLMEngine:
         block_size=32,
         activation_bytes=2,
         budget_bytes=2**31,
-        max_num_seqs=LIMITS.max_num_seqs,
-        max_num_batched_tokens=LIMITS.max_num_batched_tokens,
-        max_model_len=LIMITS.context_length,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.context_length,
         kv_cache_memory=30 * block_bytes,
         fill=True,
         open_bytes=num_open * execution.open_page_bytes(source.spec),
@@ -80,16 +93,16 @@ def engine_of(model: Path, kv_format: KVFormat) -> LLMEngine:
         execution,
         executor,
         HostDevice(),
-        LIMITS,
+        limits,
         request,
         (),
         Rates(),
-        lambda stage, done, total: None,
+        on_progress,
         graphs=False,
         num_open=num_open,
     )
     blocks = BlockManager(plan.num_blocks, 32, num_open=num_open)
-    scheduler = Scheduler(blocks, LIMITS, (), look_ahead=True)
+    scheduler = Scheduler(blocks, limits, (), look_ahead=True)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=())
     return LLMEngine(scheduler, runner, cast(EngineInfo, info))
 
@@ -127,3 +140,51 @@ def test_nothing_is_compiled_while_requests_wait(
             assert not [delta.error for delta in engine.step().deltas if delta.error]
     assert {"seal_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} < set(at_load)
     assert names == at_load, names[len(at_load) :]
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Kernels by name in the order they are compiled, and whether that held up the engine."""
+    names: list[tuple[str, bool]] = []
+
+    def listen(*, src: Any, cache_hit: bool, **_: object) -> None:
+        if not cache_hit:
+            names.append((src.name, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "triton"))
+    return names
+
+
+@pytest.mark.compiled
+def test_nothing_is_left_to_be_compiled_by_the_first_steps(
+    target: str, tiny_llama: Path, compiled: list[tuple[str, bool]]
+) -> None:
+    told: list[tuple[str, int, int]] = []
+    with gpu(COMPILED[target], has_compiled=False):
+        engine_of(tiny_llama, KVFormat.INT4_SEALED, FEW, lambda *now: told.append(now))
+    kernels = {name for name, _ in compiled}
+    assert {"seal_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} < kernels
+    assert {name for name, in_the_way in compiled if in_the_way} <= {"block_copy_kernel"}
+    all_told = [("kernels", done, len(told)) for done in range(1, len(told) + 1)]
+    assert told == all_told
+
+
+@pytest.mark.compiled
+def test_what_fails_to_compile_ahead_is_left_to_its_launch(
+    target: str,
+    compiled: list[tuple[str, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no ptxas")
+
+    x = torch.ones(3, 64)
+    with gpu(COMPILED[target], has_compiled=False):
+        monkeypatch.setattr(triton, "compile", fail)
+        with compiled_ahead(lambda done, total: None):
+            assert rms_norm(x * torch.nan, torch.ones(64), 1e-6).shape == x.shape
+        assert rms_norm(x, torch.ones(64), 0.0).equal(x)
+    assert compiled == [("rms_norm_kernel", True)]
+    assert "rms_norm_kernel was not compiled ahead: no ptxas" in caplog.text

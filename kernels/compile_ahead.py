@@ -1,0 +1,106 @@
+"""Compiles several kernels at a time, before they are launched.
+
+Which ones, launches tell that are not carried out: no list of kernels is kept anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import triton
+from triton.backends.driver import DriverBase
+from triton.compiler import ASTSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
+
+    from triton.backends.compiler import GPUTarget
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Carry no launch out, but compile what it would need; at the end all of that is on the disk.
+
+    Launches that follow find it in Triton's cache. Compiling is threaded, for Triton lets go of
+    the interpreter's lock in all that takes long. A kernel that cannot be compiled is left to its
+    launch, which says why.
+
+    Args:
+        on_progress: called with the kernels done and all of them.
+    """
+    driver = triton.runtime.driver.active
+    target = driver.get_current_target()
+    found: dict[tuple[str, str], Future[None]] = {}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile") as threads:
+
+        def note(*, key: str, fn: Any, compile: Any, **_: object) -> bool:
+            place = (f"{fn.module}.{fn.name}", key)
+            if place not in found:
+                found[place] = threads.submit(_compile, fn.jit_function, compile, target)
+            return True  # neither compile nor launch it now
+
+        before = triton.knobs.runtime.jit_cache_hook
+        triton.knobs.runtime.jit_cache_hook = note
+        triton.runtime.driver.set_active(NoDevice(target))
+        try:
+            yield
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+        finally:
+            triton.runtime.driver.set_active(driver)
+            triton.knobs.runtime.jit_cache_hook = before
+        for done, _ in enumerate(as_completed(found.values()), start=1):
+            on_progress(done, len(found))
+
+
+def _compile(function: Any, launch: Any, target: GPUTarget) -> None:
+    """Compile for a launch as it was noted; exactly what `triton.compile` would be given then."""
+    options = json.loads(launch["specialization_data"])["options"]
+    options = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
+    }
+    source = ASTSource(function, launch["signature"], launch["constants"], launch["configs"][0])
+    try:
+        triton.compile(source, target=target, options=options)
+    except Exception as error:
+        logger.warning("%s was not compiled ahead: %s", source.name, error)
+
+
+class NoDevice(DriverBase):  # type: ignore[misc]
+    """Stands for a device on which no kernel has been loaded, and none ever is."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    @classmethod
+    def is_active(cls) -> bool:  # noqa: D102
+        return False
+
+    def map_python_to_cpp_type(self, ty: str) -> str:  # noqa: D102
+        raise NotImplementedError
+
+    def get_benchmarker(self) -> Any:  # noqa: D102
+        raise NotImplementedError
+
+    def get_active_torch_device(self) -> Any:  # noqa: D102
+        raise NotImplementedError
+
+    def get_current_target(self) -> GPUTarget:
+        """What would be compiled for."""
+        return self._target
+
+    def get_current_device(self) -> str:
+        """In place of a number, by which Triton keeps what it compiled."""
+        return f"no device of {self._target}"
+
+    def get_current_stream(self, device: str) -> int:  # noqa: D102
+        return 0

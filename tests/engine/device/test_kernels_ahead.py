@@ -1,0 +1,40 @@
+"""Which layers of a model stand for all of them when its kernels are compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from appliance.engine.device.kernels_ahead import distinct_layers
+from appliance.kernels.backend import REFERENCE
+from appliance.kernels.kv_cache import KVFormat, LayerPrecision
+from appliance.model.decoder import Decoder
+from appliance.model.loader import load_decoder
+from appliance.model.source import open_model
+
+INT8, BF16 = LayerPrecision(KVFormat.INT8), LayerPrecision(KVFormat.BF16)
+
+
+def deep(model: Path, copies: int) -> Decoder:
+    """A model whose layers stand one after another so many times."""
+    decoder = load_decoder(open_model(model), REFERENCE, torch.device("cpu"), torch.float32)
+    spec = replace(decoder.spec, layers=decoder.spec.layers * copies)
+    return replace(decoder, spec=spec, layers=decoder.layers * copies)
+
+
+def test_layers_of_one_kind_are_compiled_for_once_and_for_the_last(tiny_llama: Path) -> None:
+    model = deep(tiny_llama, 3)
+    assert distinct_layers(model, [INT8] * 6) == [0, 5]
+    scales = [replace(INT8, head_scales=torch.rand(2, 2)) for _ in range(6)]
+    assert distinct_layers(model, scales) == [0, 5]
+
+
+def test_layers_that_differ_are_all_kept(tiny_llama: Path) -> None:
+    model = deep(tiny_llama, 3)
+    assert distinct_layers(model, [INT8, INT8, BF16, BF16, INT8, INT8]) == [0, 2, 5]
+    norm = model.layers[1].mlp_norm
+    other = replace(model.layers[1], mlp_norm=replace(norm, weight=norm.weight.double()))
+    mixed = replace(model, layers=(model.layers[0], other, *model.layers[2:]))
+    assert distinct_layers(mixed, [INT8] * 6) == [0, 1, 5]
