@@ -128,6 +128,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         if target in COMPILED:
             assert isinstance(item, pytest.Function)
+            left_out.add(item)
             case = item.callspec.id.replace(target, "")
             of_test = cases.setdefault((item.path, item.originalname), {})
             least = item.get_closest_marker("least_capability")
@@ -144,8 +145,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 kept.update(on_targets)
             elif i % SHARE == 0:
                 kept.add(on_targets[(number + i // SHARE) % len(on_targets)])
-        left_out.update(item for case in of_test.values() for item in case if item not in kept)
-    items[:] = [item for item in items if item not in left_out]
+    items[:] = [item for item in items if item in kept or item not in left_out]
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,8 @@
 A pytest plugin of the child that interprets kernels. Without it the bits of bfloat16 are taken for
 integers; it covers casts, matrix products and elementwise arithmetic, while reductions stay wrong
 (kernels reduce in float32). And numpy's products depend on where in a tile a row stands, which
-those of a tensor core do not.
+those of a tensor core do not. Triton 3.6 makes a bound of a loop from an array of one number as
+numpy 2.4 does not allow any more.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
 _CAST = InterpreterBuilder.cast_impl
 _BINARY = InterpreterBuilder.binary_op
 _UNARY = InterpreterBuilder.unary_op
+_PATCH_TENSOR = interpreter._patch_lang_tensor
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -69,6 +72,12 @@ def unary_op(self: Any, x: TensorHandle, op: Callable[..., Any]) -> TensorHandle
     return TensorHandle(narrow(op(widen(x.data))), tl.bfloat16)
 
 
+def patch_tensor(tensor: type, scope: Any) -> None:
+    _PATCH_TENSOR(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = patch_tensor
 InterpreterBuilder.create_dot = create_dot
 InterpreterBuilder.cast_impl = cast_impl
 InterpreterBuilder.binary_op = binary_op
