@@ -134,8 +134,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             least = item.get_closest_marker("least_capability")
             if least is None or COMPILED[target] >= least.args[0]:
                 of_test.setdefault(case, []).append(item)
-            else:
-                left_out.add(item)
         elif target == INTERPRETER and item.get_closest_marker("compiled"):
             left_out.add(item)
     kept: set[pytest.Item] = set()
