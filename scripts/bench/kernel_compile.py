@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a small model, to try this script")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
+    state = conditions()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
@@ -186,7 +187,7 @@ def main() -> None:
                     rows.append(process.submit(measure, *case).result())
     result = {
         "benchmark": "kernel_compile",
-        "conditions": conditions(),
+        "conditions": state,
         "limits": {"max_num_seqs": LIMITS.max_num_seqs, "rows": LIMITS.max_num_batched_tokens},
         "rows": rows,
     }
