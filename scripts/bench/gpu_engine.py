@@ -7,7 +7,8 @@
 For each pair of weights and KV cache: load, decode at several batch sizes, prefill, and how long
 the GPU waits between two decode steps. Then the throughput of 64 requests under one memory budget
 for all pairs, with the cache that each leaves room for. No text comes out of random weights. Each
-pair has a process of its own; the result is written as it comes.
+pair has a process of its own; the result is written as it comes. Needed are torch, triton and
+numpy, as for scripts/bench_kernels, and msgspec, psutil and safetensors.
 """
 
 from __future__ import annotations
