@@ -248,6 +248,27 @@ def test_fused_products_are_rounded_once(kind: str, packed: bool) -> None:
     assert torch.equal(values[~is_finite].isnan(), wide.isnan())
 
 
+@pytest.mark.parametrize(
+    ("kind", "a", "b", "least"),
+    [
+        ("f32", 97, 172961 * 2.0**-24, 2.0**-80),
+        ("f16", 3, 683 * 2.0**-11, 2.0**-24),
+        ("bf16", 7, 37 * 2.0**-8, 2.0**-80),
+    ],
+)
+def test_what_is_small_decides_between_two(kind: str, a: int, b: float, least: float) -> None:
+    """A product halfway between two numbers, and a sum that a wider float would round to it."""
+    dtype = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}[kind]
+    width = torch.finfo(dtype).bits
+    columns = torch.tensor([[a] * 3, [b] * 3, [least, -least, 0]]).to(dtype)
+    bits = [bits_of(column.view(getattr(torch, f"int{width}")).numpy()) for column in columns]
+    (found,) = evaluate(f"fma.rn.{kind} $0, $1, $2, $3;", [width], *bits)
+    exact = Fraction(a) * Fraction(b)
+    expected = [nearest(exact + sign * Fraction(least), dtype) for sign in (1, -1, 0)]
+    assert torch.from_numpy(found).view(dtype).tolist() == expected
+    assert expected[0] > expected[1]
+
+
 def nearest(exact: Fraction, dtype: torch.dtype) -> float:
     """Rounded to the nearest, ties to even, by whole numbers."""
     info = torch.finfo(dtype)

@@ -76,7 +76,7 @@ class PtxDriver(DriverBase):  # type: ignore[misc]
         self.traffic: Counter[str] = Counter()
         self.random = random.Random(seed)
         self.utils = self
-        self.launcher_cls = lambda source, metadata: _Launcher(self, source, metadata)
+        self.launcher_cls = _Launcher
 
     @staticmethod
     def is_active() -> bool:
@@ -109,13 +109,16 @@ class PtxDriver(DriverBase):  # type: ignore[misc]
 
 
 class _Launcher:
-    def __init__(self, driver: PtxDriver, source: Any, metadata: Any) -> None:
-        self._driver = driver
+    """Of a kernel, which outlives the driver that it was compiled for."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
         self._is_constant = [kind == "constexpr" for kind in source.signature.values()]
         self._kinds = list(source.signature.values())
         assert metadata.global_scratch_size == 0
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: Any, *more: Any) -> None:
+        driver = triton.runtime.driver.active
+        assert isinstance(driver, PtxDriver)
         program, steps, shared = function
         values = [
             value
@@ -126,14 +129,13 @@ class _Launcher:
         kinds = [kind for kind in self._kinds if kind != "constexpr"]
         numbers = [_bits(value, kind) for value, kind in zip(values, kinds, strict=True)]
         arguments = dict(zip(program.params, [*numbers, 0, 0], strict=True))
-        memory = GlobalMemory(tensors, self._driver.traffic)
+        memory = GlobalMemory(tensors, driver.traffic)
         blocks = list(itertools.product(range(x), range(y), range(z)))
-        self._driver.random.shuffle(blocks)
+        driver.random.shuffle(blocks)
         at_once = max(1, AT_ONCE // program.threads)
         for begin in range(0, len(blocks), at_once):
             part = blocks[begin : begin + at_once]
-            traffic = self._driver.traffic
-            machine = Machine(program, arguments, memory, part, (x, y, z), shared, traffic)
+            machine = Machine(program, arguments, memory, part, (x, y, z), shared, driver.traffic)
             machine.run(steps)
 
 

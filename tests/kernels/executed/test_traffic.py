@@ -1,0 +1,175 @@
+"""What decode's kernels move and execute, counted while their PTX runs: gates on efficiency."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from packed_weights import random_packed
+from ptx_machine.driver import PtxDriver
+from ptx_machine.memory import SECTOR
+
+from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.packed_matmul import launch as matmul_launch
+from appliance.kernels.packed_matmul.launch import TiledLinear, prepare_linear
+from appliance.kernels.packed_matmul.tiles import TILE_N, choose_splits
+from appliance.kernels.paged_attention import launch as attention_launch
+from appliance.kernels.paged_attention import work as attention_work
+from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
+from appliance.kernels.paged_attention.spec import FORMATS
+from appliance.kernels.paged_attention.variant import Tile, Variant, choose_tile
+from appliance.kernels.ragged import RaggedBatch, SealedSpans
+from appliance.kernels.sealed_pages import SealedPages
+
+pytestmark = pytest.mark.compiled
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM, CONTEXT, SPAN, PAGE = 8, 2, 128, 2048, 256, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of a step.
+
+    Attributes:
+        sectors: bytes of the sectors that were read, as a share of those that have to be.
+        conflicts: turns of shared memory's banks beyond the fewest.
+        instructions: of warps, for each weight or element of a key or value.
+    """
+
+    sectors: float
+    conflicts: int
+    instructions: float
+
+
+def cost_of(traffic: Counter[str], needed: int, elements: int) -> Cost:
+    executed = sum(count for name, count in traffic.items() if " " not in name)
+    return Cost(
+        traffic["global load sectors"] * SECTOR / needed,
+        traffic["shared turns"] - traffic["shared turns at best"],
+        executed / elements,
+    )
+
+
+def counted() -> Counter[str]:
+    """What the machine counts, from zero."""
+    driver = triton.runtime.driver.active
+    assert isinstance(driver, PtxDriver)
+    driver.traffic.clear()
+    return driver.traffic
+
+
+def decode(kv_format: KVFormat) -> Cost:
+    """A row over one context: pages, for each span a query and a partial result, a block table."""
+    table = torch.randperm(CONTEXT // PAGE, dtype=torch.int32)
+    batch = RaggedBatch(
+        query_start=torch.tensor([0, 1], dtype=torch.int32),
+        context_lens=torch.tensor([CONTEXT], dtype=torch.int32),
+        block_tables=table.unsqueeze(0),
+        slot_mapping=torch.zeros(1, dtype=torch.int64),
+        num_decodes=1,
+        host_query_lens=(1,),
+        host_context_lens=(CONTEXT,),
+        host_block_tables=(tuple(table.tolist()),),
+    )
+    sizes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "device": CPU}
+    cache: KVPages | SealedPages
+    if kv_format.is_sealed:
+        cache = SealedPages.allocate(num_blocks=len(table), num_open=1, **sizes)
+        lens = torch.tensor([CONTEXT], dtype=torch.int32)
+        opened = SealedSpans(lens, torch.zeros(1, 1, dtype=torch.int32), (CONTEXT,), ((),))
+        batch, pages = replace(batch, sealed=opened), cache.closed.pages
+    else:
+        cache = KVPages.allocate(kv_format, num_blocks=len(table), block_size=PAGE, **sizes)
+        pages = cache.pages
+    query = torch.randn(1, HEADS, HEAD_DIM).bfloat16()
+    work = plan_attention(batch, PAGE)
+    traffic = counted()
+    paged_attention(query, cache, work, scale=0.1)
+    programs = CONTEXT // SPAN * KV_HEADS
+    partial = HEADS // KV_HEADS * (HEAD_DIM + 2) * 4
+    table_entries = CONTEXT // PAGE * KV_HEADS * SECTOR
+    needed = pages.nbytes + programs * (partial + query.nbytes // KV_HEADS) + table_entries
+    return cost_of(traffic, needed, 2 * CONTEXT * KV_HEADS * HEAD_DIM)
+
+
+def matmul(rows: int, group_size: int) -> Cost:
+    """Rows by a weight of 4 bits: its tiles once, and the rows for each tile of the result."""
+    weight = random_packed(256, 2048, group_size)
+    linear = prepare_linear(weight, None, torch.bfloat16)
+    assert isinstance(linear, TiledLinear)
+    x = torch.randn(rows, 2048).bfloat16()
+    traffic = counted()
+    linear(x)
+    needed = linear.weight.nbytes + x.nbytes * 256 // TILE_N
+    return cost_of(traffic, needed, 256 * 2048)
+
+
+# The share of sectors, and instructions for an element: a little above what was found, the latter
+# on the capability that needs most.
+DECODE = {
+    KVFormat.BF16: (1.03, 0.112),
+    KVFormat.FP8: (1.04, 0.179),
+    KVFormat.INT8: (1.04, 0.160),
+    KVFormat.INT4: (1.07, 0.173),
+    KVFormat.INT4_SEALED: (1.065, 0.176),
+}
+FP8_BY_HARDWARE = 0.130  # from 8.9 on
+MATMUL = {  # by rows and group size; what is read on top is the sums of splits
+    (1, 32): (1.11, 0.211),
+    (1, 128): (1.12, 0.148),
+    (16, 32): (1.12, 0.252),
+    (16, 128): (1.13, 0.171),
+}
+
+
+def offends(cost: Cost, limits: tuple[float, float]) -> list[str]:
+    """Which gates it fails."""
+    sectors, instructions = limits
+    gates = {
+        "sectors": cost.sectors > sectors,
+        "conflicts": cost.conflicts > 0,
+        "instructions": cost.instructions > instructions,
+    }
+    return [name for name, fails in gates.items() if fails]
+
+
+def test_decode_attention_reads_little_more_than_pages(target: str) -> None:
+    assert set(DECODE) == set(FORMATS)
+    for kv_format, limits in DECODE.items():
+        cost = decode(kv_format)
+        assert not offends(cost, limits), (kv_format, cost)
+        if kv_format is KVFormat.FP8 and target != "sm_86":
+            assert cost.instructions < FP8_BY_HARDWARE
+
+
+def test_packed_matmul_reads_little_more_than_weights() -> None:
+    for (rows, group_size), limits in MATMUL.items():
+        cost = matmul(rows, group_size)
+        assert not offends(cost, limits), (rows, group_size, cost)
+
+
+def test_spans_that_are_too_short_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (attention_launch, attention_work):
+        monkeypatch.setattr(module, "LONG_SPAN", 128)
+    found = offends(decode(KVFormat.INT4), DECODE[KVFormat.INT4])
+    assert {"sectors", "instructions"} <= set(found)
+
+
+def test_another_order_of_codes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two warps share a tile whose order is that of one warp's registers."""
+
+    def shared_tile(variant: Variant, capability: int) -> Tile:
+        return replace(choose_tile(variant, capability), num_warps=2)
+
+    monkeypatch.setattr(attention_launch, "choose_tile", shared_tile)
+    found = offends(decode(KVFormat.INT8), DECODE[KVFormat.INT8])
+    assert {"conflicts", "instructions"} <= set(found)
+
+
+def test_too_many_splits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul_launch, "choose_splits", lambda *args: 2 * choose_splits(*args))
+    assert offends(matmul(1, 128), MATMUL[1, 128]) == ["sectors", "instructions"]
