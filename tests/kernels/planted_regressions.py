@@ -23,6 +23,11 @@ def signatures(capability: int) -> Iterator[KernelSignature]:
     decode = attention_signature(LLAMA, Phase.DECODE, torch.bfloat16, KVFormat.INT8, capability)
     yield replace(decode, name="planted: too few registers", max_registers=32)
     yield replace(decode, name="planted: no promise of alignment", aligned=False)
+    # Plain casts of codes instead of the few instructions that make halves of them.
+    by_cast = {**decode.constexprs, "ASM": "none"}
+    yield replace(decode, name="planted decode: codes by cast", constexprs=by_cast)
+    # The order of the codes is that of one warp's registers.
+    yield replace(decode, name="planted decode: another order of codes", num_warps=2)
     large = attention_signature(
         LLAMA, Phase.PREFILL, torch.bfloat16, KVFormat.BF16, capability, Tile(128, 128, 8, 5)
     )

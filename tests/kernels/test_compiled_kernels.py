@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from aot_process import compile_kernels
+from decode_gates import LIMITS, Loop, moves_codes, per_element, too_many
 
+from appliance.kernels.paged_attention.spec import LLAMA
 from appliance.kernels.signature import CAPABILITIES, SPECS
 
 HERE = Path(__file__).parent
@@ -199,6 +201,44 @@ def test_prefill_takes_the_warpgroup_products_of_hopper(compiled: Table) -> None
 def test_gates_catch_planted_regressions(compiled: Table, regression: str, offending: Gate) -> None:
     key = (regression, 86)
     assert key in offending({key: compiled[key]})
+
+
+def decode_loop(table: Table, kv_format: str, capability: int) -> Loop:
+    loop: Loop = table[f"attention decode {LLAMA.name} bf16 kv {kv_format}", capability]["loop"]
+    return loop
+
+
+@pytest.mark.parametrize("kv_format", list(LIMITS))
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_an_element_takes_few_instructions(
+    compiled: Table, kv_format: str, capability: int
+) -> None:
+    loop = decode_loop(compiled, kv_format, capability)
+    assert loop["HMMA"], loop
+    assert not too_many(kv_format, capability, loop), (per_element(kv_format, loop), loop)
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "int8", "int4", "int4-sealed"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_codes_stay_in_the_registers_they_arrive_in(
+    compiled: Table, kv_format: str, capability: int
+) -> None:
+    loop = decode_loop(compiled, kv_format, capability)
+    assert not moves_codes(loop), loop
+
+
+@pytest.mark.parametrize(
+    ("regression", "offends"),
+    [
+        ("codes by cast", lambda loop: too_many("int8", 86, loop)),
+        ("codes by cast", moves_codes),
+        ("another order of codes", moves_codes),
+    ],
+)
+def test_gates_of_decode_catch_planted_regressions(
+    compiled: Table, regression: str, offends: Callable[[Loop], bool]
+) -> None:
+    assert offends(compiled[f"planted decode: {regression}", 86]["loop"])
 
 
 def test_resources_stay_within_a_tenth_of_the_golden_table(compiled: Table) -> None:
