@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Python 3.11's `ast.parse` fails now and then where several threads parse (gh-106905).
+TRIES = 4
+
 
 @contextmanager
 def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
@@ -69,10 +72,13 @@ def _compile(function: Any, launch: Any, target: GPUTarget) -> None:
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
     }
     source = ASTSource(function, launch["signature"], launch["constants"], launch["configs"][0])
-    try:
-        triton.compile(source, target=target, options=options)
-    except Exception as error:
-        logger.warning("%s was not compiled ahead: %s", source.name, error)
+    for tries_left in reversed(range(TRIES)):
+        try:
+            triton.compile(source, target=target, options=options)
+            return
+        except Exception as error:
+            if not tries_left:
+                logger.warning("%s was not compiled ahead: %s", source.name, error)
 
 
 class NoDevice(DriverBase):  # type: ignore[misc]
