@@ -63,6 +63,7 @@ async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
         async with asyncio.timeout(10):
             while await page.evaluate(MAP_COLOURS) == 2:  # noqa: ASYNC110 - it looks at a browser
                 await asyncio.sleep(0.05)
+        await page.locator(".message.assistant:not(:empty)").nth(1).wait_for()
         await stop.click()
         await page.get_by_text("stopped", exact=True).wait_for()
         await running.until(running.idle)
@@ -75,6 +76,35 @@ async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
         assert await page.locator("#viewer").is_hidden()
         await page.get_by_role("button", name="New chat").click()
         assert await page.locator(".message").count() == 0
+        assert complaints == []
+
+
+async def test_what_was_stopped_before_an_answer_came_can_be_said_again(serve: Serve) -> None:
+    async with (
+        chromium() as browser,
+        serve("step_seconds=1") as running,
+        opened(browser, running.url) as (page, complaints),
+    ):
+        await page.locator("#state.ready").wait_for()
+        message = page.get_by_label("Message")
+        await say(page, "too early")
+        await message.fill("and more")
+        await page.get_by_role("button", name="Stop").click()
+        await page.get_by_text("stopped", exact=True).wait_for()
+        assert await page.locator(".message").count() == 0
+        assert await message.input_value() == "too early\nand more"
+
+        await page.get_by_role("button", name="Send").click()
+        await page.locator(".message.assistant:not(:empty)").wait_for()
+        await page.get_by_role("button", name="New chat").click()
+        await running.until(running.idle)
+        assert await page.locator(".message").count() == 0
+        assert await page.locator("#figures").inner_text() == ""
+        async with page.expect_request("**/v1/chat/completions") as request:
+            await say(page, "new")
+        sent = (await request.value).post_data_json
+        assert sent is not None
+        assert sent["messages"] == [{"role": "user", "content": "new"}]
         assert complaints == []
 
 

@@ -236,8 +236,9 @@ function setAnswering(controller) {
   byId("messages").setAttribute("aria-busy", String(controller !== null));
 }
 
-async function answer() {
+async function answer(asked) {
   const controller = new AbortController();
+  const { messages } = page; // of this chat: a new one may have begun when the answer ends
   setAnswering(controller);
   byId("figures").textContent = "…";
   const element = bubble("assistant", "");
@@ -250,7 +251,7 @@ async function answer() {
       signal: controller.signal,
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({
-        messages: page.messages,
+        messages,
         temperature: Number(byId("temperature").value),
         max_tokens: Number(byId("limit").value) || undefined,
         stream: true,
@@ -281,14 +282,23 @@ async function answer() {
       byId("figures").textContent = "";
     }
   } finally {
-    if (turn.content) page.messages.push(turn);
+    if (turn.content) messages.push(turn);
     else {
       element.remove();
-      page.messages.pop(); // what was said, since nothing came of it
+      if (messages === page.messages) takeBack(asked);
     }
+    if (messages !== page.messages) byId("figures").textContent = "";
     setAnswering(null);
     grow(element, ""); // the line of figures may have become higher
   }
+}
+
+// Nothing came of what was said: it goes back to where it was written.
+function takeBack(asked) {
+  page.messages.pop();
+  asked.remove();
+  const prompt = byId("prompt");
+  prompt.value = [asked.textContent, prompt.value].filter(Boolean).join("\n");
 }
 
 function showFigures(usage, clock) {
@@ -310,9 +320,8 @@ byId("chat-form").addEventListener("submit", (event) => {
   const text = byId("prompt").value.trim();
   if (!text || page.answering) return;
   page.messages.push({ role: "user", content: text });
-  bubble("user", text);
   byId("prompt").value = "";
-  answer();
+  answer(bubble("user", text));
 });
 
 byId("prompt").addEventListener("keydown", (event) => {

@@ -358,13 +358,13 @@ async def test_compiled_kernels_are_kept_with_the_other_derived_files(
     monkeypatch.setenv("APPLIANCE_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
 
+    told = tmp_path / "told"
+    code = f"import os; open({str(told)!r}, 'w').write(os.environ['TRITON_CACHE_DIR'])"
+
     async def folder() -> str:
-        process = await EngineProcess.spawn(ECHO)
-        try:
-            return psutil.Process(process.pid).environ()["TRITON_CACHE_DIR"]
-        finally:
-            process.kill()
-            await process.wait()
+        process = await EngineProcess.spawn((sys.executable, "-c", code))
+        assert await process.wait() == "exited with code 0"
+        return told.read_text()
 
     assert await folder() == str(tmp_path / "triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere/else")
