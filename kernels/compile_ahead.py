@@ -82,7 +82,10 @@ def _compile(function: Any, launch: Any, target: GPUTarget) -> None:
 
 
 class NoDevice(DriverBase):  # type: ignore[misc]
-    """Stands for a device on which no kernel has been loaded, and none ever is."""
+    """Stands for a device on which no kernel has been loaded, and none ever is.
+
+    What Triton's base class wants beside that, only loading or timing kernels would ask for.
+    """
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -104,9 +107,9 @@ class NoDevice(DriverBase):  # type: ignore[misc]
         """What would be compiled for."""
         return self._target
 
-    def get_current_device(self) -> str:
+    def get_current_device(self) -> int | str:
         """In place of a number, by which Triton keeps what it compiled."""
         return f"no device of {self._target}"
 
-    def get_current_stream(self, device: str) -> int:  # noqa: D102
+    def get_current_stream(self, device: int | str) -> int:  # noqa: D102
         return 0

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from aot_process import compile_kernels
 from decode_gates import LIMITS, Loop, moves_codes, per_element, too_many
+from ptx_machine.driver import SHARED_LIMIT
 
 from appliance.kernels.paged_attention.spec import LLAMA
 from appliance.kernels.signature import CAPABILITIES, SPECS
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "resources_triton_3.7.1.json"
-SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB that one program can have
 REGISTER_LIMIT = 255
 
 Table = dict[tuple[str, int], dict[str, Any]]

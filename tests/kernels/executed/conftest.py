@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ptx_machine.driver import gpu
+from ptx_machine.driver import TARGETS, gpu
 
 from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.kv_page.layout import record_offset
@@ -36,7 +36,6 @@ from appliance.kernels.ragged import RaggedBatch
 HERE = Path(__file__).parent
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRETER = "interpreter"
-COMPILED = {"sm_86": 86, "sm_90": 90, "sm_120": 120}  # with HMMA; with wgmma; with FP8 products
 SHARE = 5  # of so many cases of a test, the first is executed on one of those
 CHILD_TIMEOUT = 1500  # seconds, for all tests of this folder
 CHILD = pytest.StashKey["Child"]()
@@ -92,7 +91,7 @@ class Child:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("target", (INTERPRETER, *COMPILED), indirect=True, scope="function")
+    metafunc.parametrize("target", (INTERPRETER, *TARGETS), indirect=True, scope="function")
 
 
 def target_of_item(item: pytest.Item) -> str | None:
@@ -126,13 +125,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if target == INTERPRETER and not INTERPRETS:
             item.add_marker(pytest.mark.timeout(CHILD_TIMEOUT + 60))
             item.add_marker(pytest.mark.slow)
-        if target in COMPILED:
+        if target in TARGETS:
             assert isinstance(item, pytest.Function)
             left_out.add(item)
             case = item.callspec.id.replace(target, "")
             of_test = cases.setdefault((item.path, item.originalname), {})
             least = item.get_closest_marker("least_capability")
-            if least is None or COMPILED[target] >= least.args[0]:
+            if least is None or TARGETS[target] >= least.args[0]:
                 of_test.setdefault(case, []).append(item)
         elif target == INTERPRETER and item.get_closest_marker("compiled"):
             left_out.add(item)
@@ -153,7 +152,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
     if name == INTERPRETER:
         yield name
         return
-    with gpu(COMPILED[name]):
+    with gpu(TARGETS[name]):
         yield name
 
 

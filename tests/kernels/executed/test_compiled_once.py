@@ -16,7 +16,7 @@ import pytest
 import torch
 import triton
 from packed_weights import random_packed
-from ptx_machine.driver import gpu
+from ptx_machine.driver import TARGETS, gpu
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.device.device import HostDevice
@@ -37,7 +37,6 @@ from appliance.kernels.weight import Weight
 from appliance.model.source import open_model
 
 CPU = torch.device("cpu")
-COMPILED = {"sm_86": 86, "sm_90": 90, "sm_120": 120}
 LIMITS = SchedulerLimits(max_num_seqs=17, max_num_batched_tokens=34, context_length=70)
 FEW = replace(LIMITS, max_num_seqs=4)  # the last layer has fewer rows than any kernel's tile
 NUM_OPEN = 60
@@ -123,7 +122,7 @@ def test_nothing_is_compiled_while_requests_wait(
         names.append(fn.name)
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
-    with gpu(COMPILED[target], has_compiled=False):
+    with gpu(TARGETS[target], has_compiled=False):
         engine = engine_of(tiny_llama, KVFormat.INT4_SEALED)
         at_load = list(names)
         requests = [
@@ -161,7 +160,7 @@ def test_nothing_is_left_to_be_compiled_by_the_first_steps(
     target: str, tiny_llama: Path, compiled: list[tuple[str, bool]]
 ) -> None:
     told: list[tuple[str, int, int]] = []
-    with gpu(COMPILED[target], has_compiled=False):
+    with gpu(TARGETS[target], has_compiled=False):
         engine_of(tiny_llama, KVFormat.INT4_SEALED, FEW, lambda *now: told.append(now))
     kernels = {name for name, _ in compiled}
     assert {"seal_kernel", "decode_kernel", "prefill_kernel", "choose_kernel"} < kernels
@@ -181,7 +180,7 @@ def test_what_fails_to_compile_ahead_is_left_to_its_launch(
         raise RuntimeError("no ptxas")
 
     x = torch.ones(3, 64)
-    with gpu(COMPILED[target], has_compiled=False):
+    with gpu(TARGETS[target], has_compiled=False):
         monkeypatch.setattr(triton, "compile", fail)
         with compiled_ahead(lambda done, total: None):
             assert rms_norm(x * torch.nan, torch.ones(64), 1e-6).shape == x.shape

@@ -14,16 +14,18 @@ import torch
 import triton
 from triton.backends import backends
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
 
+from appliance.kernels.compile_ahead import NoDevice
 from appliance.kernels.target import target_of
 from ptx_machine.machine import Machine, compiled
 from ptx_machine.memory import GlobalMemory
 from ptx_machine.syntax import parse
 
 _NEW_DEVICES = itertools.count(1000)
-SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB
+SHARED_LIMIT = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB that one program can have
+# What the kernels' tests execute: with HMMA; with wgmma; with FP8 products.
+TARGETS = {"sm_86": 86, "sm_90": 90, "sm_120": 120}
 AT_ONCE = 4096  # threads, as many programs as have them together
 
 
@@ -63,7 +65,7 @@ class PtxBackend(CUDABackend):  # type: ignore[misc]
         return f"{super().hash()}-ptx"
 
 
-class PtxDriver(DriverBase):  # type: ignore[misc]
+class PtxDriver(NoDevice):
     """Stands for one GPU of a compute capability (86 is 8.6).
 
     Attributes:
@@ -71,6 +73,7 @@ class PtxDriver(DriverBase):  # type: ignore[misc]
     """
 
     def __init__(self, capability: int, device: int, seed: int = 0) -> None:
+        super().__init__(GPUTarget("cuda", capability, 32))
         self.capability = capability
         self.device = device  # by its number Triton keeps what it compiled
         self.traffic: Counter[str] = Counter()
@@ -78,27 +81,8 @@ class PtxDriver(DriverBase):  # type: ignore[misc]
         self.utils = self
         self.launcher_cls = _Launcher
 
-    @staticmethod
-    def is_active() -> bool:
-        return False
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        raise NotImplementedError
-
-    def get_benchmarker(self) -> Any:
-        raise NotImplementedError
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
     def get_current_device(self) -> int:
         return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": SHARED_LIMIT[self.capability] * 1024}

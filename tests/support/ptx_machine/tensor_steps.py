@@ -55,15 +55,25 @@ def _mma(instruction: Instruction) -> Step:
     return product
 
 
-def _load_matrix(instruction: Instruction) -> Step:
+def _form(instruction: Instruction) -> tuple[int, bool]:
+    """How many matrices are moved, and whether they are transposed."""
     count = int(next(part for part in instruction.parts if part in {"x1", "x2", "x4"})[1])
-    transposed = "trans" in instruction.parts
+    return count, "trans" in instruction.parts
+
+
+def _pointing(mask: Mask, count: int) -> NDArray[np.intp]:
+    """The threads whose addresses are those of rows of so many matrices, of whole warps."""
+    _whole(mask, 32)
+    return np.flatnonzero(mask & (np.arange(len(mask)) % 32 < 8 * count))
+
+
+def _load_matrix(instruction: Instruction) -> Step:
+    count, transposed = _form(instruction)
 
     def load(machine: Machine, mask: Mask) -> None:
-        _whole(mask, 32)
         target, source = instruction.operands
         items = target.items if isinstance(target, Vector) else (target,)
-        pointing = np.flatnonzero(mask & (np.arange(machine.size) % 32 < 8 * count))
+        pointing = _pointing(mask, count)
         rows = np.zeros((machine.size, 16), np.uint8)
         rows[pointing] = machine.shared.rows(machine.address(source), pointing)
         matrices = load_matrices(rows, count, transposed=transposed)
@@ -74,15 +84,13 @@ def _load_matrix(instruction: Instruction) -> Step:
 
 
 def _store_matrix(instruction: Instruction) -> Step:
-    count = int(next(part for part in instruction.parts if part in {"x1", "x2", "x4"})[1])
-    transposed = "trans" in instruction.parts
+    count, transposed = _form(instruction)
 
     def store(machine: Machine, mask: Mask) -> None:
-        _whole(mask, 32)
         target, source = instruction.operands
         rows = store_matrices(machine.words(source), transposed=transposed)
         rows = np.concatenate((rows, np.zeros((len(rows), 4 - count, 8, 16), np.uint8)), axis=1)
-        pointing = np.flatnonzero(mask & (np.arange(machine.size) % 32 < 8 * count))
+        pointing = _pointing(mask, count)
         words = np.ascontiguousarray(rows.reshape(-1, 16)[pointing]).view(np.uint32)
         values = [np.ascontiguousarray(words[:, i]) for i in range(4)]
         machine.shared.store(machine.address(target), pointing, values)
