@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,12 +75,12 @@ def _vote(instruction: Instruction) -> Step:
     def vote(machine: Machine, mask: Mask) -> None:
         votes = (machine.read(instruction.operands[1], 1) & mask).reshape(-1, WARP)
         taking = mask.reshape(-1, WARP)
+        result: NDArray[Any]
         if mode == "ballot":
-            result = (votes.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)).sum(
-                1, dtype=np.uint32
-            )
+            bits = votes.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)
+            result = bits.sum(1, dtype=np.uint32)
         else:
-            result = votes.any(1) if mode == "any" else (votes | ~taking).all(1)
+            result = np.asarray(votes.any(1) if mode == "any" else (votes | ~taking).all(1))
         machine.write(instruction.operands[0], np.repeat(result, WARP), mask)
 
     return vote
