@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ from appliance.quant.text.calibration import CalibrationText
 from appliance.quantize_events import Plan, QuantizeEvent
 
 MIB = 1 << 20
-RUN = """
+BESIDE_LIBRARIES = 200 * MIB
+LIBRARIES = """
 import json, re, sys
 from pathlib import Path
 from appliance.quant.text.calibration import CalibrationText
@@ -36,6 +38,10 @@ from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.scheme import WeightScheme
 from appliance.quantize_events import Plan
 
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
+"""
+RUN = """
 model, out, text, method, ceiling = sys.argv[1:]
 plans = []
 rows = CalibrationText(Path(text), num_tokens=2048, row_tokens=512)
@@ -46,21 +52,24 @@ def keep(event):
         plans.append(event)
 
 report = quantize_model(Path(model), Path(out), options, keep)
-peak = int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-print(json.dumps({"peak": peak, "reported": report.peak_ram, "plan": plans[0].peak_ram}))
+print(json.dumps({"peak": peak(), "reported": report.peak_ram, "plan": plans[0].peak_ram}))
 """
 
 
 def run(folder: Path, model: Path, method: str, ceiling: int) -> dict[str, int]:
     text = folder / "letters.txt"
     text.write_text(LETTERS * 800)
-    arguments = [str(model), str(folder / "out"), str(text), method, str(ceiling)]
-    result = subprocess.run(
-        [sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    found: dict[str, int] = json.loads(result.stdout)
+    out = folder / "out"
+    found: dict[str, int] = said(RUN, *map(str, (model, out, text, method, ceiling)))
     return found
+
+
+def said(code: str, *arguments: str) -> Any:
+    """What a process of its own prints as JSON."""
+    command = [sys.executable, "-c", LIBRARIES + code, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -73,12 +82,13 @@ SHAPES: dict[str, dict[str, int]] = {
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("method", SHAPES)
-def test_a_model_several_times_larger_than_the_ceiling_stays_below_it(
+def test_a_large_model_takes_little_memory_beside_the_libraries(
     tmp_path: Path, method: str
 ) -> None:
-    ceiling = 480 * MIB
+    # PyTorch for CUDA takes 600 MiB by itself, for the CPU 230.
+    ceiling = said("print(peak())") + BESIDE_LIBRARIES
     size = write_large_model(tmp_path / "large", **SHAPES[method])
-    assert size > 3 * ceiling
+    assert size > 7 * BESIDE_LIBRARIES
     found = run(tmp_path, tmp_path / "large", method, ceiling)
     assert found["peak"] <= ceiling
     assert found["reported"] == pytest.approx(found["peak"], rel=0.02)
