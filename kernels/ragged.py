@@ -56,7 +56,6 @@ class RaggedBatch:
     # The same on the host, so that launchers and CPU loops never wait for a device.
     host_query_lens: tuple[int, ...]
     host_context_lens: tuple[int, ...]
-    host_block_tables: tuple[tuple[int, ...], ...]
     sealed: SealedSpans | None = None  # with `SealedPages` only
 
     @property
@@ -112,7 +111,6 @@ class RaggedBatch:
             num_decodes=len(list(takewhile(lambda rows: rows == 1, query_lens))),
             host_query_lens=tuple(query_lens),
             host_context_lens=tuple(context_lens),
-            host_block_tables=tables,
             sealed=_spans(query_lens, context_lens, tables, pages, block_size, device)
             if pages
             else None,

@@ -28,10 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
-    from appliance.engine.plan import BeamAnswer, Plan, Update
+    from appliance.engine.plan import BeamAnswer, Plan, Sampled, Update
     from appliance.engine.request import Request
     from appliance.engine.runner import Runner
-    from appliance.engine.sampler import Sampled
     from appliance.engine.scheduling.scheduler import Scheduler
     from appliance.engine.sequence import Sequence
     from appliance.stats import SequenceView

@@ -13,7 +13,7 @@ from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
 from appliance.kernels.kv_cache import KVFormat, KVPages, LayerPrecision, precisions
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
-from appliance.kernels.penalties import reference
+from appliance.kernels.penalties import cpu as penalties_on_cpu
 from appliance.kernels.sampling import batched
 from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.model.executor import heads_of
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from appliance.config import EngineConfig
-    from appliance.engine.device.device_sampler import SampleTokens
-    from appliance.engine.sampler import ChooseTokens
+    from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.penalties.rows import Penalize
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
@@ -60,8 +59,18 @@ class Execution(Protocol):
     """A way to execute models; nothing is loaded yet."""
 
     @property
+    def precision(self) -> Precision:
+        """Element types."""
+        ...
+
+    @property
     def name(self) -> str:
         """For people."""
+        ...
+
+    @property
+    def uses_triton(self) -> bool:
+        """Whether Triton's kernels run steps, and move blocks."""
         ...
 
     @property
@@ -86,8 +95,21 @@ class Execution(Protocol):
         source: ModelSource,
         on_progress: Callable[[str, int, int], None],
         context_length: int,
-    ) -> tuple[Executor[Any], ChooseTokens]:
-        """Load the weights; returns the model, and what samples from its logits."""
+    ) -> Executor[Any]:
+        """Load the weights."""
+        ...
+
+    def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
+        """What draws tokens without waiting for the device.
+
+        Raises:
+            UnsupportedModelError: no kernel covers the vocabulary.
+        """
+        ...
+
+    @property
+    def penalize(self) -> Penalize:
+        """What lowers logits without waiting for the device."""
         ...
 
 
@@ -103,6 +125,11 @@ class NativeExecution:
     def name(self) -> str:
         """With the instruction set in use."""
         return f"cpu library ({self.isa})"
+
+    @property
+    def uses_triton(self) -> bool:
+        """Never."""
+        return False
 
     @property
     def activation_bytes(self) -> int:
@@ -135,16 +162,24 @@ class NativeExecution:
         source: ModelSource,
         on_progress: Callable[[str, int, int], None],
         context_length: int,
-    ) -> tuple[Executor[Any], ChooseTokens]:
+    ) -> Executor[Any]:
         """Lay the weights out in the library's tiles."""
-        decoder = load_native(
+        return load_native(
             source,
             self.engine,
             self.precision.dtype,
             on_progress,
             context_length=context_length,
         )
-        return decoder, NativeSampling(self.engine)
+
+    def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
+        """The library's."""
+        return NativeSampling(self.engine)
+
+    @property
+    def penalize(self) -> Penalize:
+        """Torch's."""
+        return penalties_on_cpu.penalize
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +195,11 @@ class TorchExecution:
         return self.backend.name
 
     @property
+    def uses_triton(self) -> bool:
+        """As the backend says."""
+        return self.backend.name == "triton"
+
+    @property
     def activation_bytes(self) -> int:
         """As the dtype says."""
         return self.precision.dtype.itemsize
@@ -173,7 +213,7 @@ class TorchExecution:
         layers = self.precision.kv_of(len(spec.layers))
         return sum(
             KVPages.bytes_per_token(layer.format, *heads)
-            if self.backend.name == "triton" or not layer.format.has_elements
+            if self.uses_triton or not layer.format.has_elements
             else layer.format.bytes_per_token(*heads)
             for layer, heads in zip(layers, heads_of(spec), strict=True)
         )
@@ -192,9 +232,9 @@ class TorchExecution:
         source: ModelSource,
         on_progress: Callable[[str, int, int], None],
         context_length: int,
-    ) -> tuple[Executor[Any], ChooseTokens]:
+    ) -> Executor[Any]:
         """Lay the weights out for the backend."""
-        decoder = load_decoder(
+        return load_decoder(
             source,
             self.backend,
             self.precision.device,
@@ -202,25 +242,24 @@ class TorchExecution:
             on_progress,
             context_length=context_length,
         )
-        return decoder, batched.choose
 
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
-        """What samples without waiting for the device.
+        """Triton's, or torch's.
 
         Raises:
             UnsupportedModelError: no kernel covers the vocabulary.
         """
-        if self.backend.name != "triton":
-            return batched.choose_where_it_is
+        if not self.uses_triton:
+            return batched.choose
         from appliance.kernels.sampling.launch import DeviceSampling
 
         return DeviceSampling(max_rows, spec.vocab_size, self.precision.device)
 
     @property
     def penalize(self) -> Penalize:
-        """What lowers logits without waiting for the device."""
-        if self.backend.name != "triton":
-            return reference.penalize
+        """Triton's, or torch's."""
+        if not self.uses_triton:
+            return penalties_on_cpu.penalize
         from appliance.kernels.penalties.launch import penalize
 
         return penalize

@@ -16,18 +16,15 @@ import torch
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import BlockMetadata
-from appliance.engine.blocks.block_moves import HostMoves
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.device.cuda_device import CudaDevice
-from appliance.engine.device.device_loading import load_device_runner
-from appliance.engine.device.device_runner import DeviceRunner
-from appliance.engine.execution import Precision, TorchExecution, choose_execution, why_not_native
+from appliance.engine.execution import Precision, choose_execution, why_not_native
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
-from appliance.engine.model_runner import ModelRunner
 from appliance.engine.rates import Rates
-from appliance.engine.sampler import Sampler
+from appliance.engine.run.cuda_device import CudaDevice
+from appliance.engine.run.device import HostDevice
+from appliance.engine.run.setup import Steps, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.load_tiers import load_tiers
 from appliance.errors import ConfigError
@@ -38,9 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
-    from appliance.engine.blocks.block_moves import BlockMoves
-    from appliance.engine.device.device import Device
     from appliance.engine.execution import Execution
+    from appliance.engine.run.device import Device
     from appliance.engine.runner import Runner
     from appliance.model.source import ModelSource
 
@@ -69,8 +65,7 @@ def load_parts(
         eos_token_ids: see there.
         metadata: see there.
         on_progress: see there.
-        device: runs steps asynchronously; None takes the GPU, if that is where the model goes, and
-            runs them one after another on a CPU.
+        device: runs steps; None takes the GPU or the CPU, wherever the model goes.
     """
     begin = time.perf_counter()
     threads = config.threads or psutil.cpu_count(logical=False) or 1
@@ -79,44 +74,23 @@ def load_parts(
     source = open_model(Path(config.model))
     precision, kv_notes = _precision(config, source)
     execution, notes = choose_execution(config, precision, source, threads)
-    if device is None and precision.device.type == "cuda":
-        device = CudaDevice(precision.device)
+    if device is None:
+        device = _open_device(precision.device)
     num_open = _num_open(config, source, precision, device)
     request = _memory_request(config, source, precision, execution, num_open)
-    # Where the workspace can be measured later, only what cannot fit at all is refused now.
-    plan = plan_memory(request if device is None else replace(request, workspace_bytes=0))
-    executor, choose_tokens = execution.load(source, on_progress, plan.context_length)
+    # Where the workspace is measured later, only what cannot fit at all is refused now.
+    plan = plan_memory(replace(request, workspace_bytes=0) if device.is_asynchronous else request)
+    executor = execution.load(source, on_progress, plan.context_length)
     limits = SchedulerLimits(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )
-    runner: Runner
-    rates = Rates()
-    if device is None:
-        cache = executor.allocate_cache(
-            precision.kv_of(len(source.spec.layers)),
-            num_blocks=plan.num_blocks,
-            block_size=plan.block_size,
-            num_open=num_open,
-        )
-        moves: BlockMoves = HostMoves(cache, rates)
-        runner = ModelRunner(executor, cache, Sampler(eos_token_ids, choose_tokens), moves)
-    else:
-        assert isinstance(execution, TorchExecution)
-        # The plain torch functions read the host's numbers, which a captured graph would keep.
-        replayable = execution.backend.name == "triton" or precision.device.type == "cpu"
-        graphs = config.cuda_graphs != "off" and replayable
-        runner, plan, moves = load_device_runner(
-            execution,
-            executor,
-            device,
-            limits,
-            request,
-            eos_token_ids,
-            rates,
-            on_progress,
-            graphs=graphs,
-            num_open=num_open,
-        )
+    sample_tokens = execution.sample_tokens(source.spec, limits.max_num_seqs)
+    with_graphs = _may_capture(config, execution, device)
+    steps = Steps(execution, executor, device, limits, sample_tokens, num_open, with_graphs)
+    graph_bytes, rates = 0, Rates()
+    if device.is_asynchronous:
+        plan, graph_bytes = plan_measured(steps, request, on_progress)
+    runner, moves = make_runner(steps, plan, graph_bytes, eos_token_ids, rates)
     blocks = BlockManager(
         plan.num_blocks,
         plan.block_size,
@@ -125,33 +99,11 @@ def load_parts(
         namespace=in_words(precision),
         num_open=num_open,
     )
-    info = EngineInfo(
-        model=Path(config.model).stem,
-        architecture=source.spec.architecture,
-        device=_device_name(precision.device, threads),
-        backend=execution.name,
-        weight_format=executor.weight_format,
-        kv_format=in_words(precision),
-        context_length=plan.context_length,
-        vocab_size=source.spec.vocab_size,
-        eos_token_ids=eos_token_ids,
-        block_size=plan.block_size,
-        num_blocks=plan.num_blocks,
-        max_num_seqs=config.max_num_seqs,
-        weight_bytes=executor.weight_bytes,
-        kv_bytes=plan.kv_bytes,
-        workspace_bytes=plan.workspace_bytes,
-        memory_bytes=plan.budget_bytes,
+    info = _describe(config, source, steps, plan, eos_token_ids, threads)
+    info = msgspec.structs.replace(
+        info,
         load_seconds=time.perf_counter() - begin,
-        fingerprint=_fingerprint(
-            Path(config.model),
-            f"{executor.weight_format} {execution.name} {precision.device} {precision.dtype} "
-            f"{in_words(precision)} {precision.block_size}",
-        ),
-        # As `BlockManager` writes them: 1 is a block that has an open page.
-        precisions=(in_words(precision), *(["int8 while open"] if num_open else [])),
         notes=(*kv_notes, *notes, *source.weights.notes(), *_host_notes(plan)),
-        kv_host_bytes=plan.kv_host_bytes,
     )
     tiers, tier_notes = load_tiers(
         config, blocks, moves, rates, info, precision, plan.kv_host_bytes
@@ -160,6 +112,59 @@ def load_parts(
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     scheduler = Scheduler(blocks, limits, eos_token_ids, look_ahead=runner.depth > 0, tiers=tiers)
     return scheduler, runner, info
+
+
+def _open_device(device: torch.device) -> Device:
+    return CudaDevice(device) if device.type == "cuda" else HostDevice()
+
+
+def _may_capture(config: EngineConfig, execution: Execution, device: Device) -> bool:
+    """Whether decode steps can become graphs.
+
+    On a GPU plain torch functions read the host's numbers, which a captured graph would keep.
+    """
+    replays = execution.uses_triton or device.torch_device.type == "cpu"
+    return config.cuda_graphs != "off" and device.is_asynchronous and replays
+
+
+def _describe(
+    config: EngineConfig,
+    source: ModelSource,
+    steps: Steps,
+    plan: MemoryPlan,
+    eos_token_ids: tuple[int, ...],
+    threads: int,
+) -> EngineInfo:
+    execution, weight_format = steps.execution, steps.executor.weight_format
+    precision = execution.precision
+    kv_format = in_words(precision)
+    arithmetic = (
+        f"{weight_format} {execution.name} {precision.device} {precision.dtype} "
+        f"{kv_format} {precision.block_size}"
+    )
+    return EngineInfo(
+        model=Path(config.model).stem,
+        architecture=source.spec.architecture,
+        device=_device_name(precision.device, threads),
+        backend=execution.name,
+        weight_format=weight_format,
+        kv_format=kv_format,
+        context_length=plan.context_length,
+        vocab_size=source.spec.vocab_size,
+        eos_token_ids=eos_token_ids,
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        max_num_seqs=config.max_num_seqs,
+        weight_bytes=steps.executor.weight_bytes,
+        kv_bytes=plan.kv_bytes,
+        workspace_bytes=plan.workspace_bytes,
+        memory_bytes=plan.budget_bytes,
+        load_seconds=0.0,
+        fingerprint=_fingerprint(Path(config.model), arithmetic),
+        # As `BlockManager` writes them: 1 is a block that has an open page.
+        precisions=(kv_format, *(["int8 while open"] if steps.num_open else [])),
+        kv_host_bytes=plan.kv_host_bytes,
+    )
 
 
 def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tuple[str, ...]]:
@@ -182,11 +187,11 @@ def _precision(config: EngineConfig, source: ModelSource) -> tuple[Precision, tu
 
 
 def _num_open(
-    config: EngineConfig, source: ModelSource, precision: Precision, device: Device | None
+    config: EngineConfig, source: ModelSource, precision: Precision, device: Device
 ) -> int:
     if not precision.is_sealed(len(source.spec.layers)):
         return 0
-    plans = 1 if device is None else 1 + DeviceRunner.depth
+    plans = 1 + int(device.is_asynchronous)
     return num_open_pages(
         config.max_num_seqs, config.max_num_batched_tokens, precision.block_size, plans=plans
     )

@@ -208,6 +208,16 @@ class Update(NamedTuple):
     finish_reason: FinishReason | None
 
 
+class Sampled(NamedTuple):
+    """What one sequence got: a token, or the reason why there is none."""
+
+    token_id: int = -1
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+    broken: bool = False  # the model's fault, not the request's
+    continuations: Continuations | None = None  # of a beam
+
+
 @dataclass(frozen=True, slots=True)
 class Continuations:
     """What may follow a beam: the likeliest tokens, likeliest first.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from appliance.engine.plan import Plan
-    from appliance.engine.sampler import Sampled
+    from appliance.engine.plan import Plan, Sampled
 
 
 class Runner(Protocol):

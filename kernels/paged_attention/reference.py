@@ -52,8 +52,9 @@ def paged_attention(
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = torch.empty_like(query)
     row = 0
-    parts = zip(work.host_query_lens, work.host_context_lens, work.host_block_tables, strict=True)
-    for i, (rows, context, table) in enumerate(parts):
+    parts = zip(work.host_query_lens, work.host_context_lens, work.block_tables, strict=True)
+    for i, (rows, context, blocks) in enumerate(parts):
+        table = blocks.tolist()
         q = query[row : row + rows].to(dtype)  # (rows, num_heads, head_dim)
         if isinstance(cache, SealedPages):
             assert work.sealed is not None

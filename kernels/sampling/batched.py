@@ -20,12 +20,7 @@ CANDIDATES = 1024  # sorted prefix that nearly always holds the whole nucleus
 STRETCH = 256  # tokens that are summed up together when a whole vocabulary is walked
 
 
-def choose(logits: Tensor, rows: SamplingRows) -> list[int]:
-    """Like `choose_where_it_is`, on the host."""
-    return choose_where_it_is(logits, rows).tolist()
-
-
-def choose_where_it_is(logits: Tensor, rows: SamplingRows) -> Tensor:
+def choose(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Like `sample`; -1 for a row with NaN, +inf or no finite value."""
     finite = logits.amax(dim=-1).isfinite()
     tokens = sample(logits.nan_to_num(nan=0.0), rows)

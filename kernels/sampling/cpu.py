@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +28,7 @@ class NativeSampling:
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
 
-    def __call__(self, logits: Tensor, rows: SamplingRows) -> list[int]:
+    def __call__(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Choose one token per row.
 
         Args:
@@ -37,7 +36,8 @@ class NativeSampling:
             rows: settings of each row.
 
         Returns:
-            num_rows token ids; `NO_FINITE_LOGIT` or `INFINITE_LOGIT` where a row has no choice.
+            (num_rows,) int64 token ids; `NO_FINITE_LOGIT` or `INFINITE_LOGIT` where a row has no
+            choice.
 
         Raises:
             MemoryError: the engine may not, or cannot, have the workspace that this takes.
@@ -50,19 +50,19 @@ class NativeSampling:
             min_p=_address(rows.min_p, torch.float32, num_rows),
             uniform=_address(rows.uniform, torch.float64, num_rows),
         )
-        tokens = (ctypes.c_int64 * num_rows)()
+        tokens = torch.empty(num_rows, dtype=torch.int64)
         status = self._engine.library.ap_sample(
             self._engine.handle,
             _address(logits, torch.float32, num_rows),
             num_rows,
             vocab_size,
             sampling,
-            tokens,
+            tokens.data_ptr(),
         )
         if status == Status.NO_MEMORY:
             raise MemoryError(f"no workspace to sample {num_rows} rows of {vocab_size} logits")
         assert status == Status.OK, f"ap_sample returned {Status(status).name}"
-        return list(tokens)
+        return tokens
 
 
 def _address(values: Tensor, dtype: torch.dtype, num_rows: int) -> int:

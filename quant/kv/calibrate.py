@@ -70,9 +70,9 @@ class AttentionWatch:
             assert isinstance(batch, RaggedBatch)
             assert isinstance(cache, KVBlocks)
             self.queries += query.split(batch.host_query_lens)
-            parts = zip(batch.host_block_tables, batch.host_context_lens, strict=True)
+            parts = zip(batch.block_tables, batch.host_context_lens, strict=True)
             for table, context in parts:
-                keys, values = cache.gather(table, context, query.dtype)
+                keys, values = cache.gather(table.tolist(), context, query.dtype)
                 self.keys.append(keys)
                 self.values.append(values)
             return attend(query, cache, work, scale=scale, window=window, softcap=softcap)

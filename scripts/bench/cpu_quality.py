@@ -172,7 +172,7 @@ def main() -> None:
     formats = options.kv_cache_dtype
     execution, notes = choose(source, DTYPES[options.dtype], formats, threads)
     base = load_decoder(source, select_backend(CPU, "reference"), CPU, torch.float32)
-    candidate, _ = execution.load(source, lambda *_: None, source.spec.context_length)
+    candidate = execution.load(source, lambda *_: None, source.spec.context_length)
     rows = options.rows_per_step or options.window
     comparisons = compare(base, candidate, windows, formats, rows)
     result: dict[str, Any] = {

@@ -145,7 +145,7 @@ def ours(bench: Bench, problem: Problem) -> Contender:
         few = RaggedBatch.of(
             batch.host_query_lens[:count],
             batch.host_context_lens[:count],
-            batch.host_block_tables[:count],
+            batch.block_tables[:count].tolist(),
             block_size=BLOCK,
             device=bench.device,
         )
@@ -153,7 +153,7 @@ def ours(bench: Bench, problem: Problem) -> Contender:
         last = max(1, min(rows, 256))  # of a long chunk the latest see most
         if problem.rows > 256:
             few = RaggedBatch.of(
-                [last], [problem.context], batch.host_block_tables[:1],
+                [last], [problem.context], batch.block_tables[:1].tolist(),
                 block_size=BLOCK, device=bench.device,
             )  # fmt: skip
             rows = problem.rows

@@ -39,14 +39,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.device.cuda_graphs import BUSY_STEPS
-from appliance.engine.device.device import Event, Graph, HostDevice
-from appliance.engine.device.device_runner import DeviceRunner
-from appliance.engine.device.device_sampler import DeviceSampler
+from appliance.engine.blocks.block_moves import HostMoves
 from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import EngineInfo
 from appliance.engine.process.framing import encode_frame
+from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
+from appliance.engine.run import model_runner
+from appliance.engine.run.batch import Spare, stage
+from appliance.engine.run.cuda_graphs import BUSY_STEPS
+from appliance.engine.run.device import Event, Graph, HostDevice
+from appliance.engine.run.model_runner import ModelRunner
+from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
 OUT = ROOT / "benchmarks" / "results" / "host_step.json"
@@ -83,6 +87,8 @@ GOALS_MS = {
 
 class NoDevice(HostDevice):
     """Counts what is enqueued."""
+
+    is_asynchronous = True
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -205,10 +211,10 @@ def build(batch: int, context: int, vocab_size: int) -> tuple[LLMEngine, NoDevic
     limits = SchedulerLimits(batch, batch * context, 2 * context)  # all prompts at once
     num_blocks = 2 * batch * context // BLOCK_SIZE
     stub: Any = Stub(batch, vocab_size, device.counts)
-    runner: DeviceRunner[Any] = DeviceRunner(
+    runner: ModelRunner[Any] = ModelRunner(
         stub,
         stub,
-        DeviceSampler(
+        Sampler(
             (),
             stub.sample_tokens,
             stub.penalize,
@@ -218,7 +224,8 @@ def build(batch: int, context: int, vocab_size: int) -> tuple[LLMEngine, NoDevic
         ),
         device,
         limits,
-        num_blocks=num_blocks,
+        HostMoves(stub, Rates()),
+        spare=Spare(num_blocks),
         graph_bytes=1,
     )
     blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=False)
@@ -269,7 +276,7 @@ def measure(batch: int, setting: str, context: int, steps: int) -> dict[str, Any
     runner: Any = engine._runner
     watch.watch(engine._scheduler, "plan", "plan")
     watch.watch(runner, "launch", "launch")
-    watch.watch(runner, "_stage", "stage")
+    model_runner.stage = watch.timed(stage, "stage")
     watch.watch(runner._sampler, "launch", "sample")
     watch.watch(runner, "collect", "read")
     watch.watch(engine, "_commit", "commit")

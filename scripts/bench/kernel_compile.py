@@ -36,10 +36,10 @@ from conditions import ROOT, conditions, write_result
 from synthetic_checkpoint import LLAMA_3_8B, TINY, write_checkpoint
 from triton.backends.compiler import GPUTarget
 
-from appliance.engine.device.device import HostDevice
-from appliance.engine.device.kernels_ahead import compile_kernels
-from appliance.engine.device.measure import measure_workspace
 from appliance.engine.execution import Precision, TorchExecution
+from appliance.engine.run.device import HostDevice
+from appliance.engine.run.kernels_ahead import compile_kernels
+from appliance.engine.run.measure import measure_workspace
 from appliance.engine.scheduling.scheduler import SchedulerLimits
 from appliance.kernels.backend import triton_backend
 from appliance.kernels.compile_ahead import NoDevice
@@ -95,7 +95,7 @@ class Stages:
 def load(folder: Path) -> tuple[TorchExecution, Decoder]:
     execution = TorchExecution(Precision(CPU, torch.bfloat16, KVFormat.INT8, 32), triton_backend())
     source = open_model(folder)
-    decoder, _ = execution.load(source, lambda *progress: None, LIMITS.context_length)
+    decoder = execution.load(source, lambda *progress: None, LIMITS.context_length)
     assert isinstance(decoder, Decoder)
     return execution, decoder
 

@@ -9,10 +9,8 @@ from broken_logits import break_logits
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
-from appliance.engine.model_runner import ModelRunner
 from appliance.engine.plan import Plan
 from appliance.engine.request import FinishReason, Request, SamplingParams
-from appliance.engine.sampler import Sampled
 from appliance.errors import ContextLengthError, MemoryPlanError, RequestError
 
 EOS = 2
@@ -186,15 +184,14 @@ def test_a_step_without_memory_ends_the_requests_that_made_it_large(
 ) -> None:
     expected = run(engine, request("small", prompt(10, 8), max_tokens=9))
     runner = engine._runner
-    assert isinstance(runner, ModelRunner)
-    real = runner.run
+    real = runner.launch
 
-    def limited(plan: Plan) -> list[Sampled]:
+    def limited(plan: Plan) -> None:
         if any(entry.sequence.request.request_id == "large" for entry in plan.scheduled):
             raise MemoryError("no memory for the workspace of this step")
-        return real(plan)
+        real(plan)
 
-    monkeypatch.setattr(runner, "run", limited)
+    monkeypatch.setattr(runner, "launch", limited)
     engine.submit(request("small", prompt(10, 8), max_tokens=9))
     report = engine.step()
     answer = [token for delta in report.deltas for token in delta.token_ids]
@@ -220,7 +217,9 @@ def test_an_interrupted_step_is_repeated(
     for _ in range(5):
         answer += [token for delta in engine.step().deltas for token in delta.token_ids]
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "run", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            engine._runner, "launch", lambda plan: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     while engine.has_work:

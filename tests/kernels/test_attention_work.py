@@ -35,7 +35,6 @@ def batch_of(decodes: list[int], chunks: list[int]) -> RaggedBatch:
         num_decodes=len(decodes),
         host_query_lens=query_lens,
         host_context_lens=context_lens,
-        host_block_tables=(),
     )
 
 

@@ -98,7 +98,6 @@ class World:
             num_decodes=num_decodes,
             host_query_lens=tuple(rows),
             host_context_lens=tuple(contexts),
-            host_block_tables=tuple(tables),
         )
 
     def query(self, spans: dict[int, Span]) -> Tensor:

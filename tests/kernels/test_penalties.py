@@ -2,15 +2,18 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.kernels.penalties import PenaltyRows
-from appliance.kernels.penalties.reference import penalize
-from appliance.kernels.penalties.rows import IN_PROMPT
+from appliance.kernels.penalties import PenaltyRows, cpu, reference
+from appliance.kernels.penalties.rows import IN_PROMPT, Penalize
 
 VOCAB = 40
+each_way = pytest.mark.parametrize(
+    "penalize", [reference.penalize, cpu.penalize], ids=["reference", "cpu"]
+)
 Asked = tuple[float, float, float]  # repetition, presence, frequency
 
 
@@ -47,10 +50,11 @@ asked = st.tuples(
 )
 
 
+@each_way
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(tokens, tokens, asked, st.booleans()), min_size=1, max_size=5))
+@given(rows=st.lists(st.tuples(tokens, tokens, asked, st.booleans()), min_size=1, max_size=5))
 def test_each_row_is_lowered_by_what_it_has_seen(
-    rows: list[tuple[list[int], list[int], Asked, bool]],
+    penalize: Penalize, rows: list[tuple[list[int], list[int], Asked, bool]]
 ) -> None:
     logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(len(rows)))
     expected = logits.double().tolist()
@@ -62,12 +66,17 @@ def test_each_row_is_lowered_by_what_it_has_seen(
     seen = torch.stack(lines[::-1])
     counted = [int(counts and bool(answer)) for _, answer, _, counts in rows]
     read = torch.tensor([(answer or [3])[-1] for _, answer, _, _ in rows])
-    penalize(logits, seen, rows_of(places, counted, [one[2] for one in rows]), read)
+    asked_of_rows = rows_of(places, counted, [one[2] for one in rows])
+    bits, seen_before = logits.clone(), seen.clone()
+    penalize(logits, seen, asked_of_rows, read)
+    reference.penalize(bits, seen_before, asked_of_rows, read)
+    assert torch.equal(logits, bits)
     assert torch.allclose(logits.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-5)
     assert torch.equal(seen, torch.stack([seen_of(*one[:2]) for one in rows])[places])
 
 
-def test_rows_without_penalties_and_places_of_others_stay_as_they_are() -> None:
+@each_way
+def test_rows_without_penalties_and_places_of_others_stay_as_they_are(penalize: Penalize) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     before, seen = logits.clone(), torch.full((2, VOCAB), 7, dtype=torch.int32)
     rows = rows_of([-1, 1, -1], [1, 1, 0], [(1.5, 0.5, 0.5)] * 3)
@@ -78,7 +87,8 @@ def test_rows_without_penalties_and_places_of_others_stay_as_they_are() -> None:
     assert (seen[1] == torch.tensor([8 if token == 4 else 7 for token in range(VOCAB)])).all()
 
 
-def test_without_tokens_nothing_is_counted() -> None:
+@each_way
+def test_without_tokens_nothing_is_counted(penalize: Penalize) -> None:
     seen = torch.zeros(1, VOCAB, dtype=torch.int32)
     logits = torch.ones(1, VOCAB)
     penalize(logits, seen, rows_of([0], [1], [(2.0, 1.0, 1.0)]))

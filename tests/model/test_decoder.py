@@ -98,7 +98,6 @@ def side_by_side(spans: list[tuple[tuple[int, ...], int, int]]) -> RaggedBatch:
         num_decodes=sum(1 for _ in itertools.takewhile(lambda length: length == 1, lens)),
         host_query_lens=lens,
         host_context_lens=tuple(step.host_context_lens[0] for step in steps),
-        host_block_tables=tuple(step.host_block_tables[0] for step in steps),
     )
 
 

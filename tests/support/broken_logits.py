@@ -37,4 +37,7 @@ def break_logits(
 ) -> None:
     """Until the test is over; `breaks` gets the call's number, from 1, and how many rows it has."""
     runner: Any = engine._runner
-    monkeypatch.setattr(runner, "_executor", BrokenExecutor(runner._executor, breaks))
+    broken = BrokenExecutor(runner._executor, breaks)
+    for owner in (runner, runner._decode):
+        if owner is not None:
+            monkeypatch.setattr(owner, "_executor", broken)

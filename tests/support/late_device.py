@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from appliance.engine.device.device import Event, Graph, HostDevice
+from appliance.engine.run.device import Event, Graph, HostDevice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 class LateDevice(HostDevice):
     """What is fetched arrives when an event recorded later is waited for, and not before."""
+
+    is_asynchronous = True
 
     def __init__(self) -> None:
         self.queue: list[Callable[[], object]] = []

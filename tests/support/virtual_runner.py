@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.messages import Candidate, TokenLogprobs
-from appliance.engine.plan import Continuations
-from appliance.engine.sampler import Sampled
+from appliance.engine.plan import Continuations, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences

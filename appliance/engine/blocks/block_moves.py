@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.device.device import Copy, Device
     from appliance.engine.plan import BlockCopy, BlockMove
     from appliance.engine.rates import Rates
+    from appliance.engine.run.device import Copy, Device
     from appliance.kernels.block_copy.launch import BlockMover
     from appliance.model.executor import Cache
 

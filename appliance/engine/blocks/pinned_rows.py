@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.engine.device.device import Device
+    from appliance.engine.run.device import Device
 
 PIECE_BYTES = 64 << 20
 MOST_ROWS = 256  # of a piece

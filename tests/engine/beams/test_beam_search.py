@@ -240,7 +240,7 @@ def test_a_failed_step_is_repeated(engine: LLMEngine, monkeypatch: pytest.Monkey
     for step in itertools.count():
         if step in (0, 2, 9):
             with monkeypatch.context() as patch:
-                patch.setattr(engine._runner, "run", lambda plan: 1 / 0)
+                patch.setattr(engine._runner, "launch", lambda plan: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     engine.step()
         for delta in engine.step().deltas:

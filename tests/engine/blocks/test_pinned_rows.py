@@ -5,7 +5,7 @@ import torch
 
 from appliance.engine.blocks import pinned_rows
 from appliance.engine.blocks.pinned_rows import PinnedRows
-from appliance.engine.device.device import HostDevice
+from appliance.engine.run.device import HostDevice
 
 
 class Counting(HostDevice):

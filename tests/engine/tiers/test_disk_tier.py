@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from late_device import LateDevice
 
 from appliance.config import EngineConfig
-from appliance.engine.device.device import HostDevice
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.request import Request, SamplingParams
@@ -22,7 +22,7 @@ from appliance.engine.tiers import disk_tier, write_behind
 from appliance.engine.tiers.disk_store import DiskStore
 
 
-def load(folder: Path, disk: Path | str, device: HostDevice | None = None, **options: Any) -> Any:
+def load(folder: Path, disk: Path | str, device: LateDevice | None = None, **options: Any) -> Any:
     settings = {
         "threads": 1,
         "max_num_seqs": 8,
@@ -97,9 +97,9 @@ def test_the_next_engine_goes_on_from_the_disk(tiny_llama: Path, tmp_path: Path,
 
 def test_a_runner_that_looks_ahead_reads_and_writes_too(tiny_llama: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"kernels": "torch", "dtype": "float32"}
-    with running(tiny_llama, tmp_path, device=HostDevice(), **options) as first:
+    with running(tiny_llama, tmp_path, device=LateDevice(), **options) as first:
         expected = run(first, request("a"), request("b", seed=1))
-    with running(tiny_llama, tmp_path, device=HostDevice(), **options) as second:
+    with running(tiny_llama, tmp_path, device=LateDevice(), **options) as second:
         assert run(second, request("a"), request("b", seed=1)) == expected
         assert second.stats().prefix_hits_disk_total > 0
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from late_device import LateDevice
 
 from appliance.config import EngineConfig
-from appliance.engine.device.device import HostDevice
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.request import Request, SamplingParams
@@ -17,7 +17,7 @@ from appliance.engine.request import Request, SamplingParams
 CPU_FORMATS = ["bf16", "fp32", "fp16", "int8", "fp8", "int4-rotated", "int4", "k8v4"]
 
 
-def load(folder: Path, kv: str, device: HostDevice | None = None, **options: Any) -> LLMEngine:
+def load(folder: Path, kv: str, device: LateDevice | None = None, **options: Any) -> LLMEngine:
     settings = {"threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
     config = EngineConfig(model=str(folder), kv_cache_dtype=kv, **settings)
     return LLMEngine(*load_parts(config, (), None, lambda *_: None, device))
@@ -87,7 +87,7 @@ def test_torch_swaps_too(tiny_llama: Path, kv: str) -> None:
 def test_a_runner_that_looks_ahead_swaps_too(tiny_llama: Path) -> None:
     options: dict[str, Any] = {"kernels": "torch", "dtype": "float32"}
     roomy = load(tiny_llama, "int8", **options)
-    small = tight(tiny_llama, "int8", roomy, device=HostDevice(), **options)
+    small = tight(tiny_llama, "int8", roomy, device=LateDevice(), **options)
     assert run(small, *crowd()) == run(roomy, *crowd())
     assert small.stats().swapped_in_total > 0
 

@@ -22,10 +22,17 @@ TOP_P_STEP = 1e-6
 LAST = 1 - 2**-53  # the largest uniform number
 
 
+Sample = Callable[[Tensor, SamplingRows], list[int]]
+
+
+def listed(sampling: NativeSampling) -> Sample:
+    return lambda logits, rows: sampling(logits, rows).tolist()
+
+
 @pytest.fixture
-def sample(library: ctypes.CDLL) -> Iterator[NativeSampling]:
+def sample(library: ctypes.CDLL) -> Iterator[Sample]:
     engine = NativeEngine(library, 3)
-    yield NativeSampling(engine)
+    yield listed(NativeSampling(engine))
     engine.close()
 
 
@@ -124,9 +131,7 @@ def assert_as_defined(logits: Tensor, rows: SamplingRows, tokens: list[int]) -> 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 15, 255, 256, 257, 3000])
 @pytest.mark.parametrize("kind", DISTRIBUTIONS)
-def test_tokens_are_those_of_the_definition(
-    sample: NativeSampling, kind: str, vocab_size: int
-) -> None:
+def test_tokens_are_those_of_the_definition(sample: Sample, kind: str, vocab_size: int) -> None:
     count = 24
     rows = settings(len(kind) + vocab_size, vocab_size, count)
     logits = torch.stack([DISTRIBUTIONS[kind](random_logits(i, vocab_size)) for i in range(count)])
@@ -137,7 +142,7 @@ def test_tokens_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("kind", ["normal", "narrow", "ties"])
-def test_a_whole_vocabulary(sample: NativeSampling, kind: str) -> None:
+def test_a_whole_vocabulary(sample: Sample, kind: str) -> None:
     logits = DISTRIBUTIONS[kind](random_logits(5, 49_157)).expand(7, -1).contiguous()
     rows = SamplingRows.of(
         [1.0] * 7,
@@ -154,7 +159,7 @@ def test_a_whole_vocabulary(sample: NativeSampling, kind: str) -> None:
     [(0, 1.0, 0.0), (0, 1.0, 0.1), (4, 1.0, 0.0), (0, 0.8, 0.0), (5, 0.8, 0.2)],
 )
 def test_frequencies_follow_the_probabilities(
-    sample: NativeSampling, top_k: int, top_p: float, min_p: float
+    sample: Sample, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = torch.tensor([2.0, 1.0, 0.5, -math.inf, 0.0, -1.0, -3.0])
     draws = 1000
@@ -174,7 +179,7 @@ def test_frequencies_follow_the_probabilities(
     assert torch.allclose(counts.double(), kept / kept.sum(), atol=1.01 / draws)
 
 
-def test_equal_logits_are_taken_by_rising_id(sample: NativeSampling) -> None:
+def test_equal_logits_are_taken_by_rising_id(sample: Sample) -> None:
     logits = torch.full((3, 3000), -1.0)
     logits[:, 100:200] = 0.0
     logits[:, 100:200:2] = -0.0
@@ -186,13 +191,13 @@ def test_equal_logits_are_taken_by_rising_id(sample: NativeSampling) -> None:
     assert sample(logits, greedy) == [100] * 3
 
 
-def test_a_nucleus_ends_where_its_mass_is_reached(sample: NativeSampling) -> None:
+def test_a_nucleus_ends_where_its_mass_is_reached(sample: Sample) -> None:
     logits = torch.zeros(3, 64)
     rows = SamplingRows.of([1.0] * 3, [0, 16, 2], [0.5] * 3, [0.0] * 3, [LAST] * 3)
     assert sample(logits, rows) == [31, 7, 0]
 
 
-def test_temperatures_far_above_any_logit_ban_what_is_banned(sample: NativeSampling) -> None:
+def test_temperatures_far_above_any_logit_ban_what_is_banned(sample: Sample) -> None:
     logits = torch.full((3, 300), -math.inf)
     logits[:, [7, 8, 290]] = torch.tensor([-5.0, 3.0, 2.0])
     rows = SamplingRows.of([1e38] * 3, [0, 0, 200], [1.0, 0.9, 1.0], [0.0] * 3, [LAST] * 3)
@@ -202,7 +207,7 @@ def test_temperatures_far_above_any_logit_ban_what_is_banned(sample: NativeSampl
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.9999), (999, 1.0)])
 @pytest.mark.parametrize("uniform", [0.0, 0.5, LAST])
 def test_a_banned_token_is_never_chosen(
-    sample: NativeSampling, top_k: int, top_p: float, uniform: float
+    sample: Sample, top_k: int, top_p: float, uniform: float
 ) -> None:
     logits = torch.full((2, 1000), -math.inf)
     logits[0, [400, 700]] = torch.tensor([1.0, -400.0])
@@ -211,7 +216,7 @@ def test_a_banned_token_is_never_chosen(
     assert sample(logits, rows) == [400, 999]
 
 
-def test_min_p_above_one_leaves_the_likeliest(sample: NativeSampling) -> None:
+def test_min_p_above_one_leaves_the_likeliest(sample: Sample) -> None:
     logits = random_logits(0, 700)[None].repeat(3, 1)
     rows = SamplingRows.of([1.0] * 3, [0, 20, 0], [1.0, 1.0, 0.9], [1.5] * 3, [LAST] * 3)
     assert sample(logits, rows) == [int(logits[0].argmax())] * 3
@@ -222,7 +227,7 @@ def test_min_p_above_one_leaves_the_likeliest(sample: NativeSampling) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("top_p", [0.9, 1.0])
 def test_broken_rows_say_so_and_leave_the_others_alone(
-    sample: NativeSampling, vocab_size: int, place: int, temperature: float, top_p: float
+    sample: Sample, vocab_size: int, place: int, temperature: float, top_p: float
 ) -> None:
     logits = torch.stack([random_logits(7, vocab_size)] * 6)
     logits[1, place] = math.nan
@@ -242,11 +247,11 @@ def many_rows(vocab_size: int, count: int) -> tuple[Tensor, SamplingRows]:
 
 
 def test_a_row_depends_on_neither_neighbours_nor_threads(
-    library: ctypes.CDLL, sample: NativeSampling
+    library: ctypes.CDLL, sample: Sample
 ) -> None:
     logits, rows = many_rows(1500, 44)
     together = sample(logits, rows)
-    by_one_thread = NativeSampling(NativeEngine(library, 1))
+    by_one_thread = listed(NativeSampling(NativeEngine(library, 1)))
     alone = [by_one_thread(logits[i : i + 1], rows.select(torch.tensor([i])))[0] for i in range(44)]
     assert together == alone
 
@@ -254,7 +259,7 @@ def test_a_row_depends_on_neither_neighbours_nor_threads(
 def test_vector_instruction_sets_choose_the_same(loaded: ctypes.CDLL) -> None:
     """But not the scalar path, which has no fused multiply-add."""
     logits, rows = many_rows(2000, 220)
-    sample = NativeSampling(NativeEngine(loaded, 3))
+    sample = listed(NativeSampling(NativeEngine(loaded, 3)))
     found = []
     for isa in supported_isas(loaded):
         if isa is not Isa.SCALAR:
@@ -263,12 +268,12 @@ def test_vector_instruction_sets_choose_the_same(loaded: ctypes.CDLL) -> None:
     assert len(set(found)) <= 1
 
 
-def test_no_rows(sample: NativeSampling) -> None:
+def test_no_rows(sample: Sample) -> None:
     assert sample(torch.empty(0, 30), SamplingRows.of([], [], [], [], [])) == []
 
 
 def test_a_workspace_that_may_not_grow_is_an_error(library: ctypes.CDLL) -> None:
-    sample = NativeSampling(NativeEngine(library, 1, 4096))
+    sample = listed(NativeSampling(NativeEngine(library, 1, 4096)))
     logits = random_logits(0, 1000)[None]
     with pytest.raises(MemoryError):
         sample(logits, SamplingRows.of([1.0], [0], [0.9], [0.0], [0.5]))
@@ -276,7 +281,7 @@ def test_a_workspace_that_may_not_grow_is_an_error(library: ctypes.CDLL) -> None
     assert sample(logits, by_id) == reference.sample(logits, by_id).tolist()
 
 
-def test_other_element_types_are_refused(sample: NativeSampling) -> None:
+def test_other_element_types_are_refused(sample: Sample) -> None:
     rows = SamplingRows.of([1.0], [0], [0.9], [0.0], [0.5])
     for logits in (torch.zeros(1, 8, dtype=torch.bfloat16), torch.zeros(8, 2).T[:1]):
         with pytest.raises(AssertionError):

@@ -269,7 +269,6 @@ def build_batch(
         num_decodes=len(list(itertools.takewhile(lambda rows: rows == 1, query_lens))),
         host_query_lens=tuple(query_lens),
         host_context_lens=tuple(context_lens),
-        host_block_tables=tuple(tables),
     )
 
 

@@ -10,9 +10,9 @@ import torch
 
 from appliance.engine.blocks import block_moves
 from appliance.engine.blocks.block_moves import DeviceMoves, HostMoves
-from appliance.engine.device.device import Copy, HostDevice
 from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock
 from appliance.engine.rates import Rates
+from appliance.engine.run.device import Copy, HostDevice
 from appliance.kernels.block_copy.launch import BlockMover
 from appliance.kernels.decoder_cache import KVCache, split_sealed
 from appliance.kernels.kv_cache import KVFormat, KVPages

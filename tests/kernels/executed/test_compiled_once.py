@@ -15,18 +15,18 @@ from typing import Any, cast
 import pytest
 import torch
 import triton
+from late_device import LateDevice
 from packed_weights import random_packed
 from ptx_machine.driver import TARGETS, gpu
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.device.device import HostDevice
-from appliance.engine.device.device_loading import load_device_runner
 from appliance.engine.engine import LLMEngine
 from appliance.engine.execution import Precision, TorchExecution
 from appliance.engine.memory_plan import MemoryRequest
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
+from appliance.engine.run.setup import Steps, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import Backend, Linear, triton_backend
@@ -70,7 +70,7 @@ def engine_of(
     source = open_model(model)
     precision = Precision(CPU, torch.bfloat16, kv_format, 32)
     execution = TorchExecution(precision, with_packed_weights())
-    executor, _ = execution.load(source, lambda stage, done, total: None, limits.context_length)
+    executor = execution.load(source, lambda stage, done, total: None, limits.context_length)
     num_open = NUM_OPEN if kv_format.is_sealed else 0
     block_bytes = 32 * execution.kv_bytes_per_token(source.spec)
     request = MemoryRequest(
@@ -88,18 +88,17 @@ def engine_of(
         fill=True,
         open_bytes=num_open * execution.open_page_bytes(source.spec),
     )
-    runner, plan, _ = load_device_runner(
+    steps = Steps(
         execution,
         executor,
-        HostDevice(),
+        LateDevice(),
         limits,
-        request,
-        (),
-        Rates(),
-        on_progress,
-        graphs=False,
-        num_open=num_open,
+        execution.sample_tokens(source.spec, limits.max_num_seqs),
+        num_open,
+        with_graphs=False,
     )
+    plan, graph_bytes = plan_measured(steps, request, on_progress)
+    runner, _ = make_runner(steps, plan, graph_bytes, (), Rates())
     blocks = BlockManager(plan.num_blocks, 32, num_open=num_open)
     scheduler = Scheduler(blocks, limits, (), look_ahead=True)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=())

@@ -1,4 +1,4 @@
-"""The asynchronous runner with graphs on interpreted kernels, against torch one step at a time."""
+"""The runner with graphs on interpreted kernels, against torch one step at a time."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from late_device import LateDevice
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.device.device import HostDevice
-from appliance.engine.device.device_runner import DeviceRunner
-from appliance.engine.device.device_sampler import DeviceSampler
+from appliance.engine.blocks.block_moves import HostMoves
 from appliance.engine.engine import LLMEngine
 from appliance.engine.execution import Precision, TorchExecution
 from appliance.engine.messages import EngineInfo
-from appliance.engine.model_runner import ModelRunner
+from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.runner import Runner
-from appliance.engine.sampler import Sampler
+from appliance.engine.run.batch import Spare
+from appliance.engine.run.device import HostDevice
+from appliance.engine.run.model_runner import ModelRunner
+from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.kernels.backend import REFERENCE, Backend, select_backend
 from appliance.kernels.kv_cache import KVFormat
@@ -33,30 +34,29 @@ def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine
     source = open_model(model)
     precision = Precision(CPU, torch.float32, KVFormat.FP32, BLOCK_SIZE)
     execution = TorchExecution(precision, backend)
-    executor, choose = execution.load(source, lambda stage, done, total: None, 100)
+    executor = execution.load(source, lambda stage, done, total: None, 100)
     cache = executor.allocate_cache(
         KVFormat.FP32, num_blocks=NUM_BLOCKS + asynchronous, block_size=BLOCK_SIZE
     )
-    runner: Runner = ModelRunner(executor, cache, Sampler((EOS,), choose))
-    if asynchronous:
-        device = HostDevice()
-        sample_tokens = execution.sample_tokens(source.spec, LIMITS.max_num_seqs)
-        runner = DeviceRunner(
-            executor,
-            cache,
-            DeviceSampler(
-                (EOS,),
-                sample_tokens,
-                execution.penalize,
-                device,
-                num_slots=LIMITS.max_num_seqs,
-                vocab_size=source.spec.vocab_size,
-            ),
-            device,
-            LIMITS,
-            num_blocks=NUM_BLOCKS,
-            graph_bytes=2**30,
-        )
+    device = LateDevice() if asynchronous else HostDevice()
+    sampler = Sampler(
+        (EOS,),
+        execution.sample_tokens(source.spec, LIMITS.max_num_seqs),
+        execution.penalize,
+        device,
+        num_slots=LIMITS.max_num_seqs,
+        vocab_size=source.spec.vocab_size,
+    )
+    runner = ModelRunner(
+        executor,
+        cache,
+        sampler,
+        device,
+        LIMITS,
+        HostMoves(cache, Rates()),
+        spare=Spare(NUM_BLOCKS) if asynchronous else None,
+        graph_bytes=2**30,
+    )
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(blocks, LIMITS, (EOS,), look_ahead=asynchronous)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=(EOS,))
@@ -94,7 +94,6 @@ def test_an_engine_on_the_kernels_says_what_torch_says(tiny_llama: Path) -> None
     kernels = select_backend(torch.device("cuda"))
     engine = engine_of(tiny_llama, kernels, asynchronous=True)
     assert run(engine, *requests) == expected
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner)
-    assert runner.graphs.captured
+    graphs = engine._runner.graphs  # type: ignore[attr-defined]
+    assert graphs.captured
     assert run(engine, requests[0]) == {("greedy", 0): expected["greedy", 0]}

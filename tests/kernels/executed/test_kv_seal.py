@@ -89,7 +89,6 @@ def test_attention_over_closed_and_open_blocks(
         num_decodes=4,
         host_query_lens=query_lens,
         host_context_lens=context_lens,
-        host_block_tables=tuple(map(tuple, tables)),
         sealed=SealedSpans(
             torch.tensor(sealed_lens, dtype=torch.int32),
             int32(open_tables),

@@ -73,7 +73,6 @@ def decode(kv_format: KVFormat) -> Cost:
         num_decodes=1,
         host_query_lens=(1,),
         host_context_lens=(CONTEXT,),
-        host_block_tables=(tuple(table.tolist()),),
     )
     sizes: dict[str, Any] = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "device": CPU}
     cache: KVPages | SealedPages

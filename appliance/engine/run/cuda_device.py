@@ -1,4 +1,4 @@
-"""A GPU as the asynchronous runner sees it: pinned memory, streams, events and graphs of torch."""
+"""A GPU as the runner sees it: pinned memory, streams, events and graphs of torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.engine.device.device import CaptureError
+from appliance.engine.run.device import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import Tensor
 
-    from appliance.engine.device.device import Copy, Event, Graph
+    from appliance.engine.run.device import Copy, Event, Graph
 
 logger = logging.getLogger(__name__)
 
 
 class CudaDevice:
     """One NVIDIA GPU, through torch's current stream."""
+
+    is_asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from appliance.engine.device.device import Device
     from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.run.device import Device
     from appliance.engine.sequence import Sequence
 
 

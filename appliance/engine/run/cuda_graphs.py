@@ -10,12 +10,12 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from appliance.engine.device.device import CaptureError
+from appliance.engine.run.device import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from appliance.engine.device.device import Device, Graph
+    from appliance.engine.run.device import Device, Graph
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
-"""Sampling that leaves the tokens on the device, and what the host makes of them a step later."""
+"""From logits to tokens that stay on the device, and what the host makes of them a step later."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,12 +10,16 @@ import numpy as np
 import torch
 
 from appliance.engine.beams.beam_search import num_candidates
-from appliance.engine.device.adjustments import AdjustmentList
-from appliance.engine.device.seen_tokens import SeenTokens
-from appliance.engine.device.slot_settings import STAGED, SlotSettings, uniform_numbers
 from appliance.engine.messages import Candidate, TokenLogprobs
-from appliance.engine.plan import Continuations
-from appliance.engine.sampler import BANNED, BROKEN, Sampled, candidates_of
+from appliance.engine.plan import Continuations, Sampled
+from appliance.engine.run.adjustments import AdjustmentList
+from appliance.engine.run.seen_tokens import SeenTokens
+from appliance.engine.run.slot_settings import (
+    STAGED,
+    SlotSettings,
+    StepSettings,
+    uniform_numbers,
+)
 from appliance.kernels.sampling.ranking import likeliest
 
 if TYPE_CHECKING:
@@ -24,15 +29,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from appliance.engine.device.device import Device
-    from appliance.engine.device.staging import StepTensors
     from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.run.device import Device
+    from appliance.engine.run.staging import StepTensors
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.sampling import SamplingRows
 
 
+BANNED = Sampled(error="logit_bias and min_tokens together ban every token")
+BROKEN = Sampled(error="the model produced no finite logits for this sequence", broken=True)
+
+
 class SampleTokens(Protocol):
-    """Draws a token per row and waits for nothing: `kernels.sampling`'s, in Triton or in torch."""
+    """Draws a token per row and waits for no device: in Triton, C or torch."""
 
     def __call__(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         """Choose from logits (num_rows, vocab_size) float32, which stay as they are.
@@ -47,7 +56,7 @@ class SampleTokens(Protocol):
 class _Logprobs:
     """Of the rows that report them; before any penalty or temperature."""
 
-    rows: list[int]
+    rows: Sequences[int]
     chosen: Tensor  # (num_rows,) float32
     top: Tensor  # (num_rows, most that is asked for) float32
     top_ids: Tensor  # int64
@@ -79,7 +88,8 @@ class _Candidates:
         """Those of one row."""
         place, count = self.places[row]
         ids, scores = self.token_ids[place, :count], self.scores[place, :count]
-        return candidates_of(ids.tolist(), scores.tolist())
+        pairs = zip(ids.tolist(), scores.tolist(), strict=True)
+        return tuple([Candidate(*pair) for pair in pairs if math.isfinite(pair[1])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +134,7 @@ class SampledRows:
         return BROKEN
 
 
-class DeviceSampler:
+class Sampler:
     """Samples one token per row; a row's result never depends on its neighbours.
 
     Args:
@@ -155,7 +165,7 @@ class DeviceSampler:
 
     def stage(
         self, entries: Sequences[ScheduledSequence], arrays: Mapping[str, NDArray[Any]]
-    ) -> NDArray[Any]:
+    ) -> StepSettings:
         """Write how a step samples into its staging arrays; to be called for each that is launched.
 
         Args:
@@ -163,18 +173,21 @@ class DeviceSampler:
             arrays: of the step.
 
         Returns:
-            (num_samples,) what `SlotSettings` says of each row.
+            The same, as the host goes by it.
         """
         count, num_samples = len(entries), len(arrays["uniform"])
         sequences = [entry.sequence for entry in entries]
         settings = self._slots.of(sequences, num_samples - count)
+        rows = settings.rows
         for name in STAGED:
-            arrays[name][:] = settings[name]
-        positions = np.zeros(num_samples, dtype=np.int64)
-        positions[:count] = [entry.start + entry.num_tokens for entry in entries]
-        arrays["uniform"][:] = uniform_numbers(settings["key"], positions)
-        arrays["counted"][:] = 0
-        self._seen.prepare(entries, settings["places"], arrays["counted"])
+            arrays[name][:] = rows[name]
+        if rows["temperature"].any():
+            positions = np.zeros(num_samples, dtype=np.int64)
+            positions[:count] = [entry.end for entry in entries]
+            arrays["uniform"][:] = uniform_numbers(rows["key"], positions)
+        if settings.has_penalties:
+            arrays["counted"][:] = 0
+            self._seen.prepare(entries, rows["places"], arrays["counted"])
         return settings
 
     def choose(self, logits: Tensor, read: Tensor, tensors: StepTensors, latest: Tensor) -> Tensor:
@@ -196,7 +209,7 @@ class DeviceSampler:
         self,
         logits: Tensor,
         entries: Sequences[ScheduledSequence],
-        settings: NDArray[Any],
+        settings: StepSettings,
         tensors: StepTensors,
         latest: Tensor,
         *,
@@ -216,17 +229,17 @@ class DeviceSampler:
                 counts unless single logits are adjusted.
         """
         adjustments = AdjustmentList(self._eos_token_ids)
-        for row in np.flatnonzero(settings["adjusts"]).tolist():
+        for row in settings.adjusted:
             adjustments.add(row, entries[row])
-        reported = np.flatnonzero(settings["reports"]).tolist()
+        reported = settings.reported
         index = self._device.send(torch.tensor(reported)) if reported else None
         raw = None if index is None else torch.log_softmax(logits[index], dim=-1)
-        candidates = self._candidates(logits, entries, settings)
+        candidates = self._candidates(logits, entries, settings.searching)
         largest = None
         if adjustments.banned:
             largest = self._device.fetch(logits.amax(dim=-1))
         if drawn is None or adjustments.rows:
-            if (settings["places"] >= 0).any():
+            if settings.has_penalties:
                 uncounted = read if drawn is None else None
                 self._penalize(logits, self._seen.table, tensors.penalties, uncounted)
             adjustments.apply(logits, self._device)
@@ -247,10 +260,9 @@ class DeviceSampler:
         return tokens
 
     def _candidates(
-        self, logits: Tensor, entries: Sequences[ScheduledSequence], settings: NDArray[Any]
+        self, logits: Tensor, entries: Sequences[ScheduledSequence], rows: Sequences[int]
     ) -> _Candidates | None:
-        """As `Sampler` does: log probabilities, then bias and bans."""
-        rows = np.flatnonzero(settings["searches"]).tolist()
+        """Log probabilities, then bias and bans, in the order of transformers' beam search."""
         if not rows:
             return None
         scores = torch.log_softmax(logits[self._device.send(torch.tensor(rows))], dim=-1)

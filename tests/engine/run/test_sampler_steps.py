@@ -2,18 +2,18 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import plain_sampler
 import pytest
 import torch
 
-from appliance.engine.device.device import HostDevice
-from appliance.engine.device.device_sampler import DeviceSampler
-from appliance.engine.device.slot_settings import SlotSettings, uniform_numbers
-from appliance.engine.device.staging import Staging, StepShape
-from appliance.engine.plan import ScheduledSequence
+from appliance.engine.plan import Sampled, ScheduledSequence
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.sampler import Sampled, Sampler, uniform_number
+from appliance.engine.run.device import HostDevice
+from appliance.engine.run.sampler import Sampler, SampleTokens
+from appliance.engine.run.slot_settings import SlotSettings, uniform_numbers
+from appliance.engine.run.staging import Staging, StepShape
 from appliance.engine.sequence import Sequence
-from appliance.kernels.penalties.reference import penalize
+from appliance.kernels.penalties.cpu import penalize
 from appliance.kernels.sampling import batched
 
 EOS, VOCAB = 7, 50
@@ -30,10 +30,10 @@ def entry(answer: tuple[int, ...] = (), **sampling: object) -> ScheduledSequence
     return ScheduledSequence(sequence, length - 1, 1, samples=True)
 
 
-def sampler_of(num_slots: int) -> DeviceSampler:
-    return DeviceSampler(
+def sampler_of(num_slots: int, choose: SampleTokens = batched.choose) -> Sampler:
+    return Sampler(
         (EOS,),
-        batched.choose_where_it_is,
+        choose,
         penalize,
         HostDevice(),
         num_slots=num_slots,
@@ -42,7 +42,7 @@ def sampler_of(num_slots: int) -> DeviceSampler:
 
 
 def sample(
-    logits: torch.Tensor, entries: list[ScheduledSequence], sampler: DeviceSampler | None = None
+    logits: torch.Tensor, entries: list[ScheduledSequence], sampler: Sampler | None = None
 ) -> list[Sampled]:
     """As one step of a runner that has no graph, with a row that only fills up."""
     for slot, one in enumerate(entries, 1):
@@ -59,6 +59,10 @@ def sample(
     results = sampler.launch(padded, entries, settings, tensors, latest, read=read).read()
     assert latest.tolist() == [*(max(0, result.token_id) for result in results), 0, -9]
     return results
+
+
+def plain(logits: torch.Tensor, entries: list[ScheduledSequence]) -> list[Sampled]:
+    return plain_sampler.sample(logits, [one.sequence for one in entries], (EOS,))
 
 
 def asked_of(one: ScheduledSequence) -> dict[str, object]:
@@ -82,13 +86,11 @@ ENTRIES = [
 SHAPE = StepShape(len(ENTRIES) + 1, len(ENTRIES) + 1, len(ENTRIES) + 1, 1)
 
 
-def test_results_equal_those_of_the_synchronous_sampler() -> None:
+def test_results_equal_those_of_plain_python() -> None:
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randn(len(ENTRIES), VOCAB, generator=generator) * 3
-        expected = Sampler((EOS,), batched.choose).sample(
-            logits.clone(), [entry.sequence for entry in ENTRIES]
-        )
+        expected = plain(logits, ENTRIES)
         assert sample(logits, ENTRIES) == expected
 
 
@@ -103,9 +105,7 @@ def test_what_a_graph_has_drawn_counts_unless_single_logits_are_adjusted() -> No
         logits = torch.randn(
             SHAPE.num_samples, VOCAB, generator=torch.Generator().manual_seed(step)
         )
-        expected = Sampler((EOS,), batched.choose).sample(
-            logits[: len(entries)].clone(), [one.sequence for one in entries]
-        )
+        expected = plain(logits[: len(entries)], entries)
         settings = sampler.stage(entries, staged.arrays(SHAPE))
         tensors = staged.send(SHAPE)
         assert tensors.counted.any() == (step > 0)
@@ -134,14 +134,12 @@ BEAMS = [
 
 
 @pytest.mark.parametrize("levels", [1000, 4, 1])
-def test_what_may_follow_beams_equals_that_of_the_synchronous_sampler(levels: int) -> None:
+def test_what_may_follow_beams_equals_that_of_plain_python(levels: int) -> None:
     """With few levels of logits most tokens are equally likely, with one all are."""
     for seed in range(10):
         generator = torch.Generator().manual_seed(seed)
         logits = torch.randint(levels, (len(BEAMS), VOCAB), generator=generator) * (8 / levels)
-        expected = Sampler((EOS,), batched.choose).sample(
-            logits.clone(), [entry.sequence for entry in BEAMS]
-        )
+        expected = plain(logits, BEAMS)
         found = sample(logits, BEAMS)
         assert found == expected
         assert [result.continuations is not None for result in found] == [
@@ -202,19 +200,19 @@ def test_uniform_numbers_are_those_of_one_at_a_time() -> None:
         for start in (0, 1, 99, 131071)
     ]
     expected = [
-        uniform_number(e.sequence.request.sampling.seed or 0, e.sequence.index, e.end)
+        plain_sampler.uniform_number(e.sequence.request.sampling.seed or 0, e.sequence.index, e.end)
         for e in entries
     ]
     for slot, one in enumerate(entries, 1):
         one.sequence.slot = slot
-    keys = SlotSettings(len(entries)).of([one.sequence for one in entries])["key"]
+    keys = SlotSettings(len(entries)).of([one.sequence for one in entries]).rows["key"]
     ends = np.array([one.end for one in entries])
     assert uniform_numbers(keys, ends).tolist() == expected
     assert uniform_numbers(keys[:0], ends[:0]).shape == (0,)
 
 
 @pytest.mark.parametrize("presence", [0.3, -2.0])
-def test_penalties_are_rounded_as_the_synchronous_ones_are(presence: float) -> None:
+def test_penalties_are_rounded_as_in_plain_python(presence: float) -> None:
     asked = entry((3,) * 7, presence_penalty=presence, frequency_penalty=0.1)
     logits = torch.full((1, VOCAB), 0.1)
     value = np.float32(0.1) - np.float32(presence + 0.1 * 7)

@@ -17,7 +17,7 @@ from appliance.engine.scheduling import admission
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from appliance.engine.device.device import Device
+    from appliance.engine.run.device import Device
 
 EOS = tuple(range(5, 512, 17))  # many, so that answers end early now and then
 

@@ -1,4 +1,4 @@
-"""The asynchronous runner on a device that is the CPU, against the synchronous one."""
+"""The runner on a device that works by itself, against the one that does everything at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from broken_logits import break_logits
 from late_device import LateDevice
 
 from appliance.config import EngineConfig
-from appliance.engine.device.device import Device, HostDevice
-from appliance.engine.device.device_runner import DeviceRunner
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import SequenceDelta
 from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.run.cuda_graphs import GraphCache
+from appliance.engine.run.device import Device
 
 EOS = 2
 
@@ -93,11 +93,16 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_answers_equal_those_of_the_synchronous_runner(tiny_llama: Path, late: bool) -> None:
+def graphs_of(engine: LLMEngine) -> GraphCache:
+    graphs: GraphCache | None = engine._runner.graphs  # type: ignore[attr-defined]
+    assert graphs is not None
+    return graphs
+
+
+def test_answers_equal_those_without_anything_in_flight(tiny_llama: Path) -> None:
     expected = run(load(tiny_llama, None), *MIXED)
-    engine = load(tiny_llama, LateDevice() if late else HostDevice())
-    assert isinstance(engine._runner, DeviceRunner)
+    engine = load(tiny_llama, LateDevice())
+    assert engine._runner.depth == 1
     assert run(engine, *MIXED) == expected
     assert run(engine, *MIXED) == run(load(tiny_llama, None, prefix_caching=False), *MIXED)
     assert {reason for _, reason, _ in expected.values()} >= {
@@ -127,43 +132,39 @@ def test_sealed_blocks_say_the_same_with_and_without_graphs(tiny_llama: Path, kv
     engine = load(tiny_llama, LateDevice(), kv_cache_dtype=kv)
     for _ in range(3):
         assert run(engine, *MIXED) == expected
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner)
-    assert runner.graphs.captured
+    assert graphs_of(engine).captured
 
 
 def test_decode_steps_become_graphs_when_nothing_else_is_to_do(tiny_llama: Path) -> None:
     device = LateDevice()
     engine = load(tiny_llama, device)
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner)
+    graphs = graphs_of(engine)
     five = [request(f"r{i}", prompt(20 + i, i), ignore_eos=True) for i in range(5)]
     expected = run(load(tiny_llama, None), *five)
     for item in five:
         engine.submit(item)
     while engine._scheduler.has_work:
         engine.step()
-        assert runner.graphs.captured == (), "the first requests wait for no capture"
+        assert graphs.captured == (), "the first requests wait for no capture"
     engine.step()  # takes the last row off the device
     while engine.has_work:
         assert engine.step().deltas == ()
-    assert 8 in runner.graphs.captured
+    assert 8 in graphs.captured
     for _ in range(3):
         assert run(engine, *five) == expected
         assert run(engine, five[0]) == {("r0", 0): expected["r0", 0]}
-    assert set(runner.graphs.captured) >= {1, 8}
-    assert device.captures == len(runner.graphs.captured)
+    assert set(graphs.captured) >= {1, 8}
+    assert device.captures == len(graphs.captured)
 
 
 def test_a_size_that_is_always_busy_is_captured_all_the_same(tiny_llama: Path) -> None:
     engine = load(tiny_llama, LateDevice())
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner)
+    graphs = graphs_of(engine)
     item = request("r", prompt(20), ignore_eos=True, max_tokens=150)
     engine.submit(item)
     for _ in range(100):
         engine.step()
-    assert runner.graphs.captured == (1,)
+    assert graphs.captured == (1,)
     answer = deltas_of(engine)
     expected = run(load(tiny_llama, None), item)["r", 0][0]
     tokens = [token for delta in answer for token in delta.token_ids]
@@ -204,8 +205,7 @@ def test_penalties_count_tokens_that_the_host_does_not_know_yet(tiny_llama: Path
     ]
     expected = run(load(tiny_llama, None), *requests)
     engine = load(tiny_llama, LateDevice(), max_num_seqs=8)
-    runner = engine._runner
-    assert isinstance(runner, DeviceRunner)
+    graphs = graphs_of(engine)
     engine.submit(requests[0])
     num_calls = 0
     while engine._scheduler.has_work:
@@ -214,7 +214,7 @@ def test_penalties_count_tokens_that_the_host_does_not_know_yet(tiny_llama: Path
     assert num_calls == engine.stats().steps_total + 1, "it waits for each of its tokens"
     for _ in range(2):
         assert run(engine, *requests) == expected
-        assert runner.graphs.captured
+        assert graphs.captured
 
 
 def test_a_row_behind_the_end_is_dropped(tiny_llama: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from appliance.engine.device.device import Device, Event
+    from appliance.engine.run.device import Device, Event
 
 Layout = TypeVar("Layout")
 ALIGNMENT = 16  # bytes: kernels load as many at once
@@ -37,8 +37,7 @@ _TORCH = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """Sizes of a step; the block tables come last, so that their width moves nothing else."""
 
     num_tokens: int
@@ -51,8 +50,9 @@ class StepShape:
         """Element type and count of each part, in the order in which they lie."""
         tokens, seqs, samples = self.num_tokens, self.num_seqs, self.num_samples
         return {
-            "token_ids": (np.int64, tokens),  # first: see `Staging.tokens`
-            "sources": (np.int64, tokens),  # where in `Staging.tokens` each row's token is
+            "token_ids": (np.int64, tokens),  # first: see `sources`
+            # Where each row's token is: `Staging.latest`, and the token ids behind it.
+            "sources": (np.int64, tokens),
             "positions": (np.int64, tokens),
             "slot_mapping": (np.int64, tokens),
             "query_start": (np.int32, seqs + 1),
@@ -169,7 +169,10 @@ class Staging:
         self._memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device.torch_device)
         self.latest = self._memory[:latest_bytes].view(torch.int64)
         self._inputs = self._memory[latest_bytes:]
-        self._hosts = [_HostBuffer(device.pinned(largest.num_bytes)) for _ in range(COPIES)]
+        # A device that does everything at once reads what the host has written, where it is.
+        self._hosts = [_HostBuffer(self._inputs)]
+        if device.is_asynchronous:
+            self._hosts = [_HostBuffer(device.pinned(largest.num_bytes)) for _ in range(COPIES)]
         self._tensors: dict[StepShape, StepTensors] = {}
 
     def arrays(self, shape: StepShape) -> dict[str, NDArray[Any]]:
@@ -190,10 +193,10 @@ class Staging:
 
     def send(self, shape: StepShape) -> StepTensors:
         """Enqueue the copy of what was filled last; returns the device's side."""
-        host = self._hosts[0]
-        size = shape.num_bytes
-        self._inputs[:size].copy_(host.tensor[:size], non_blocking=True)
-        host.copied = self._device.record()
+        if self._device.is_asynchronous:
+            host, size = self._hosts[0], shape.num_bytes
+            self._inputs[:size].copy_(host.tensor[:size], non_blocking=True)
+            host.copied = self._device.record()
         return self.tensors(shape)
 
     def tensors(self, shape: StepShape) -> StepTensors:
@@ -210,10 +213,14 @@ class Staging:
             _keep(self._tensors, shape, found)
         return found
 
-    def tokens(self, shape: StepShape) -> Tensor:
-        """`latest` and then the step's token ids: what `sources` points into."""
+    def token_ids(self, shape: StepShape) -> Tensor:
+        """(num_tokens,) int64 on the device: what the host knows, or the step before sampled."""
+        tensors = self.tensors(shape)
+        if not self._device.is_asynchronous:
+            return tensors.token_ids
         _, end = shape.places()["token_ids"]
-        return self._memory[: len(self.latest) * 8 + end].view(torch.int64)
+        tokens = self._memory[: len(self.latest) * 8 + end].view(torch.int64)
+        return tokens.index_select(0, tensors.sources)
 
 
 def _keep(known: dict[StepShape, Layout], shape: StepShape, layout: Layout) -> None:

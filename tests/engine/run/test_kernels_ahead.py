@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from appliance.engine.device.kernels_ahead import distinct_layers
+from appliance.engine.run.kernels_ahead import distinct_layers
 from appliance.kernels.backend import REFERENCE
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.model.decoder import Decoder

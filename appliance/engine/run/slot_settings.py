@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from collections.abc import Sequence as Sequences
 
     from numpy.typing import NDArray
 
@@ -32,6 +33,7 @@ ROW = np.dtype(
         ("adjusts", np.bool_),  # single logits: bias, bans, forced tokens
         ("reports", np.bool_),  # log probabilities
         ("searches", np.bool_),  # is a beam
+        ("is_plain", np.bool_),  # none of the above, and no penalties
     ]
 )
 
@@ -40,6 +42,16 @@ STAGED = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("places", "repetition", "presence", "frequency"),
 )
+
+
+class StepSettings(NamedTuple):
+    """How the rows of one step sample: (num_rows,) `ROW`, and who of them wants something more."""
+
+    rows: NDArray[Any]
+    adjusted: Sequences[int] = ()
+    reported: Sequences[int] = ()
+    searching: Sequences[int] = ()
+    has_penalties: bool = False
 
 
 class SlotSettings:
@@ -54,22 +66,34 @@ class SlotSettings:
         self._rows[0]["top_p"] = 1.0
         self._rows[0]["places"] = -1
         self._rows[0]["repetition"] = 1.0
+        self._rows[0]["is_plain"] = True
         self._owners: list[Sequence | None] = [None] * (num_slots + 1)
 
-    def of(self, sequences: Iterable[Sequence], padding: int = 0) -> NDArray[Any]:
-        """The rows of running sequences, and greedy ones that fill up behind them."""
+    def of(self, sequences: Iterable[Sequence], padding: int = 0) -> StepSettings:
+        """Those of running sequences, and greedy ones that fill up behind them."""
         owners, slots = self._owners, []
         for sequence in sequences:
             slot = sequence.slot
             if owners[slot] is not sequence:
                 self._move_in(sequence)
             slots.append(slot)
-        return self._rows[slots + [0] * padding]
+        rows = self._rows[slots + [0] * padding]
+        if rows["is_plain"].all():
+            return StepSettings(rows)
+        return StepSettings(
+            rows,
+            adjusted=np.flatnonzero(rows["adjusts"]).tolist(),
+            reported=np.flatnonzero(rows["reports"]).tolist(),
+            searching=np.flatnonzero(rows["searches"]).tolist(),
+            has_penalties=bool((rows["places"] >= 0).any()),
+        )
 
     def _move_in(self, sequence: Sequence) -> None:
         slot, sampling = sequence.slot, sequence.request.sampling
         assert slot, "a sequence that does not run"
         self._owners[slot] = sequence
+        adjusts = bool(sampling.logit_bias or sampling.forced or sampling.min_tokens)
+        reports, searches = sampling.logprobs is not None, sampling.use_beam_search
         self._rows[slot] = (
             sampling.temperature,
             sampling.top_k,
@@ -80,14 +104,22 @@ class SlotSettings:
             sampling.presence_penalty,
             sampling.frequency_penalty,
             ((sampling.seed or 0) ^ (sequence.index * 0xD1342543DE82EF95)) & _MASK64,
-            bool(sampling.logit_bias or sampling.forced or sampling.min_tokens),
-            sampling.logprobs is not None,
-            sampling.use_beam_search,
+            adjusts,
+            reports,
+            searches,
+            not (adjusts or reports or searches or sampling.has_penalties),
         )
 
 
 def uniform_numbers(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """`sampler.uniform_number` of rows with these keys, for tokens at these positions."""
+    """A number in [0, 1) for each row, which depends on its key and its position only.
+
+    Two rounds of the SplitMix64 finalizer (Steele, Lea and Flood 2014).
+
+    Args:
+        keys: (num_rows,), `ROW["key"]`: the request's seed and the choice.
+        positions: (num_rows,) of the tokens to be drawn.
+    """
     x = keys ^ (positions.astype(np.uint64) * _GOLDEN)
     for _ in range(2):
         x += _GOLDEN

@@ -3,10 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from appliance.engine.device.device import HostDevice
-from appliance.engine.device.seen_tokens import SeenTokens
 from appliance.engine.plan import ScheduledSequence
 from appliance.engine.request import Request, SamplingParams
+from appliance.engine.run.device import HostDevice
+from appliance.engine.run.seen_tokens import SeenTokens
 from appliance.engine.sequence import Sequence
 from appliance.kernels.penalties.rows import IN_PROMPT
 

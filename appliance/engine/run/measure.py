@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.engine.device.device import Device
-    from appliance.engine.device.device_sampler import SampleTokens
+    from appliance.engine.run.device import Device
+    from appliance.engine.run.sampler import SampleTokens
     from appliance.engine.scheduling.scheduler import SchedulerLimits
     from appliance.kernels.kv_cache import LayerPrecision
     from appliance.kernels.penalties.rows import Penalize

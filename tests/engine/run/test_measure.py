@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from appliance.config import EngineConfig
-from appliance.engine.device import device_loading
-from appliance.engine.device.device import HostDevice
-from appliance.engine.device.device_runner import fixed_bytes, largest_step
-from appliance.engine.device.measure import (
+from appliance.engine.engine import LLMEngine
+from appliance.engine.loading import load_parts
+from appliance.engine.run import setup
+from appliance.engine.run.device import HostDevice
+from appliance.engine.run.measure import (
     KERNEL_ROWS,
     MIN_GRAPH_BYTES,
     graph_allowance,
     measure_workspace,
 )
-from appliance.engine.engine import LLMEngine
-from appliance.engine.loading import load_parts
+from appliance.engine.run.model_runner import fixed_bytes, largest_step
 from appliance.engine.scheduling.scheduler import SchedulerLimits
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.fp8_matmul.spec import choose_fp8_tile
@@ -33,6 +33,8 @@ MIB = 2**20
 
 class Meter(HostDevice):
     """Counts as a GPU would: 1 MiB for the tiny cache, and a peak that rises with every look."""
+
+    is_asynchronous = True
 
     def __init__(self, in_use: int, *peaks: int, overhead: int = 0) -> None:
         self.in_use, self.peaks = in_use, list(peaks)
@@ -93,7 +95,7 @@ def test_the_largest_step_is_run_and_peaks_are_read(
 
     def sample_tokens(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         sampled.append((logits.shape, rows.top_p.tolist()))
-        return batched.choose_where_it_is(logits, rows)
+        return batched.choose(logits, rows)
 
     found = measure_workspace(
         model,  # type: ignore[arg-type]
@@ -124,7 +126,7 @@ def test_steps_of_all_sizes_that_have_kernels_of_their_own_are_run_before_reques
     model = Model()
     measure_workspace(
         model,  # type: ignore[arg-type]
-        lambda logits, rows: batched.choose_where_it_is(logits, rows),
+        batched.choose,
         reference.penalize,
         Meter(0, MIB),
         SchedulerLimits(48, 1000, 2000),
@@ -157,13 +159,12 @@ def load(folder: Path, device: HostDevice, **options: Any) -> LLMEngine:
 def test_the_plan_is_made_of_what_was_measured(tiny_llama: Path) -> None:
     engine = load(tiny_llama, Meter(40 * MIB, 20 * MIB, 30 * MIB, overhead=3), cuda_graphs="off")
     limits = SchedulerLimits(32, 512, 256)
-    block = 16 * 2 * 2 * 2 * 32  # bytes: one is spare
+    spare = 16 * 2 * 2 * 2 * 32  # bytes of a block
     fixed = fixed_bytes(largest_step(limits, 16, is_sealed=False), 512)
-    assert engine.info.workspace_bytes == 30 * MIB + fixed + block + 3
+    assert engine.info.workspace_bytes == 30 * MIB + fixed + 3
     with_graphs = load(tiny_llama, Meter(40 * MIB, 20 * MIB, 30 * MIB, overhead=3))
-    assert with_graphs.info.workspace_bytes == engine.info.workspace_bytes + graph_allowance(
-        with_graphs.info.memory_bytes, 20 * MIB
-    )
+    allowed = graph_allowance(with_graphs.info.memory_bytes, 20 * MIB)
+    assert with_graphs.info.workspace_bytes == engine.info.workspace_bytes + spare + allowed
     cache = with_graphs._runner._cache  # type: ignore[attr-defined]
     assert cache.num_blocks == with_graphs.info.num_blocks + 1
 
@@ -199,6 +200,6 @@ def test_what_a_first_step_runs_into_is_said(
     def fail(*arguments: object, **named: object) -> None:
         raise error
 
-    monkeypatch.setattr(device_loading, "measure_workspace", fail)
+    monkeypatch.setattr(setup, "measure_workspace", fail)
     with pytest.raises(kind, match=says):
-        load(tiny_llama, HostDevice())
+        load(tiny_llama, Meter(0, MIB))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from appliance.engine.device.cuda_device import CudaDevice
-from appliance.engine.device.device import CaptureError
+from appliance.engine.run.cuda_device import CudaDevice
+from appliance.engine.run.device import CaptureError
 
 POOL = (0, 7)
 

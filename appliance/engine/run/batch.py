@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from appliance.engine.device.staging import StepShape
+from appliance.engine.run.staging import StepShape
 from appliance.kernels.ragged import RaggedBatch, SealedSpans, cut_at_blocks
 
 if TYPE_CHECKING:
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from appliance.engine.device.staging import StepTensors
     from appliance.engine.plan import Plan, ScheduledSequence
+    from appliance.engine.run.sampler import Sampler
+    from appliance.engine.run.slot_settings import StepSettings
+    from appliance.engine.run.staging import Staging, StepTensors
     from appliance.engine.sequence import Sequence
 
 
@@ -46,41 +49,40 @@ class Geometry:
     open_pages: Sequences[int] | None = None  # with a sealed cache: where each one's rows go
 
     @classmethod
-    def of(cls, plan: Plan, block_size: int, padding: int, spare: Spare) -> Geometry:
+    def of(
+        cls, plan: Plan, block_size: int, spare: Spare | None = None, padding: int = 0
+    ) -> Geometry:
         """Lay entries side by side, and sequences of one token in the spare block behind them.
 
         Args:
             plan: entries with a single row first.
             block_size: token slots in a block.
-            padding: how many sequences are to be added.
-            spare: where those lie.
+            spare: where the rows lie that are to be added.
+            padding: how many these are.
         """
+        assert spare is not None or not padding
         query_lens = [entry.num_tokens for entry in plan.scheduled]
         context_lens = [entry.start + entry.num_tokens for entry in plan.scheduled]
         tables = [entry.sequence.block_table for entry in plan.scheduled]
         open_pages = None
-        if spare.open_page is not None:
-            assert plan.open_pages is not None or not plan.scheduled
-            query_lens, context_lens, tables, pages = cut_at_blocks(
-                query_lens, context_lens, tables, plan.open_pages or (), block_size
+        if plan.open_pages is not None:
+            query_lens, context_lens, tables, open_pages = cut_at_blocks(
+                query_lens, context_lens, tables, plan.open_pages, block_size
             )
-            open_pages = pages + [spare.open_page] * padding
-        return cls(
-            query_lens=query_lens + [1] * padding,
-            context_lens=context_lens + [1] * padding,
-            block_tables=tables + [array("i", (spare.block,))] * padding,
-            block_size=block_size,
-            padding=padding,
-            open_pages=open_pages,
-        )
+        if spare is not None:
+            query_lens += [1] * padding
+            context_lens += [1] * padding
+            tables += [array("i", (spare.block,))] * padding
+            if spare.open_page is not None:
+                assert open_pages is not None or not plan.scheduled
+                open_pages = [*(open_pages or ()), *([spare.open_page] * padding)]
+        return cls(query_lens, context_lens, tables, block_size, padding, open_pages)
 
     def ragged(self, tensors: StepTensors, block_tables: Tensor) -> RaggedBatch:
         """With what lies on the device already."""
-        size = self.block_size
         num_decodes = next(
             (i for i, rows in enumerate(self.query_lens) if rows > 1), len(self.query_lens)
         )
-        tables = zip(self.block_tables, self.context_lens, strict=True)
         return RaggedBatch(
             query_start=tensors.query_start,
             context_lens=tensors.context_lens,
@@ -89,7 +91,6 @@ class Geometry:
             num_decodes=num_decodes,
             host_query_lens=tuple(self.query_lens),
             host_context_lens=tuple(self.context_lens),
-            host_block_tables=tuple(tuple(table[: -(-end // size)]) for table, end in tables),
             sealed=self._sealed(tensors),
         )
 
@@ -126,26 +127,44 @@ def shape_of(scheduled: Sequences[ScheduledSequence], geometry: Geometry) -> Ste
     )
 
 
-def fill(
+def stage(
+    scheduled: Sequences[ScheduledSequence],
+    geometry: Geometry,
+    staging: Staging,
+    sampler: Sampler,
+    places: Mapping[Sequence, int],
+) -> tuple[StepShape, StepSettings]:
+    """Write a step into the staging buffer.
+
+    Args:
+        scheduled: the plan's entries.
+        geometry: of these.
+        staging: the buffer.
+        sampler: writes what it needs.
+        places: where the step before put the token of each sequence that follows it.
+
+    Returns:
+        Sizes of the step, and how each row that samples does it.
+    """
+    shape = shape_of(scheduled, geometry)
+    arrays = staging.arrays(shape)
+    _fill(arrays, scheduled, geometry, places, len(staging.latest))
+    return shape, sampler.stage([entry for entry in scheduled if entry.samples], arrays)
+
+
+def _fill(
     arrays: Mapping[str, NDArray[Any]],
     scheduled: Sequences[ScheduledSequence],
     geometry: Geometry,
     places: Mapping[Sequence, int],
     first_source: int,
 ) -> None:
-    """Write a step into its staging arrays, what its sampling needs excepted.
-
-    Args:
-        arrays: of the step's shape.
-        scheduled: the plan's entries.
-        geometry: of these.
-        places: where the step before put the token of each sequence that follows it.
-        first_source: source of the first row, if its token is known.
-    """
+    """Write all but what sampling needs; `first_source` is that of the first row."""
     num_tokens = len(arrays["token_ids"])
     token_ids: list[int] = []
     sample_rows: list[int] = []
-    arrays["sources"][:] = np.arange(first_source, first_source + num_tokens)
+    arrays["sources"][:] = counting(num_tokens)
+    arrays["sources"] += first_source
     following: list[int] = []
     sources: list[int] = []
     for sequence, start, rows, samples, follows in scheduled:
@@ -159,7 +178,8 @@ def fill(
             token_ids += sequence.token_ids[start : start + rows]
         if samples:
             sample_rows.append(len(token_ids) - 1)
-    arrays["sources"][following] = sources
+    if following:
+        arrays["sources"][following] = sources
     num_filled = len(token_ids)
     arrays["token_ids"][:num_filled] = token_ids
     arrays["token_ids"][num_filled:] = 0
@@ -170,24 +190,28 @@ def fill(
 def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_filled: int) -> None:
     """Write where the rows stand in their sequences and in the cache; behind `num_filled` spare."""
     size, num_tokens = geometry.block_size, len(arrays["token_ids"])
-    rows, contexts = np.array(geometry.query_lens), np.array(geometry.context_lens)
-    ends = rows.cumsum()
-    arrays["query_start"][0] = 0
-    arrays["query_start"][1:] = ends
+    contexts = np.array(geometry.context_lens)
+    num_seqs = len(contexts)
     arrays["context_lens"][:] = contexts
-    tables = arrays["block_tables"].reshape(len(rows), -1)
+    tables = arrays["block_tables"].reshape(num_seqs, -1)
     _fill_tables(tables, geometry.block_tables)
-    if len(rows) == num_tokens:
-        owners, positions = np.arange(num_tokens), contexts - 1
+    owners, positions = counting(num_seqs), arrays["positions"]
+    if num_seqs == num_tokens:
+        arrays["query_start"][:] = counting(num_seqs + 1)
+        np.subtract(contexts, 1, out=positions)
     else:
-        owners = np.repeat(np.arange(len(rows)), rows)
-        positions = np.arange(num_tokens) + (contexts - ends)[owners]
-    offsets = positions % size
-    # Of the rows that only fill up no two have the same slot, as long as a block has as many.
-    offsets[num_filled:] = np.arange(num_tokens - num_filled) % size
-    arrays["positions"][:] = positions
+        rows = np.array(geometry.query_lens)
+        ends = rows.cumsum()
+        arrays["query_start"][0] = 0
+        arrays["query_start"][1:] = ends
+        owners = np.repeat(owners, rows)
+        np.add(counting(num_tokens), (contexts - ends)[owners], out=positions)
+    blocks, offsets = np.divmod(positions, size)
+    if num_filled < num_tokens:
+        # Of the rows that only fill up no two have the same slot, as long as a block has as many.
+        offsets[num_filled:] = counting(num_tokens - num_filled) % size
     slots = arrays["slot_mapping"]
-    slots[:] = tables[owners, positions // size]
+    slots[:] = tables[owners, blocks]
     slots *= size
     slots += offsets
     if geometry.open_pages is None:
@@ -197,7 +221,7 @@ def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_fil
     arrays["open_tables"][:] = pages
     arrays["open_slots"][:] = pages[owners] * size + offsets
     # Which blocks the step fills.
-    last = tables[np.arange(len(rows)), (contexts - 1) // size]
+    last = tables[counting(num_seqs), (contexts - 1) // size]
     moves = np.stack((pages, last), axis=1)
     moves[contexts % size > 0] = -1
     arrays["moves"].reshape(-1, 2)[:] = moves
@@ -205,7 +229,21 @@ def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_fil
 
 def _fill_tables(tables: NDArray[Any], block_tables: Sequences[array[int]]) -> None:
     """Write block tables (num_seqs, table_width), each with zeros behind it."""
+    found = np.frombuffer(b"".join(block_tables), dtype=np.int32)
+    if len(found) == tables.size:
+        tables.reshape(-1)[:] = found
+        return
     lengths = np.array([len(table) for table in block_tables])
     tables[:] = 0
-    present = np.arange(tables.shape[1]) < lengths[:, None]
-    tables[present] = np.frombuffer(b"".join(block_tables), dtype=np.int32)
+    present = counting(tables.shape[1]) < lengths[:, None]
+    tables[present] = found
+
+
+def counting(count: int) -> NDArray[np.int64]:
+    """(count,) 0, 1, 2, ...; not to be written to."""
+    return _counting(1 << count.bit_length())[:count]
+
+
+@lru_cache
+def _counting(count: int) -> NDArray[np.int64]:
+    return np.arange(count)

@@ -4,12 +4,17 @@ import math
 
 import pytest
 import torch
+from plain_sampler import uniform_number
 
+from appliance.engine.plan import Sampled, ScheduledSequence
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.sampler import ChooseTokens, Sampled, Sampler, uniform_number
+from appliance.engine.run.device import HostDevice
+from appliance.engine.run.sampler import Sampler, SampleTokens
+from appliance.engine.run.staging import Staging, StepShape
 from appliance.engine.sequence import Sequence
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import load_library
+from appliance.kernels.penalties.cpu import penalize
 from appliance.kernels.sampling import batched
 from appliance.kernels.sampling.cpu import NativeSampling
 
@@ -26,7 +31,7 @@ def sequence(prompt: tuple[int, ...] = (1, 2), answer: tuple[int, ...] = (), **s
     return Sequence(request, token_ids=[*prompt, *answer])
 
 
-CHOOSERS: dict[str, ChooseTokens] = {
+CHOOSERS: dict[str, SampleTokens] = {
     "torch": batched.choose,
     "cpu-library": NativeSampling(NativeEngine(load_library(), threads=2)),
 }
@@ -34,11 +39,28 @@ CHOOSERS: dict[str, ChooseTokens] = {
 
 @pytest.fixture(params=CHOOSERS)
 def choose(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
-    sampler = Sampler((EOS,), CHOOSERS[request.param])
-
     def choose(logits: list[float] | torch.Tensor, *sequences: Sequence) -> list[Sampled]:
+        """The last token of each sequence has just been read."""
+        count = len(sequences)
         rows = torch.as_tensor(logits, dtype=torch.float32).reshape(len(sequences), -1).clone()
-        return sampler.sample(rows, sequences)
+        device, shape = HostDevice(), StepShape(count, count, count, count)
+        sampler = Sampler(
+            (EOS,),
+            CHOOSERS[request.param],
+            penalize,
+            device,
+            num_slots=len(sequences),
+            vocab_size=VOCAB,
+        )
+        entries = []
+        for slot, one in enumerate(sequences, 1):
+            one.slot = slot
+            entries.append(ScheduledSequence(one, len(one.token_ids) - 1, 1, samples=True))
+        staging = Staging(device, shape)
+        settings = sampler.stage(entries, staging.arrays(shape))
+        read = torch.tensor([one.token_ids[-1] for one in sequences])
+        tensors, latest = staging.send(shape), staging.latest
+        return sampler.launch(rows, entries, settings, tensors, latest, read=read).read()
 
     return choose
 

@@ -5,10 +5,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from late_device import LateDevice
 
-from appliance.engine.device.cuda_graphs import GraphCache, buckets
-from appliance.engine.device.device import CaptureError, Graph, HostDevice
-from appliance.engine.device.staging import ALIGNMENT, Staging, StepShape
+from appliance.engine.run.cuda_graphs import GraphCache, buckets
+from appliance.engine.run.device import CaptureError, Graph, HostDevice
+from appliance.engine.run.staging import ALIGNMENT, Staging, StepShape
 
 LARGEST = StepShape(num_tokens=40, num_seqs=9, num_samples=9, table_width=7)
 
@@ -16,8 +17,11 @@ LARGEST = StepShape(num_tokens=40, num_seqs=9, num_samples=9, table_width=7)
 @pytest.mark.parametrize(
     "shape", [LARGEST, StepShape(1, 1, 1, 1), StepShape(33, 2, 0, 3), StepShape(8, 8, 8, 5)]
 )
-def test_what_is_written_on_the_host_is_read_on_the_device(shape: StepShape) -> None:
-    staging = Staging(HostDevice(), LARGEST)
+@pytest.mark.parametrize("device", [HostDevice(), LateDevice()], ids=["at once", "aside"])
+def test_what_is_written_on_the_host_is_read_on_the_device(
+    device: HostDevice, shape: StepShape
+) -> None:
+    staging = Staging(device, LARGEST)
     expected = {}
     for name, array in staging.arrays(shape).items():
         array[:] = np.random.default_rng(len(name)).integers(0, 99, array.shape)
@@ -28,10 +32,19 @@ def test_what_is_written_on_the_host_is_read_on_the_device(shape: StepShape) -> 
         assert found.data_ptr() % ALIGNMENT == 0 or found.numel() == 0
         assert np.array_equal(found.flatten().numpy(), values), name
     assert tensors.block_tables.shape == (shape.num_seqs, shape.table_width)
-    tokens = staging.tokens(shape)
-    assert torch.equal(tokens[len(staging.latest) :], tensors.token_ids)
-    staging.latest.fill_(7)
-    assert tokens[0] == 7
+
+
+def test_a_row_reads_what_the_host_knows_or_what_the_step_before_sampled() -> None:
+    shape = StepShape(num_tokens=3, num_seqs=3, num_samples=3, table_width=1)
+    for device in (HostDevice(), LateDevice()):
+        staging = Staging(device, LARGEST)
+        arrays = staging.arrays(shape)
+        arrays["token_ids"][:] = (5, 6, 7)
+        arrays["sources"][:] = [len(staging.latest), 1, len(staging.latest) + 2]
+        staging.latest[:3] = torch.tensor([90, 91, 92])
+        staging.send(shape)
+        expected = [5, 91, 7] if device.is_asynchronous else [5, 6, 7]
+        assert staging.token_ids(shape).tolist() == expected
 
 
 def test_the_width_of_the_tables_moves_nothing_else() -> None:
@@ -52,6 +65,7 @@ def test_a_host_buffer_is_filled_again_only_when_the_device_has_read_it() -> Non
             waits.append(self.number)
 
     class Counting(HostDevice):
+        is_asynchronous = True
         sent = 0
 
         def record(self) -> Past:

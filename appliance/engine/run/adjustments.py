@@ -11,8 +11,8 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.engine.device.device import Device
     from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.run.device import Device
 
 
 @dataclass(slots=True)

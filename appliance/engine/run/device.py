@@ -1,7 +1,8 @@
-"""What the asynchronous runner asks of a device: copies that nobody waits for, events, graphs.
+"""What the runner asks of a device: copies that nobody waits for, events, graphs.
 
-`CudaDevice` is a real one. `HostDevice` does everything at once on the CPU, and replays a graph
-by calling what was captured, so that all of the runner but the hardware can be tested anywhere.
+`CudaDevice` is a GPU, whose work goes on beside the host's. `HostDevice` is the CPU, which does
+everything at once; it replays a graph by calling what was captured, so that tests drive all of the
+runner but the hardware anywhere.
 """
 
 from __future__ import annotations
@@ -52,8 +53,16 @@ class Graph(Protocol):
 
 
 class Device(Protocol):
-    """One device with a queue of work: what is asked for happens later, in order."""
+    """One device with a queue of work: what is asked for happens later, in order.
 
+    Attributes:
+        is_asynchronous: whether its queue goes on while the host does something else. Then the next
+            step is enqueued before the tokens of the last one are read, decode steps may become
+            graphs, and the device's memory is measured rather than estimated.
+    """
+
+    @property
+    def is_asynchronous(self) -> bool: ...  # noqa: D102
     @property
     def torch_device(self) -> torch.device:
         """Where tensors go."""
@@ -130,6 +139,7 @@ class Device(Protocol):
 class HostDevice:
     """The CPU as a device whose queue is always empty."""
 
+    is_asynchronous = False
     torch_device = torch.device("cpu")
 
     def pinned(self, num_bytes: int) -> Tensor:

@@ -1,0 +1,134 @@
+"""Decode steps from staged inputs to logits and tokens, padded to sizes that have a graph.
+
+What a graph reads and writes stays where it is: tables at full width, logits, drawn tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import TYPE_CHECKING, Generic
+
+import torch
+
+from appliance.engine.plan import Plan
+from appliance.engine.run.batch import Geometry, Spare, stage
+from appliance.engine.run.cuda_graphs import BUSY_STEPS, GraphCache, buckets
+from appliance.engine.run.staging import StepShape
+from appliance.model.executor import AnyCache
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.engine.run.device import Device
+    from appliance.engine.run.sampler import Sampler
+    from appliance.engine.run.staging import Staging, StepTensors
+    from appliance.model.executor import Executor
+
+
+class GraphedDecode(Generic[AnyCache]):
+    """Runs decode steps of a device whose work can be captured.
+
+    Args:
+        executor: the model.
+        cache: the blocks that it reads and writes, the spare one included.
+        sampler: draws tokens inside the graph.
+        device: captures and replays.
+        staging: where the inputs of a step lie.
+        spare: where rows write that only fill up.
+        num_seqs: most rows of a decode step.
+        table_width: blocks of the longest sequence.
+        limit_bytes: bound on the memory of graphs; 0 turns them off.
+    """
+
+    def __init__(
+        self,
+        executor: Executor[AnyCache],
+        cache: AnyCache,
+        sampler: Sampler,
+        device: Device,
+        staging: Staging,
+        *,
+        spare: Spare,
+        num_seqs: int,
+        table_width: int,
+        limit_bytes: int,
+    ) -> None:
+        self._executor = executor
+        self._cache = cache
+        self._sampler = sampler
+        self._staging = staging
+        self.spare = spare
+        self.graphs = GraphCache(device, buckets(num_seqs), limit_bytes)
+        where = device.torch_device
+        self._tables = torch.full(
+            (num_seqs, table_width), spare.block, dtype=torch.int32, device=where
+        )
+        self._logits = torch.empty(
+            (num_seqs, executor.spec.vocab_size), dtype=torch.float32, device=where
+        )
+        self._drawn = torch.empty(num_seqs, dtype=torch.int64, device=where)
+        self._geometry = Geometry((), (), (), cache.block_size)
+
+    def padding(self, num_seqs: int) -> int:
+        """Rows that fill a decode step up to a size that has a graph."""
+        return self.graphs.bucket(num_seqs) - num_seqs
+
+    def run(
+        self, geometry: Geometry, shape: StepShape, tensors: StepTensors
+    ) -> tuple[Tensor, Tensor]:
+        """Logits (num_seqs, vocab_size) float32, and tokens (num_seqs,) int64 drawn from them.
+
+        Args:
+            geometry: of the step, padded.
+            shape: of its inputs.
+            tensors: those, on the device.
+        """
+        self._geometry = geometry
+        self._place_tables(shape, tensors)
+        rows = shape.num_seqs
+        self.graphs.run(rows, lambda: self._decode(rows))
+        return self._logits[:rows], self._drawn[:rows]
+
+    def capture_if_busy(self) -> None:
+        """Capture a size that runs eagerly all the time."""
+        self._capture(self.graphs.wanted(at_least=BUSY_STEPS))
+
+    def capture_one(self) -> None:
+        """Capture a size that ran eagerly, if there is one."""
+        self._capture(self.graphs.wanted())
+
+    def _place_tables(self, shape: StepShape, tensors: StepTensors) -> None:
+        self._tables[: shape.num_seqs, : shape.table_width].copy_(tensors.block_tables)
+
+    def _decode(self, num_seqs: int) -> None:
+        """What a graph is made of: from inputs where they always are to logits and tokens."""
+        is_sealed = self.spare.open_page is not None
+        shape = StepShape(num_seqs, num_seqs, num_seqs, 0, is_sealed)
+        tensors = self._staging.tensors(shape)
+        token_ids = self._staging.token_ids(shape)
+        batch = self._geometry.ragged(tensors, self._tables[:num_seqs])
+        logits = self._executor.forward(token_ids, tensors.positions, batch, self._cache)
+        # Out of the graphs' pool, so that they can all use the same memory one after another; and
+        # as the model gave them, for what is reported.
+        self._logits[:num_seqs].copy_(logits)
+        tokens = self._sampler.choose(logits, token_ids, tensors, self._staging.latest)
+        self._drawn[:num_seqs].copy_(tokens)
+
+    def _capture(self, num_seqs: int | None) -> None:
+        """Capture with rows that only fill up: what runs before the capture harms nothing."""
+        if num_seqs is None:
+            return
+        geometry = Geometry.of(Plan(()), self._cache.block_size, self.spare, num_seqs)
+        shape, _ = stage((), geometry, self._staging, self._sampler, {})
+        self._place_tables(shape, self._staging.send(shape))
+        # Launchers that size a grid by the host's numbers must leave room for any context.
+        width = self._tables.shape[1]
+        self._geometry = replace(
+            geometry,
+            context_lens=(width * self._cache.block_size,) * num_seqs,
+            block_tables=[array("i", (self.spare.block,) * width)] * num_seqs,
+        )
+        latest = self._staging.latest.clone()  # the next step may still have to read it
+        self.graphs.capture(num_seqs, lambda: self._decode(num_seqs))
+        self._staging.latest.copy_(latest)

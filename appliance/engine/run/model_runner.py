@@ -1,0 +1,202 @@
+"""Runs plans on a device: a step is enqueued, and its tokens are read when the device has them.
+
+Where the device works by itself, a sampled token stays there, the next step reads it, and the host
+reads it one step later; decode steps are padded to a few sizes and replayed as graphs. Changes no
+sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic
+
+import torch
+
+from appliance.engine.blocks.open_pages import num_open_pages
+from appliance.engine.run.batch import Geometry, Spare, is_decode, stage
+from appliance.engine.run.graphed_decode import GraphedDecode
+from appliance.engine.run.staging import Staging, StepShape
+from appliance.model.executor import AnyCache
+
+if TYPE_CHECKING:
+    from appliance.engine.blocks.block_moves import BlockMoves
+    from appliance.engine.plan import Plan, Sampled
+    from appliance.engine.run.cuda_graphs import GraphCache
+    from appliance.engine.run.device import Device, Event
+    from appliance.engine.run.sampler import SampledRows, Sampler
+    from appliance.engine.scheduling.scheduler import SchedulerLimits
+    from appliance.engine.sequence import Sequence
+    from appliance.model.executor import Executor
+
+
+def largest_step(limits: SchedulerLimits, block_size: int, *, is_sealed: bool) -> StepShape:
+    """Sizes of the largest step; of its tables too, which hold all blocks of a context."""
+    rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
+    width = -(-limits.context_length // block_size)
+    # Entries are cut at blocks then, and each piece has an open page of its own.
+    pieces = num_open_pages(num_seqs, rows, block_size) if is_sealed else num_seqs
+    return StepShape(rows, pieces, num_seqs, width, is_sealed)
+
+
+def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
+    """Bytes kept on the device beside the cache: inputs, tables, logits, counts of tokens."""
+    tables = 4 * largest.num_samples * largest.table_width
+    return largest.num_bytes + tables + largest.num_samples * (16 + 8 * vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that was enqueued."""
+
+    rows: SampledRows | None
+    over: Event
+    begin: float
+
+
+class ModelRunner(Generic[AnyCache]):
+    """Owns the KV cache and runs steps on one device.
+
+    Args:
+        executor: the model.
+        cache: the blocks that it reads and writes.
+        sampler: chooses tokens.
+        device: does the work.
+        limits: how large a step can be.
+        moves: takes blocks out of the cache and puts them back.
+        spare: where rows write that fill a decode step up to a size that has a graph; None leaves
+            steps as they are and captures none.
+        is_sealed: whether there are open pages.
+        graph_bytes: bound on the memory of graphs.
+
+    Attributes:
+        depth: steps that may be in flight when the next one is launched.
+        seconds: of the device for the last step, as far as the host can tell.
+    """
+
+    def __init__(
+        self,
+        executor: Executor[AnyCache],
+        cache: AnyCache,
+        sampler: Sampler,
+        device: Device,
+        limits: SchedulerLimits,
+        moves: BlockMoves,
+        *,
+        spare: Spare | None = None,
+        is_sealed: bool = False,
+        graph_bytes: int = 0,
+    ) -> None:
+        self._executor = executor
+        self._cache = cache
+        self._sampler = sampler
+        self._device = device
+        self._moves = moves
+        largest = largest_step(limits, cache.block_size, is_sealed=is_sealed)
+        self._staging = Staging(device, largest)
+        self._decode: GraphedDecode[AnyCache] | None = None
+        if spare is not None:
+            self._decode = GraphedDecode(
+                executor,
+                cache,
+                sampler,
+                device,
+                self._staging,
+                spare=spare,
+                num_seqs=limits.max_num_seqs,
+                # The last token of a sequence never needs a slot.
+                table_width=min(largest.table_width, spare.block),
+                limit_bytes=graph_bytes,
+            )
+        self._places: dict[Sequence, int] = {}  # of the last step's tokens in `latest`
+        self._launched: deque[_Launched] = deque()
+        self._last_end = 0.0
+        self.depth = int(device.is_asynchronous)
+        self.seconds = 0.0
+
+    @property
+    def graphs(self) -> GraphCache | None:
+        """Of decode steps, if there can be any."""
+        return None if self._decode is None else self._decode.graphs
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> None:
+        """Enqueue one step behind those in flight.
+
+        Raises:
+            MemoryError: the device has no memory for it; what is in flight is not harmed.
+        """
+        begin = time.perf_counter()
+        if self._decode is not None:
+            self._decode.capture_if_busy()
+        try:
+            rows = self._enqueue(plan)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"the device has no memory for this step: {error}") from error
+        self._launched.append(_Launched(rows, self._device.record(), begin))
+
+    def collect(self) -> list[Sampled]:
+        """Wait for the oldest step in flight.
+
+        Returns:
+            One result per sampling sequence, in the plan's order.
+        """
+        launched = self._launched.popleft()
+        launched.over.wait()
+        now = time.perf_counter()
+        self.seconds = now - max(launched.begin, self._last_end)
+        self._last_end = now
+        return [] if launched.rows is None else launched.rows.read()
+
+    def discard(self) -> None:
+        """Forget all steps in flight, once the device has done with them."""
+        self._device.synchronize()
+        self._launched.clear()
+        self._places = {}
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether decode steps ran without a graph that there could be."""
+        return self.graphs is not None and self.graphs.wanted() is not None
+
+    @torch.inference_mode()
+    def idle(self) -> None:
+        """Capture one graph that was missing."""
+        if self._decode is not None:
+            self._decode.capture_one()
+
+    def _enqueue(self, plan: Plan) -> SampledRows | None:
+        self._moves.save(plan.saves)
+        self._moves.copy(plan.copies)
+        self._moves.load(plan.loads)
+        decode = self._decode if is_decode(plan) else None
+        padding = 0 if decode is None else decode.padding(len(plan.scheduled))
+        spare = None if decode is None else decode.spare
+        geometry = Geometry.of(plan, self._cache.block_size, spare, padding)
+        shape, settings = stage(
+            plan.scheduled, geometry, self._staging, self._sampler, self._places
+        )
+        tensors = self._staging.send(shape)
+        read = drawn = None
+        if decode is None:
+            token_ids = self._staging.token_ids(shape)
+            logits = self._executor.forward(
+                token_ids,
+                tensors.positions,
+                geometry.ragged(tensors, tensors.block_tables),
+                self._cache,
+                tensors.sample_rows,
+            )
+            if settings.has_penalties:
+                read = token_ids.index_select(0, tensors.sample_rows)
+        else:
+            logits, drawn = decode.run(geometry, shape, tensors)
+        sampling = [entry for entry in plan.scheduled if entry.samples]
+        self._places = {entry.sequence: place for place, entry in enumerate(sampling)}
+        if not sampling:
+            return None
+        latest = self._staging.latest
+        return self._sampler.launch(
+            logits, sampling, settings, tensors, latest, read=read, drawn=drawn
+        )

@@ -1,0 +1,195 @@
+"""From a loaded model to a runner: measure what steps take, plan what is left, allocate."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.engine.blocks.block_moves import DeviceMoves, HostMoves, staging_bytes
+from appliance.engine.memory_plan import plan_memory
+from appliance.engine.run.batch import Spare
+from appliance.engine.run.kernels_ahead import compile_kernels
+from appliance.engine.run.measure import graph_allowance, measure_workspace
+from appliance.engine.run.model_runner import ModelRunner, fixed_bytes, largest_step
+from appliance.engine.run.sampler import Sampler
+from appliance.errors import ConfigError, MemoryPlanError
+from appliance.kernels.decoder_cache import split_sealed
+from appliance.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from appliance.engine.blocks.block_moves import BlockMoves
+    from appliance.engine.execution import Execution
+    from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
+    from appliance.engine.rates import Rates
+    from appliance.engine.run.device import Device
+    from appliance.engine.run.measure import StepMemory
+    from appliance.engine.run.sampler import SampleTokens
+    from appliance.engine.scheduling.scheduler import SchedulerLimits
+    from appliance.kernels.kv_cache import LayerPrecision
+    from appliance.model.executor import Executor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What steps will be made of: a loaded model, where it runs, and how large steps get."""
+
+    execution: Execution
+    executor: Executor[Any]
+    device: Device
+    limits: SchedulerLimits
+    sample_tokens: SampleTokens
+    num_open: int  # open pages; 0 if nothing is sealed
+    # Whether decode steps may be captured. Then the cache has one block more than is planned with,
+    # and one open page: rows that fill a step up to a size that has a graph write there.
+    with_graphs: bool
+
+    @property
+    def kv_layers(self) -> Sequence[LayerPrecision]:
+        """How each layer's cache is stored."""
+        return self.execution.precision.kv_of(len(self.executor.spec.layers))
+
+
+def plan_measured(
+    steps: Steps, request: MemoryRequest, on_progress: Callable[[str, int, int], None]
+) -> tuple[MemoryPlan, int]:
+    """Run the largest steps on an asynchronous device, and divide what the weights leave.
+
+    Args:
+        steps: what they are made of.
+        request: what was planned with before anything was loaded.
+        on_progress: called with stage, done, total while kernels are compiled.
+
+    Returns:
+        The plan, and the bytes that graphs may take.
+
+    Raises:
+        ConfigError: the kernels cannot be built on this machine.
+        MemoryPlanError: it does not fit after all.
+    """
+    executor, device, limits = steps.executor, steps.device, steps.limits
+    weight_bytes = max(executor.weight_bytes, device.begin_peak())
+
+    def first_steps(executor: Executor[Any], kv_layers: Sequence[LayerPrecision]) -> StepMemory:
+        return measure_workspace(
+            executor,
+            steps.sample_tokens,
+            steps.execution.penalize,
+            device,
+            limits,
+            kv_layers=kv_layers,
+            block_size=request.block_size,
+        )
+
+    with _refusals(limits):
+        if steps.execution.uses_triton:
+            assert isinstance(executor, Decoder)
+            compile_kernels(executor, steps.kv_layers, first_steps, on_progress)
+        taken = first_steps(executor, steps.kv_layers)
+    logger.info("the largest step takes %.0f MiB at its peak", taken.largest / 2**20)
+    graph_bytes = graph_allowance(request.budget_bytes, taken.decode) if steps.with_graphs else 0
+    largest = largest_step(limits, request.block_size, is_sealed=steps.num_open > 0)
+    block_bytes = request.kv_bytes_per_token * request.block_size
+    open_bytes = request.open_bytes // steps.num_open if steps.num_open else 0
+    workspace = (
+        taken.largest
+        + device.overhead()
+        + fixed_bytes(largest, executor.spec.vocab_size)
+        + graph_bytes
+        + (staging_bytes(block_bytes, open_bytes) if steps.execution.uses_triton else 0)
+        + (block_bytes + open_bytes if steps.with_graphs else 0)
+    )
+    plan = plan_memory(
+        replace(
+            request,
+            weight_bytes=weight_bytes,
+            workspace_bytes=workspace,
+            max_model_len=limits.context_length,
+        )
+    )
+    return plan, graph_bytes
+
+
+def make_runner(
+    steps: Steps,
+    plan: MemoryPlan,
+    graph_bytes: int,
+    eos_token_ids: tuple[int, ...],
+    rates: Rates,
+) -> tuple[ModelRunner[Any], BlockMoves]:
+    """Allocate the cache and set the runner up.
+
+    Args:
+        steps: what they are made of.
+        plan: how many blocks there are.
+        graph_bytes: bound on the memory of graphs.
+        eos_token_ids: tokens that end an answer.
+        rates: where the time of moved blocks is noted.
+    """
+    num_open = steps.num_open
+    cache = steps.executor.allocate_cache(
+        steps.kv_layers,
+        num_blocks=plan.num_blocks + steps.with_graphs,
+        block_size=plan.block_size,
+        num_open=num_open + 1 if num_open and steps.with_graphs else num_open,
+    )
+    moves: BlockMoves = HostMoves(cache, rates)
+    if steps.execution.uses_triton:
+        moves = _device_moves(cache, steps.device, rates)
+    sampler = Sampler(
+        eos_token_ids,
+        steps.sample_tokens,
+        steps.execution.penalize,
+        steps.device,
+        num_slots=steps.limits.max_num_seqs,
+        vocab_size=steps.executor.spec.vocab_size,
+    )
+    runner = ModelRunner(
+        steps.executor,
+        cache,
+        sampler,
+        steps.device,
+        steps.limits,
+        moves,
+        spare=Spare(plan.num_blocks, num_open or None) if steps.with_graphs else None,
+        is_sealed=num_open > 0,
+        graph_bytes=graph_bytes,
+    )
+    return runner, moves
+
+
+def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
+    from appliance.kernels.block_copy.launch import BlockMover
+
+    layers, opened = split_sealed(cache.layers)
+    open_mover = BlockMover(opened) if opened else None
+    return DeviceMoves(BlockMover(layers), device, rates, open_mover)
+
+
+@contextmanager
+def _refusals(limits: SchedulerLimits) -> Iterator[None]:
+    """What the first steps on a device may run into, in words that say what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryPlanError(
+            f"this does not fit: beside the weights there is no memory for a step of"
+            f" {limits.max_num_batched_tokens:,} rows and {limits.max_num_seqs} sequences; ask for"
+            f" less with --max-num-batched-tokens, --max-num-seqs or --max-model-len ({error})"
+        ) from error
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        is_compiler = isinstance(error, subprocess.CalledProcessError) or "C compiler" in str(error)
+        if not is_compiler:
+            raise
+        raise ConfigError(
+            f"Triton cannot build what launches kernels on the GPU: {error}; install a C compiler"
+            " and Python's header files (on Debian and Ubuntu gcc and python3-dev)"
+        ) from error
