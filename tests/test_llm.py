@@ -66,6 +66,19 @@ def test_a_prompt_that_is_too_long_is_refused_and_nothing_is_left_behind(llm: LL
     assert not llm.engine.has_work
 
 
+def test_without_settings_it_samples_as_its_makers_recommend(llm: LLM) -> None:
+    assert llm.default_sampling == SamplingParams(temperature=0.2, top_p=0.9)
+    asked: list[SamplingParams] = []
+    with pytest.MonkeyPatch.context() as patch:
+        submit = llm.engine.submit
+        patch.setattr(
+            llm.engine, "submit", lambda request: (asked.append(request.sampling), submit(request))
+        )
+        llm.generate("a", progress=False)
+        llm.generate("a", SamplingParams(max_tokens=2), progress=False)
+    assert asked == [llm.default_sampling, SamplingParams(max_tokens=2)]
+
+
 def test_as_many_settings_as_prompts(llm: LLM) -> None:
     with pytest.raises(ValueError, match="2 prompts but 1"):
         llm.generate(["a", "b"], [SamplingParams()], progress=False)
