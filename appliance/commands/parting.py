@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
 
 
+STOPPED = "stopped; "  # begins the line
+
+
 def parting(num_requests: int, config: EngineConfig) -> str:
     """One line.
 
@@ -20,7 +23,7 @@ def parting(num_requests: int, config: EngineConfig) -> str:
         config: of the engine, with the folder that it used.
     """
     served = f"{num_requests:,} request{'' if num_requests == 1 else 's'} served"
-    return f"stopped; {served}; {_kept(config)}"
+    return f"{STOPPED}{served}; {_kept(config)}"
 
 
 def _kept(config: EngineConfig) -> str:

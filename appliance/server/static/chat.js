@@ -161,7 +161,7 @@ async function answer({ asked = null, replaced = null }) {
   const mine = turns; // a new conversation may have begun when the answer ends
   setAnswering(controller);
   following = true;
-  byId("figures").textContent = "…";
+  byId("figures").textContent = "waiting for the first token";
   const response = begin(controller.signal); // before the answer's own turn is among them
   const turn = show("assistant");
   const written = writer(turn);
