@@ -53,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory: int | None = None  # bytes; None plans from what is free
     gpu_memory_utilization: float = 0.90
     cuda_graphs: str = "auto"  # auto, off: replay decode steps as CUDA graphs
+    generation_config: str = "auto"  # auto, off: sample as the checkpoint recommends
     threads: int | None = None  # CPU threads; None means physical cores
     prefix_caching: bool = True
     # Folder for KV blocks of long prompts, or off; auto is the cache folder for a server that
@@ -65,6 +66,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_choice("device", self.device, ("auto", "cpu", "cuda"))
         _check_choice("dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _check_choice("cuda_graphs", self.cuda_graphs, ("auto", "off"))
+        _check_choice("generation_config", self.generation_config, ("auto", "off"))
         _check_choice("kernels", self.kernels, ("auto", "torch", "reference"))
         _check_choice("cpu_isa", self.cpu_isa, ("auto", "avx512", "avxvnni", "avx2", "scalar"))
         formats = (

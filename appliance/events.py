@@ -90,6 +90,8 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     precisions: tuple[str, ...] = ()  # names of the cells' precision index
     notes: tuple[str, ...] = ()  # fallbacks taken, in words
     quality: tuple[QualityFact, ...] = ()  # of the quality card beside the weights
+    chats: bool = True  # whether the model has a chat template; else it continues texts
+    sampling: dict[str, float] = {}  # where a request says nothing
     prompts_shown: bool = False  # whether the server was started to show prompts
 
 

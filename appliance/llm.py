@@ -18,6 +18,7 @@ from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.errors import ChatTemplateError, EngineError
 from appliance.hub import resolve_model
 from appliance.output import ChoiceText
+from appliance.sampling_defaults import choose_defaults
 from appliance.stop_pieces import stop_pieces
 from appliance.tokenizer import Tokenizer
 
@@ -59,6 +60,10 @@ class LLM:
         model: folder, .gguf file or hub id; empty means the packaged default model.
         options: any field of `config.EngineConfig`, such as `device` or `kv_cache_dtype`.
 
+    Attributes:
+        default_sampling: as the model's makers recommend, 16 tokens; with `generation_config="off"`
+            the same as `SamplingParams()`.
+
     Raises:
         ApplianceError: the model cannot be found, read or fitted; the message says what to do.
     """
@@ -74,6 +79,10 @@ class LLM:
             metadata=None,
             on_progress=_ignore_progress,
         )
+        recommended = choose_defaults(
+            config.generation_config, self.tokenizer.sampling, resolved.sampling
+        )
+        self.default_sampling = SamplingParams(**recommended.values)  # type: ignore[arg-type]
         self._next_id = 0
 
     def generate(
@@ -87,7 +96,8 @@ class LLM:
 
         Args:
             prompts: one text, or texts and lists of token ids.
-            sampling_params: one for all, or one per prompt.
+            sampling_params: one for all, or one per prompt; taken as they are. None is
+                `default_sampling`.
             progress: draw a bar with prompts done and tokens per second on stderr.
 
         Raises:
@@ -96,7 +106,7 @@ class LLM:
         """
         batch: Sequence[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling = [sampling_params or SamplingParams()] * len(batch)
+            sampling = [sampling_params or self.default_sampling] * len(batch)
         else:
             sampling = list(sampling_params)
             if len(sampling) != len(batch):
@@ -124,7 +134,7 @@ class LLM:
 
         Args:
             messages: `[{"role": ..., "content": ...}, ...]`, or a list of such lists.
-            sampling_params: for all of them.
+            sampling_params: for all of them; None is `default_sampling`.
             progress: as in `generate`.
 
         Raises:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from appliance import LLM, SamplingParams
-from appliance.engine.request import FinishReason
+from appliance.engine.request import FinishReason, Request
 from appliance.errors import ContextLengthError
 from appliance.llm import CompletionOutput
 
@@ -64,6 +64,22 @@ def test_a_prompt_that_is_too_long_is_refused_and_nothing_is_left_behind(llm: LL
     with pytest.raises(ContextLengthError, match="512"):
         llm.generate(["short", [5] * 600], progress=False)
     assert not llm.engine.has_work
+
+
+def test_without_settings_it_samples_as_its_makers_recommend(llm: LLM) -> None:
+    assert llm.default_sampling == SamplingParams(temperature=0.2, top_p=0.9)
+    asked: list[SamplingParams] = []
+    submit = llm.engine.submit
+
+    def noted(request: Request) -> None:
+        asked.append(request.sampling)
+        submit(request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "submit", noted)
+        llm.generate("a", progress=False)
+        llm.generate("a", SamplingParams(max_tokens=2), progress=False)
+    assert asked == [llm.default_sampling, SamplingParams(max_tokens=2)]
 
 
 def test_as_many_settings_as_prompts(llm: LLM) -> None:

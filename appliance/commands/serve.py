@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from appliance.commands.examples import own_command, try_it
 from appliance.commands.model_argument import Model
+from appliance.commands.parting import parting
 from appliance.commands.quality import Quality, quality_of
 from appliance.commands.sizes import parse_size
 from appliance.errors import ConfigError
+from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from appliance.engine.messages import EngineInfo
+    from appliance.server.serve import Ready
 
 
 def serve(
@@ -51,6 +56,13 @@ def serve(
     ] = None,
     cuda_graphs: Annotated[
         str | None, typer.Option(help="Replay decode steps as CUDA graphs: auto, off [auto].")
+    ] = None,
+    generation_config: Annotated[
+        str | None,
+        typer.Option(
+            help="Sample as the model's makers recommend where a request says nothing: auto, off"
+            " [auto]."
+        ),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads [physical cores].")] = None,
     prefix_caching: Annotated[
@@ -134,6 +146,7 @@ def serve(
             "kv_cache_memory": None if kv_cache_memory is None else parse_size(kv_cache_memory),
             "gpu_memory_utilization": gpu_memory_utilization,
             "cuda_graphs": cuda_graphs,
+            "generation_config": generation_config,
             "threads": threads,
             "prefix_caching": prefix_caching,
             "api_key_file": api_key_file,
@@ -161,11 +174,20 @@ def serve(
         resolved = resolve_model(settings.engine.model, cache_dir=cache_dir(), progress=progress)
         quality = quality_of(resolved.path, conditions)
 
-        def say_ready(url: str, name: str, info: EngineInfo) -> None:
+        def say_ready(ready: Ready) -> None:
             progress.close()
-            typer.echo(banner(url, name, info, quality, settings.server.keys()), err=True)
+            text = banner(
+                ready.url,
+                ready.name,
+                ready.info,
+                quality,
+                settings.server.keys(),
+                sampling=ready.sampling,
+                chats=ready.chats,
+            )
+            typer.echo(text, err=True)
 
-        run_server(
+        num_requests = run_server(
             settings,
             resolved,
             on_progress=progress,
@@ -173,6 +195,7 @@ def serve(
             warnings=warnings,
             quality_card=quality.card,
         )
+    typer.echo(parting(num_requests, settings.engine), err=True)
 
 
 def banner(
@@ -181,15 +204,17 @@ def banner(
     info: EngineInfo,
     quality: Quality | None = None,
     keys: Iterable[str] = (),
+    *,
+    sampling: SamplingDefaults = NOTHING_RECOMMENDED,
+    chats: bool = True,
 ) -> str:
     """What a person needs to know once the server is ready; of keys their names."""
     names = ", ".join(keys)
-    bearer = ' -H "Authorization: Bearer $APPLIANCE_API_KEY"' if names else ""
     mib = 2**20
     tokens = info.num_blocks * info.block_size
     rows = [
         ("endpoint", f"{url}/v1"),
-        ("model", f"{name}, {info.architecture}, {info.weight_format}, on {info.device}"),
+        ("model", f"{name}, {info.architecture}; weights {info.weight_format}; on {info.device}"),
         (
             "memory",
             f"weights {info.weight_bytes / mib:,.0f} MiB"
@@ -207,17 +232,19 @@ def banner(
             f"{info.kv_format}, {info.num_blocks:,} blocks of {info.block_size}"
             f" = {tokens:,} tokens; context {info.context_length:,}",
         ),
+        ("sampling", _sampling_in_words(sampling)),
         ("loaded in", f"{info.load_seconds:.1f} s"),
         *(("quality", line) for line in (quality.lines if quality is not None else ())),
         *(("note", note) for note in info.notes),
-        *([("keys", names)] if names else []),
-        ("page", f"{url}/ with a chat"),
-        ("dashboard", f"{'APPLIANCE_API_KEY=... ' if names else ''}appliance top --url {url}"),
-        (
-            "try it",
-            f"curl {url}/v1/chat/completions{bearer} -H 'Content-Type: application/json' -d "
-            f'\'{{"model": "{name}", "temperature": 0.2, "max_tokens": 200, '
-            f'"messages": [{{"role": "user", "content": "Hello!"}}]}}\'',
-        ),
+        *([("keys", f"{names}; what is below reads one from APPLIANCE_API_KEY")] if names else []),
+        ("page", f"{url}/ with {'a chat' if chats else 'a text that the model continues'}"),
+        ("dashboard", f"{own_command()} top --url {shlex.quote(url)}"),
+        ("try it", try_it(url, name, sampling, chats=chats, keyed=bool(names))),
     ]
     return "\n".join(f"  {label:<10} {text}" for label, text in rows)
+
+
+def _sampling_in_words(sampling: SamplingDefaults) -> str:
+    if not sampling:
+        return "temperature 1, no token left out; a request may say otherwise"
+    return f"{sampling}, from {sampling.source}; a request may say otherwise"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from appliance.commands.parting import STOPPED
 from appliance.config import own_key
 from appliance.tui.run import TopOptions, require_terminal, run_dashboard
 
@@ -63,10 +64,13 @@ def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
     finally:
         ended_by_itself = process.poll() is not None
         _end(process)
+    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
     if not ended_by_itself:
         log.unlink(missing_ok=True)
+        for line in lines:
+            if line.startswith(STOPPED):
+                typer.echo(line, err=True)
         return code
-    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
     typer.echo("\n".join(["the server ended; the last it said:", *lines, f"all: {log}"]), err=True)
     return process.returncode if process.returncode > 0 else 1
 

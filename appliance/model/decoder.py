@@ -36,7 +36,7 @@ class Decoder:
         ropes: the distinct kinds of RoPE, in the order that the layers count them.
         first_norm: of the embedding, before the first layer.
         weight_bytes: bytes that the weights take as they are laid out.
-        weight_format: in words, such as "4-bit g32 + 8-bit g32 head".
+        weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
     """
 
     spec: DecoderSpec

@@ -64,7 +64,7 @@ class Executor(Protocol[AnyCache]):
         device: where tensors of a step go.
         backend_name: for people.
         weight_bytes: bytes that the weights take as they are laid out.
-        weight_format: in words, such as "4-bit g32 + 8-bit g32 head".
+        weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
     """
 
     @property

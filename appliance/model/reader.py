@@ -95,9 +95,13 @@ class ModelReader:
         return embedding, head
 
     def weight_format(self) -> str:
-        """How what was read is stored, the most common format first."""
-        layers = " + ".join(name for name, _ in self._layer_formats.most_common())
-        return layers if layers == self._head_format else f"{layers} + {self._head_format} head"
+        """How what was read is stored, in words: of the layers the most common first, the head."""
+        formats = [name for name, _ in self._layer_formats.most_common()]
+        if formats == [self._head_format]:
+            return self._head_format
+        _, bracket, group = formats[0].partition(" (")
+        head = self._head_format.removesuffix(bracket + group)
+        return f"{' + '.join(formats)}, head {head}"
 
     def _parts(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
         """The weights that make up a linear of a layer."""
@@ -151,7 +155,9 @@ class ModelReader:
 
     def _format(self, weight: Weight) -> str:
         if isinstance(weight, PackedWeight):
-            return f"{weight.bits}-bit g{weight.group_size}"
+            if weight.group_size == weight.shape[1]:
+                return f"{weight.bits} bits (a scale per row)"
+            return f"{weight.bits} bits (groups of {weight.group_size})"
         dense = DTYPE_NAMES[self._dtype]
         if not isinstance(weight, Fp8Weight):
             return dense

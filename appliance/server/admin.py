@@ -290,6 +290,8 @@ def server_info(state: ServerState) -> Info:
         "reason": engine.reason,
         "restarts": engine.restarts,
         "quality": () if state.quality_card is None else state.quality_card.facts,
+        "chats": state.tokenizer is None or state.tokenizer.chat_template is not None,
+        "sampling": dict(state.sampling.values),
         "prompts_shown": state.config.show_prompts,
     }
     return Info(**facts)

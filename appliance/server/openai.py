@@ -106,7 +106,10 @@ def openai_router(state: ServerState) -> APIRouter:
     def card() -> ModelCard:
         info, _ = state.serving()
         return ModelCard(
-            id=state.model_id, created=int(state.started), max_model_len=info.context_length
+            id=state.model_id,
+            created=int(state.started),
+            max_model_len=info.context_length,
+            default_parameters=dict(state.sampling.values),
         )
 
     @router.get("/v1/models", **describes(None, ModelList))
@@ -155,6 +158,7 @@ async def _submit(
             sampling_params(
                 body,
                 info,
+                state.sampling,
                 max_tokens=completion_budget(
                     len(prompt), max_tokens, info, param=param, default=default
                 ),

@@ -18,16 +18,20 @@ FOLDER = Path(__file__).parent / "static"
 FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/blocks.js": ("blocks.js", "text/javascript; charset=utf-8"),
-    "/frames.js": ("frames.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/markdown-it.txt": ("markdown-it.txt", "text/plain; charset=utf-8"),  # its licences
+    **{
+        f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
+        for name in ("page", "api", "blocks", "chat", "frames", "markdown", "markdown-it", "status")
+    },
 }
 HEADERS: Final = {
     # No markup can bring in a script, a style or a picture from anywhere but these files.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        # Nor can a script of ours turn text into markup, by mistake or talked into it.
+        "require-trusted-types-for 'script'; trusted-types 'none'"
     ),
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",

@@ -141,6 +141,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "appliance"
     max_model_len: int
+    default_parameters: dict[str, float]  # of sampling, where a request says nothing
 
 
 class ModelList(msgspec.Struct, kw_only=True):

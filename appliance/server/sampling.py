@@ -7,22 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.best_of import with_logprobs
 from appliance.engine.limits import check_prompt
-from appliance.engine.request import SamplingParams
+from appliance.engine.request import GREEDY, SamplingParams
 from appliance.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
+    from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.schema import SamplingFields
 
 
 def sampling_params(
-    fields: SamplingFields, info: EngineInfo, *, max_tokens: int, logprobs: int | None
+    fields: SamplingFields,
+    info: EngineInfo,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
 ) -> SamplingParams:
     """Translate; null means the default.
 
     Args:
         fields: of the body.
         info: of the loaded model.
+        defaults: of the loaded model. They shape a random choice, so a request that asks for none,
+            with temperature 0 or beams, is left as it is.
         max_tokens: as `completion_budget` allows.
         logprobs: alternatives per token to report, None for no report.
 
@@ -55,8 +63,11 @@ def sampling_params(
         "frequency_penalty": fields.frequency_penalty,
         "ignore_eos": fields.ignore_eos,
     }
+    given = {name: value for name, value in given.items() if value is not None}
+    if not fields.use_beam_search and given.get("temperature", 1.0) >= GREEDY:
+        given = {**defaults.values, **given}
     sampling = SamplingParams(
-        **{name: value for name, value in given.items() if value is not None},
+        **given,
         best_of=fields.best_of,
         max_tokens=max_tokens,
         seed=fields.seed,

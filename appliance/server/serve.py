@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.client import EngineClient
 from appliance.errors import EngineUnavailableError
 from appliance.log import RecentWarnings
+from appliance.sampling_defaults import choose_defaults
 from appliance.server.listener import HttpProtocol, bind, url_of
 from appliance.server.memory import settle
 from appliance.server.metrics import Metrics
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from appliance.config import Settings
     from appliance.engine.messages import EngineInfo
     from appliance.engine.process.supervisor import ProgressCallback
+    from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.quality import ServedCard
 
 DRAIN_SECONDS = 30.0  # for streams in flight when the server is told to end
@@ -41,7 +44,27 @@ _CLOSE_SECONDS = 2  # for responses that have just been ended
 
 logger = logging.getLogger(__name__)
 
-ReadyCallback = Callable[[str, str, "EngineInfo"], object]
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A server that has begun to serve.
+
+    Attributes:
+        url: where it listens.
+        name: id of the model in the API.
+        info: what was loaded.
+        chats: whether the model has a chat template.
+        sampling: what counts where a request says nothing.
+    """
+
+    url: str
+    name: str
+    info: EngineInfo
+    chats: bool
+    sampling: SamplingDefaults
+
+
+ReadyCallback = Callable[[Ready], object]
 
 
 class FoundModel(Protocol):
@@ -57,6 +80,11 @@ class FoundModel(Protocol):
         """What it is called, unless the settings say otherwise."""
         ...
 
+    @property
+    def sampling(self) -> SamplingDefaults:
+        """What is recommended for it, where it does not say so itself."""
+        ...
+
 
 def run_server(
     settings: Settings,
@@ -67,7 +95,7 @@ def run_server(
     quality_card: ServedCard | None = None,
     engine_command: Sequence[str] = ENGINE_COMMAND,
     warnings: RecentWarnings | None = None,
-) -> None:
+) -> int:
     """Serve until a signal ends it.
 
     SIGTERM and SIGINT let streams in flight finish for a while; a second signal ends at once.
@@ -76,10 +104,13 @@ def run_server(
         settings: of engine and server.
         model: what to serve.
         on_progress: called with stage, done, total while the model loads.
-        on_ready: called with the URL, the model's id and what was loaded.
+        on_ready: called once requests are accepted.
         quality_card: of the model, if it has one.
         engine_command: starts the engine process.
         warnings: what the log keeps for dashboards.
+
+    Returns:
+        How many requests came to their end.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -91,6 +122,7 @@ def run_server(
         engine = EngineClient(engine_config, command=engine_command)
         server = _Server(settings, model, engine, sock, warnings or RecentWarnings(), quality_card)
         uvloop.run(server.run(on_progress, on_ready))
+    return server.num_finished
 
 
 class _Server:
@@ -106,6 +138,7 @@ class _Server:
         quality_card: ServedCard | None,
     ) -> None:
         self._model = model
+        self._generation_config = settings.engine.generation_config
         self._engine = engine
         self._socket = sock
         self._url = url_of(settings.server, sock)
@@ -122,6 +155,11 @@ class _Server:
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
+    @property
+    def num_finished(self) -> int:
+        """Requests that came to their end, well or not."""
+        return self._state.metrics.finished
+
     async def run(self, on_progress: ProgressCallback, on_ready: ReadyCallback) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -135,7 +173,7 @@ class _Server:
         try:
             await _first_of(loading, stopping, serving)
             if loading.done():
-                on_ready(self._url, self._state.model_id, loading.result())
+                on_ready(loading.result())
                 await _first_of(stopping, serving)
                 await self._drain()
         finally:
@@ -171,15 +209,24 @@ class _Server:
             )
         )
 
-    async def _load(self, on_progress: ProgressCallback) -> EngineInfo:
+    async def _load(self, on_progress: ProgressCallback) -> Ready:
         tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._model.path)
         info, _ = await asyncio.gather(
             self._engine.start(tokenizer.eos_token_ids, on_progress),
             asyncio.to_thread(_try_template, tokenizer),
         )
+        self._state.sampling = choose_defaults(
+            self._generation_config, tokenizer.sampling, self._model.sampling
+        )
         self._state.tokenizer = tokenizer
         settle()
-        return info
+        return Ready(
+            self._url,
+            self._state.model_id,
+            info,
+            tokenizer.chat_template is not None,
+            self._state.sampling,
+        )
 
     async def _drain(self) -> None:
         """Take nothing new, and give what is in flight some time."""

@@ -11,6 +11,7 @@ from appliance.api_keys import BARE_NAME, NO_KEY
 from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError, QueueFullError, UnknownModelError
 from appliance.log import RecentWarnings
+from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server.machine import MachineProbe
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class ServerState:
     Attributes:
         model_id: the only id under which the model is served.
         tokenizer: None until it is read.
+        sampling: what counts where a request says nothing.
         draining: no new requests; those in flight go on.
         closing: streams without an end are to end.
         quality_card: of the model, if it has one.
@@ -47,6 +49,7 @@ class ServerState:
     model_id: str
     metrics: Metrics
     tokenizer: Tokenizer | None = None
+    sampling: SamplingDefaults = NOTHING_RECOMMENDED
     draining: bool = False
     closing: bool = False
     quality_card: ServedCard | None = None

@@ -10,11 +10,13 @@ from tokenizers import processors
 
 from appliance.errors import CheckpointError, ModelError
 from appliance.files import read_json
+from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.source import TokenizerSource, with_end_of_turn
 
 MAX_TOKENIZER_BYTES = 128 * 2**20  # the largest in use have under 40 MiB
 
+GENERATION = "generation_config.json"
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -32,8 +34,9 @@ def load_from_folder(path: Path) -> TokenizerSource:
     bos = _token_id(backend, contents.get("bos_token"))
     if config.get("add_bos_token") is True and bos is not None:
         _ensure_bos(backend, contents["bos_token"], bos)
+    generation = _optional_json(path / GENERATION)
     named = [
-        *_ids(_optional_json(path / "generation_config.json").get("eos_token_id")),
+        *_ids(generation.get("eos_token_id")),
         *_ids(_optional_json(path / "config.json").get("eos_token_id")),
         _token_id(backend, contents.get("eos_token")),
     ]
@@ -42,6 +45,7 @@ def load_from_folder(path: Path) -> TokenizerSource:
         bos_token_id=bos,
         eos_token_ids=with_end_of_turn(backend, named),
         chat_template=_chat_template(path, config, contents),
+        sampling=SamplingDefaults.read(generation, GENERATION),
     )
 
 

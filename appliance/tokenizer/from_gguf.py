@@ -11,6 +11,7 @@ from tokenizers.models import BPE
 
 from appliance.errors import ModelError, UnsupportedModelError
 from appliance.gguf import read_header
+from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
 from appliance.tokenizer.pieces import SPACE_MARK
 from appliance.tokenizer.pre_tokenizers import WORD_RULES
@@ -20,6 +21,15 @@ T = TypeVar("T")
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of token_type
+
+# Converters write there what generation_config.json has under these names.
+_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "top_k": "general.sampling.top_k",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
 
 # Phi-3 swallows white space behind its control tokens, these excepted. The file does not say so.
 _PHI3_KEEPS_SPACE = frozenset({"<s>", "<unk>", "<|endoftext|>"})
@@ -68,6 +78,10 @@ class _GGUFTokenizer:
             bos_token_id=self._token_id("bos_token_id"),
             eos_token_ids=with_end_of_turn(backend, named),
             chat_template=self._chat_template(),
+            sampling=SamplingDefaults.read(
+                {name: self._metadata.get(key) for name, key in _SAMPLING.items()},
+                f"the metadata of {self._path.name}",
+            ),
         )
 
     def _byte_level(self) -> tuple[Tokenizer, bool]:

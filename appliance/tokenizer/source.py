@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -26,12 +28,16 @@ END_OF_TURN = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """A tokenizer as a file describes it."""
+    """A tokenizer as a file describes it.
+
+    `sampling` lies in the same files, which take a while to read a second time.
+    """
 
     backend: tokenizers.Tokenizer
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
+    sampling: SamplingDefaults = NOTHING_RECOMMENDED
 
 
 def with_end_of_turn(backend: tokenizers.Tokenizer, named: Iterable[int | None]) -> tuple[int, ...]:

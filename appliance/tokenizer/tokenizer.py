@@ -47,6 +47,7 @@ class Tokenizer:
         eos_token_ids: tokens that end an answer.
         add_bos: whether `add_special_tokens` puts BOS in front.
         chat_template: None for a base model.
+        sampling: how the checkpoint recommends to sample.
         whole_text: what a token adds to an answer, or None if that is no whole characters.
     """
 
@@ -55,6 +56,7 @@ class Tokenizer:
         self.bos_token_id = source.bos_token_id
         self.eos_token_ids = source.eos_token_ids
         self.chat_template = source.chat_template
+        self.sampling = source.sampling
 
         added: dict[int, AddedToken] = self._backend.get_added_tokens_decoder()
         self.vocab_size = max(self._backend.get_vocab_size(), *(i + 1 for i in added), 0)

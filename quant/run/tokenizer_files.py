@@ -6,11 +6,13 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
+from appliance.hub.packaged import packaged_sampling
 from appliance.tokenizer.from_gguf import load_from_gguf
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from appliance.sampling_defaults import SamplingDefaults
     from appliance.tokenizer.source import TokenizerSource
 
 # What tokenizers and generation settings are made of in Hugging Face folders, and the licence.
@@ -50,7 +52,8 @@ def write_tokenizer_files(model_path: Path, folder: Path) -> None:
     source = load_from_gguf(model_path)
     (folder / "tokenizer.json").write_text(source.backend.to_str(), encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(source))
-    _write_json(folder / "generation_config.json", _generation_config(source))
+    sampling = source.sampling or packaged_sampling(model_path)
+    _write_json(folder / "generation_config.json", _generation_config(source, sampling))
 
 
 def _tokenizer_config(source: TokenizerSource) -> dict[str, Any]:
@@ -76,10 +79,13 @@ def _tokenizer_config(source: TokenizerSource) -> dict[str, Any]:
     return config
 
 
-def _generation_config(source: TokenizerSource) -> dict[str, Any]:
+def _generation_config(source: TokenizerSource, sampling: SamplingDefaults) -> dict[str, Any]:
     config: dict[str, Any] = {"eos_token_id": list(source.eos_token_ids)}
     if source.bos_token_id is not None:
         config["bos_token_id"] = source.bos_token_id
+    if sampling:
+        config["do_sample"] = sampling.values.get("temperature") != 0  # else others ignore the rest
+        config |= sampling.values
     return config
 
 

@@ -21,13 +21,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conditions import conditions, spread, write_result
 
 from appliance.commands.serve import banner
 from appliance.config import cache_dir, load_settings
 from appliance.hub import resolve_model
+
+if TYPE_CHECKING:
+    from appliance.server.serve import Ready
 
 HERE = Path(__file__).parent
 TEXT = (
@@ -44,8 +47,9 @@ def serve(model: str, steps_per_second: str) -> None:
     log.configure()
     resolved = resolve_model(model, cache_dir=cache_dir())
 
-    def say_ready(url: str, name: str, info: Any) -> None:
-        sys.stderr.write(f"{banner(url, name, info)}\nready {url}\n")
+    def say_ready(ready: Ready) -> None:
+        text = banner(ready.url, ready.name, ready.info)
+        sys.stderr.write(f"{text}\nready {ready.url}\n")
 
     run_server(
         load_settings({"port": 0, "max_num_seqs": 256}),

@@ -34,7 +34,12 @@ def test_a_long_prompt_outlives_the_server(smollm2_gguf: Path, tmp_path: Path) -
     # Told to end right away: what is not written yet is written now.
     assert first.stop() == 0
     assert str(tmp_path / "kv") in first.log
-    assert len(list((tmp_path / "kv").rglob("*.kv"))) == 400 // 16
+    kept = list((tmp_path / "kv").rglob("*.kv"))
+    assert len(kept) == 400 // 16
+    size = sum(file.stat().st_size for file in kept) / 2**20
+    said = first.log.splitlines()[-1]
+    assert said.startswith(f"stopped; 1 request served; {size:.1f} MiB of prompts and answers ")
+    assert f" in {tmp_path / 'kv'} " in said
     second = Server(tmp_path / "log2", *arguments)
     try:
         after = ask(second)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -56,6 +59,19 @@ def test_a_chat_is_answered_whole_and_streamed_alike(openai: OpenAI) -> None:
 def test_the_start_says_where_and_how_memory_is_used(server: Server) -> None:
     for word in ("endpoint", "memory", "KV cache", "blocks of 16", "curl", "appliance top"):
         assert word in server.log
+    assert "weights 4 bits (groups of 32), head 8 bits" in server.log
+    assert "temperature 0.2, top_p 0.9, from the model's card" in server.log
+
+
+def test_the_example_runs_as_it_is_printed(server: Server) -> None:
+    example = re.search(r"^  try it +(.*)$", server.log, re.M)
+    assert example is not None
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    said = subprocess.run(
+        ["/bin/sh", "-c", example[1]], capture_output=True, check=True, timeout=60, cwd="/"
+    )
+    assert json.loads(said.stdout)["choices"][0]["message"]["content"]
 
 
 def test_only_the_loopback_port_is_open(server: Server) -> None:

@@ -135,3 +135,20 @@ def test_importing_it_loads_nothing_heavy() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_is_recommended_for_a_packaged_model_goes_with_its_file(
+    tmp_path: Path, nothing_is_downloaded: dict[str, Any]
+) -> None:
+    known = PACKAGED["smollm2-135m"]
+    recommended = {"temperature": 0.2, "top_p": 0.9}
+    assert find("", tmp_path).sampling.values == recommended
+    file = tmp_path / known.filename
+    with file.open("wb") as made:
+        made.write(b"GGUF")
+        made.truncate(known.size)
+    assert find(str(file), tmp_path).sampling.values == recommended
+    assert not find(str(file.rename(tmp_path / "other.gguf")), tmp_path).sampling
+    with file.open("wb") as made:
+        made.write(b"GGUF")
+    assert not find(str(file), tmp_path).sampling, "another file of this name"

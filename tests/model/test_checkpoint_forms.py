@@ -124,12 +124,16 @@ FORMS = {
         in_channel_fp8,
         "fp8 (held as fp32)",
     ),
-    "awq": Form(awq.quantization_config(AwqLayout(64), ["lm_head"]), in_awq, "4-bit g64"),
-    "gptq": Form(gptq.quantization_config(GptqLayout(8, 32, V1), []), in_gptq, "8-bit g32"),
+    "awq": Form(
+        awq.quantization_config(AwqLayout(64), ["lm_head"]), in_awq, "4 bits (groups of 64)"
+    ),
+    "gptq": Form(
+        gptq.quantization_config(GptqLayout(8, 32, V1), []), in_gptq, "8 bits (groups of 32)"
+    ),
     "act-order": Form(
         gptq.quantization_config(GptqLayout(4, 64, V2), []) | {"desc_act": True},
         in_act_order,
-        "4-bit g64",
+        "4 bits (groups of 64)",
     ),
     "fp8": Form(
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
@@ -184,7 +188,7 @@ def test_logits_are_those_of_the_dense_weights(
     assert expected.std() > 0.5  # a model that says something
     decoder = load_decoder(quantized, REFERENCE, DEVICE, torch.float32)
     torch.testing.assert_close(logits_of(decoder, token_ids), expected, atol=1e-4, rtol=0)
-    assert decoder.weight_format == f"{form.weight_format} + fp32 head"
+    assert decoder.weight_format == f"{form.weight_format}, head fp32"
     native = load_native(quantized, NativeEngine(load_library(), 2), torch.float32)
     found = logits_of(native, token_ids)
     share = float((found - expected).norm() / expected.norm())

@@ -139,4 +139,4 @@ def test_the_estimate_of_memory_covers_what_is_loaded(
 
 def test_the_format_of_weights_is_told(smollm2_gguf: Path) -> None:
     decoder = load_decoder(open_model(smollm2_gguf), CPU, CPU_DEVICE, torch.bfloat16)
-    assert decoder.weight_format == "4-bit g32 + 8-bit g32 head"
+    assert decoder.weight_format == "4 bits (groups of 32), head 8 bits"

@@ -10,21 +10,23 @@ from typing import TYPE_CHECKING
 from appliance import log
 from appliance.config import load_settings
 from appliance.errors import ApplianceError
+from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server import listener
 from appliance.server.serve import run_server
 
 if TYPE_CHECKING:
-    from appliance.engine.messages import EngineInfo
+    from appliance.server.serve import Ready
 
 
 @dataclass
 class Found:
     path: Path
     name: str
+    sampling: SamplingDefaults = NOTHING_RECOMMENDED
 
 
-def ready(url: str, name: str, info: EngineInfo) -> None:
-    sys.stdout.write(f"ready {url} {name} {info.num_blocks}\n")
+def ready(ready: Ready) -> None:
+    sys.stdout.write(f"ready {ready.url} {ready.name} {ready.info.num_blocks}\n")
     sys.stdout.flush()
 
 

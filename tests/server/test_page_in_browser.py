@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import os
+import re
+import signal
+from typing import TYPE_CHECKING, Any
 
 from browser import PHONE, chromium, opened
 
 from appliance.jobs import JobFile
+from appliance.sampling_defaults import SamplingDefaults
+from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,13 +62,14 @@ async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
         assert "first after" in text
         assert "<b>hi</b>" in await answer.inner_text(), "shown as text, not as markup"
         assert await page.locator(".message b").count() == 0
+        assert await page.get_by_text("Sampling").count() == 0, "nothing is recommended"
 
         await say(page, "a" * 100)
         stop = page.get_by_role("button", name="Stop")
         async with asyncio.timeout(10):
             while await page.evaluate(MAP_COLOURS) == 2:  # noqa: ASYNC110 - it looks at a browser
                 await asyncio.sleep(0.05)
-        await page.locator(".message.assistant:not(:empty)").nth(1).wait_for()
+        await page.locator(".assistant .text:not(:empty)").nth(1).wait_for()
         await stop.click()
         await page.get_by_text("stopped", exact=True).wait_for()
         await running.until(running.idle)
@@ -95,7 +101,7 @@ async def test_what_was_stopped_before_an_answer_came_can_be_said_again(serve: S
         assert await message.input_value() == "too early\nand more"
 
         await page.get_by_role("button", name="Send").click()
-        await page.locator(".message.assistant:not(:empty)").wait_for()
+        await page.locator(".assistant .text:not(:empty)").wait_for()
         await page.get_by_role("button", name="New chat").click()
         await running.until(running.idle)
         assert await page.locator(".message").count() == 0
@@ -106,6 +112,115 @@ async def test_what_was_stopped_before_an_answer_came_can_be_said_again(serve: S
         assert sent is not None
         assert sent["messages"] == [{"role": "user", "content": "new"}]
         assert complaints == []
+
+
+async def sent_by(page: Page, button: str) -> dict[str, Any]:
+    """The body of the request that a click sends."""
+    async with page.expect_request(re.compile(r"/v1/.*completions$")) as request:
+        await page.get_by_role("button", name=button, exact=True).click()
+    body = (await request.value).post_data_json
+    assert body is not None
+    return dict(body)
+
+
+async def test_settings_go_along_only_where_somebody_made_them(serve: Serve) -> None:
+    async with (
+        chromium() as browser,
+        serve() as running,
+        opened(browser, running.url) as (page, complaints),
+    ):
+        running.state.sampling = SamplingDefaults({"temperature": 0.2, "top_p": 0.9}, "a test")
+        await page.locator("#settings-now", has_text="temperature 0.2").wait_for()
+        await page.get_by_text("temperature 0.2, top p 0.9").wait_for()
+        message = page.get_by_label("Message")
+        await message.fill("a")
+        first = await sent_by(page, "Send")
+        assert first["messages"] == [{"role": "user", "content": "a"}]
+        assert "temperature" not in first, "the server's default counts"
+        await figures(page)
+
+        await page.get_by_text("Settings", exact=False).first.click()
+        await page.get_by_label("System prompt").fill("Be brief.")
+        await page.get_by_label("Temperature").fill("1")
+        await page.get_by_label("At most").fill("7")
+        await page.get_by_text("temperature 1 · at most 7 tokens · a system prompt").wait_for()
+        again = await sent_by(page, "Again")
+        assert again["messages"] == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "a"},
+        ]
+        assert (again["temperature"], again["max_tokens"]) == (1, 7)
+        assert "cut off: Settings allow no more · 7 tokens" in await figures(page)
+        assert await page.locator(".message").count() == 2, "the new answer replaces the old one"
+        assert complaints == []
+
+
+async def test_what_does_not_fit_is_answered_shorter_or_given_back(serve: Serve) -> None:
+    async with (
+        chromium() as browser,
+        serve() as running,
+        opened(browser, running.url) as (page, complaints),
+    ):
+        await page.locator("#state.ready").wait_for()
+        info = running.state.engine.info
+        assert info is not None
+        await say(page, "a" * (info.context_length - 60))
+        assert "cut off: the context is full" in await figures(page)
+        message = page.get_by_label("Message")
+        await say(page, "b" * 100)
+        await page.locator(".error", has_text="New chat starts over").wait_for()
+        assert await message.input_value() == "b" * 100
+        assert await page.locator(".message.user").count() == 1
+        assert {text for text in complaints if "400" not in text} == set()
+
+
+async def test_a_model_without_a_chat_template_goes_on_with_a_text(
+    serve: Serve, tokenizer_folder: Path
+) -> None:
+    base = Tokenizer.from_path(tokenizer_folder)
+    base.chat_template = None
+    async with (
+        chromium() as browser,
+        serve(tokenizer=base) as running,
+        opened(browser, running.url) as (page, complaints),
+    ):
+        await page.get_by_role("heading", name="Text", exact=True).wait_for()
+        await page.get_by_text("Settings", exact=False).first.click()
+        assert await page.get_by_label("System prompt").is_hidden()
+        await page.get_by_label("At most").fill("3")
+        await page.get_by_label("Message").fill("abc ")
+        first = await sent_by(page, "Continue")
+        assert (first["prompt"], first["max_tokens"]) == ("abc ", 3)
+        await figures(page)
+        assert await page.locator("#messages").inner_text() == "abc abc"
+        assert (await sent_by(page, "Again"))["prompt"] == "abc "
+        await page.locator("#again:not([disabled])").wait_for()
+        assert (await sent_by(page, "Continue"))["prompt"] == "abc abc", "with nothing added"
+        await page.locator("#again:not([disabled])").wait_for()
+        assert await page.locator(".message.assistant").count() == 2
+        await page.get_by_role("button", name="New text").click()
+        assert await page.locator(".message").count() == 0
+        assert complaints == []
+
+
+async def test_an_answer_that_breaks_off_stays_and_can_be_asked_for_again(serve: Serve) -> None:
+    async with (
+        chromium() as browser,
+        serve("step_seconds=0.05") as running,
+        opened(browser, running.url) as (page, _),
+    ):
+        await page.locator("#state.ready").wait_for()
+        await say(page, "a" * 100)
+        await page.locator(".assistant .text:not(:empty)").wait_for()
+        assert running.state.engine.pid is not None
+        os.kill(running.state.engine.pid, signal.SIGKILL)
+        await page.locator(".error", has_text="SIGKILL").wait_for()
+        assert await page.locator(".assistant .text").inner_text() != ""
+        await page.locator("#state.ready").wait_for()
+        await page.get_by_role("button", name="Again").click()
+        await page.locator("#again:not([disabled])").wait_for(timeout=30_000)
+        assert await page.locator(".error").count() == 0
+        assert await page.locator(".message").count() == 2
 
 
 async def test_the_key_is_asked_for_and_stays_in_the_tab(serve: Serve) -> None:

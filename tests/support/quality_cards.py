@@ -43,7 +43,15 @@ def make_card(
         created="2026-01-02T03:04:05+00:00",
         version="0",
         model=ModelFacts(
-            name, "llama", "4-bit g64", 1000, 800, 600, 330, fingerprint, ("appliance", "vLLM")
+            name,
+            "llama",
+            "4 bits (groups of 64)",
+            1000,
+            800,
+            600,
+            330,
+            fingerprint,
+            ("appliance", "vLLM"),
         ),
         base=ModelFacts("tiny <16>", "llama", "bf16", 1000, 2000, 600, 1200),
         text=TextFacts("some | text", "0123456789abcdef", 8, 512, 512),

@@ -121,3 +121,12 @@ def test_chat_without_a_template_says_what_works(make_folder: MakeFolder, tmp_pa
     assert tokenizer.chat_template is None
     with pytest.raises(ChatTemplateError, match="use completions"):
         tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+
+
+def test_recommended_sampling_is_read(make_folder: MakeFolder, tmp_path: Path) -> None:
+    assert not Tokenizer.from_path(make_folder(tmp_path)).sampling
+    written = {"eos_token_id": 1, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    sampling = Tokenizer.from_path(tmp_path).sampling
+    assert sampling.values == {"temperature": 0.6, "top_p": 0.95}
+    assert sampling.source == "generation_config.json"

@@ -19,6 +19,9 @@ def write(path: Path, *, architecture: str = "llama", **fields: Any) -> Path:
     chat_template = fields.pop("chat_template", None)
     if chat_template is not None:
         writer.add_chat_template(chat_template)
+    for key, value in fields.pop("sampling", {}).items():
+        add = writer.add_int32 if key == "top_k" else writer.add_float32
+        add(f"general.sampling.{key}", value)
     for key, value in fields.items():
         name = f"tokenizer.ggml.{key}"
         if isinstance(value, bool):
@@ -209,3 +212,19 @@ def test_unknown_kinds_are_named(tmp_path: Path, changes: dict[str, str]) -> Non
     path = write(tmp_path / "t.gguf", **byte_level_fields(**changes))
     with pytest.raises(UnsupportedModelError, match=next(iter(changes.values()))):
         Tokenizer.from_path(path)
+
+
+def test_recommended_sampling_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    assert not Tokenizer.from_path(write(path, **sentencepiece_fields())).sampling
+    recommended: dict[str, float] = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "penalty_repeat": 1.1}
+    sampling = Tokenizer.from_path(
+        write(path, sampling=recommended, **sentencepiece_fields())
+    ).sampling
+    assert sampling.values == {
+        "temperature": 0.6,
+        "top_p": 0.95,
+        "top_k": 20,
+        "repetition_penalty": 1.1,
+    }
+    assert sampling.source == "the metadata of m.gguf"

@@ -265,7 +265,7 @@ def test_serving_asks_the_card(quantized: Path, base: Path, text: Path) -> None:
         architecture="llama",
         device="cpu",
         backend="cpu",
-        weight_format="4-bit g32",
+        weight_format="4 bits (groups of 32)",
         kv_format="bf16",
         context_length=64,
         vocab_size=50,

@@ -1,0 +1,44 @@
+"""What a server says when it has stopped: what it did, and what it leaves behind."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from appliance.commands.examples import own_command
+
+if TYPE_CHECKING:
+    from appliance.config import EngineConfig
+
+
+STOPPED = "stopped; "  # begins the line
+
+
+def parting(num_requests: int, config: EngineConfig) -> str:
+    """One line.
+
+    Args:
+        num_requests: that came to their end.
+        config: of the engine, with the folder that it used.
+    """
+    served = f"{num_requests:,} request{'' if num_requests == 1 else 's'} served"
+    return f"{STOPPED}{served}; {_kept(config)}"
+
+
+def _kept(config: EngineConfig) -> str:
+    from appliance.config import kv_dir
+    from appliance.engine.tiers.disk_store import stored_models
+
+    nothing = "nothing of what was asked is kept"
+    if config.kv_disk in ("auto", "off"):
+        return nothing
+    root = Path(config.kv_disk).expanduser()
+    num_bytes = sum(model.num_bytes for model in stored_models(root))
+    if not num_bytes:
+        return nothing
+    option = "" if root == kv_dir() else f" --kv-disk {shlex.quote(str(root))}"
+    return (
+        f"{num_bytes / 2**20:,.1f} MiB of prompts and answers are kept in {root} for the next start"
+        f" ({own_command()} cache ls{option})"
+    )

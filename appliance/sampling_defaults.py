@@ -1,0 +1,100 @@
+"""How whoever made a model recommends to sample it, for requests that leave that open.
+
+A leaf: what it reads is a stranger's, so each value is checked before it is believed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+# Fields of `SamplingParams` that a checkpoint may set, and what is accepted.
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
+_DIGITS = 6  # GGUF files hold 32-bit floats, whose 0.95 is 0.949999988
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What counts where a request says nothing; empty leaves it to `SamplingParams`.
+
+    Attributes:
+        values: by the name of the field.
+        source: where they come from, for people.
+    """
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    source: str = ""
+
+    @classmethod
+    def read(cls, recommended: Mapping[str, object], source: str) -> SamplingDefaults:
+        """What of a checkpoint's recommendation can be used; the rest is said in the log.
+
+        Args:
+            recommended: fields by name, of `generation_config.json` or spelt as there; others than
+                those in `RANGES` have no meaning here.
+            source: for people.
+        """
+        values: dict[str, float] = {}
+        # Sampling is off in so many words: the likeliest token, whatever else is written there.
+        if recommended.get("do_sample") is False:
+            values["temperature"] = 0.0
+            recommended = {"repetition_penalty": recommended.get("repetition_penalty")}
+        for name, (low, high) in RANGES.items():
+            value = recommended.get(name)
+            if value is None:
+                continue
+            number = _number(value)
+            if name == "top_k" and number == -1:  # transformers' and vLLM's word for all
+                number = 0.0
+            if not low <= number <= high or (name == "top_k" and number % 1):
+                logger.warning(
+                    "%s recommends %s %.40r, which is not between %g and %g; it is ignored",
+                    *(source, name, value, low, high),
+                )
+                continue
+            values[name] = int(number) if name == "top_k" else number
+        return cls(values, source if values else "")
+
+    def __bool__(self) -> bool:
+        """Whether anything is recommended."""
+        return bool(self.values)
+
+    def __str__(self) -> str:
+        """Such as temperature 0.2, top_p 0.9."""
+        return ", ".join(f"{name} {value:g}" for name, value in self.values.items())
+
+
+NOTHING_RECOMMENDED = SamplingDefaults()
+
+
+def choose_defaults(
+    setting: str, own: SamplingDefaults, known: SamplingDefaults
+) -> SamplingDefaults:
+    """What to use.
+
+    Args:
+        setting: `EngineConfig.generation_config`.
+        own: what the checkpoint says.
+        known: what is known of it from elsewhere, for one that says nothing.
+    """
+    return NOTHING_RECOMMENDED if setting == "off" else own or known
+
+
+def _number(value: object) -> float:
+    """The value as it was meant; NaN, which is in no range, if it is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value) if isinstance(value, int) else float(f"{value:.{_DIGITS}g}")
+    except OverflowError:
+        return math.nan
