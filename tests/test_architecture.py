@@ -55,10 +55,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "monitoring": set(),
     "jobs": set(),
+    "docs": set(),
     "llm": {"engine", "tokenizer", "output", "best_of", "stop_pieces", "config", "hub"},
     "commands": {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub", "jobs",
-        "monitoring",
+        "monitoring", "docs",
     },
     "cli": {"commands"},
     "__init__": {"llm", "engine.request"},
