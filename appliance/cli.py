@@ -9,6 +9,7 @@ import typer
 
 from appliance.commands.cache import cache
 from appliance.commands.card import card
+from appliance.commands.docs import docs
 from appliance.commands.evaluate import evaluate
 from appliance.commands.monitoring import monitoring
 from appliance.commands.quantize import quantize
@@ -46,6 +47,6 @@ def version() -> None:
     typer.echo(__version__)
 
 
-for command in (serve, quantize, repack, evaluate, card, top, monitoring):
+for command in (serve, quantize, repack, evaluate, card, top, monitoring, docs):
     app.command()(command)
 app.add_typer(cache, name="cache")

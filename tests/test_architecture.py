@@ -58,13 +58,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "monitoring": set(),
     "jobs": set(),
+    "docs": set(),
     "llm": {
         "engine", "tokenizer", "output", "best_of", "stop_pieces", "config", "hub",
         "sampling_defaults",
     },
     "commands": {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub", "jobs",
-        "monitoring", "sampling_defaults",
+        "monitoring", "sampling_defaults", "docs",
     },
     "cli": {"commands"},
     "__init__": {"llm", "engine.request"},

@@ -1,0 +1,31 @@
+"""The documentation, which ships with the package: a page of Markdown for each topic.
+
+Imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+# In the order of a reader's questions.
+NAMES = (
+    *("clients", "dashboard", "quantize", "memory-and-cache", "settings", "api", "security"),
+    *("operations", "benchmarks", "architecture", "extending", "contributing"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One topic."""
+
+    name: str  # as in `appliance docs NAME`
+    title: str
+    text: str  # Markdown; links to other topics name their files
+
+
+def read(name: str) -> Page:
+    """A page of `NAMES`."""
+    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    return Page(name, text.partition("\n")[0].removeprefix("# "), text)

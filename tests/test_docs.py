@@ -1,0 +1,124 @@
+"""The documentation is true as far as a test can tell: links, commands, code, generated tables."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+
+from appliance.cli import app
+from appliance.config import Settings
+from appliance.docs import FOLDER, NAMES, read
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted(FOLDER.glob("*.md"))]
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)]+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def named(path: Path) -> str:
+    return path.name
+
+
+def blocks(*languages: str) -> Iterator[tuple[str, str]]:
+    for path in PAGES:
+        for language, code in BLOCK.findall(path.read_text()):
+            if language in languages:
+                yield path.name, code
+
+
+def command_lines() -> list[tuple[str, str]]:
+    """Every line of a page that starts a command of ours or a script."""
+    found = []
+    for name, code in blocks("", "bash", "sh"):
+        for line in code.splitlines():
+            words = [word for word in line.split() if "=" not in word.split("$")[0]]
+            if words and re.fullmatch(r"(\.venv/bin/)?appliance|scripts/\w+", words[0]):
+                found.append((name, line))
+    return found
+
+
+def test_all_pages_are_listed_and_nothing_else() -> None:
+    assert sorted(NAMES) == sorted(path.stem for path in FOLDER.glob("*.md"))
+    assert all(read(name).title for name in NAMES)
+
+
+def test_the_readme_is_short_enough_to_be_read() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in LINK.findall(path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target.partition("#")[0]).exists(), target
+
+
+@pytest.mark.parametrize(("page", "line"), command_lines())
+def test_commands_exist_with_their_options(page: str, line: str) -> None:
+    words = shlex.split(line, comments=True)
+    words = words[next(i for i, word in enumerate(words) if re.search(r"appliance$|/", word)) :]
+    if words[0].startswith("scripts/"):
+        assert (ROOT / words[0]).exists()
+        return
+    command: Any = typer.main.get_command(app)
+    rest = words[1:]
+    while rest and rest[0] in getattr(command, "commands", ()):
+        command = command.commands[rest.pop(0)]
+    known = {option for parameter in command.params for option in parameter.opts}
+    known |= {option for parameter in command.params for option in parameter.secondary_opts}
+    for word in rest:
+        if word.startswith("--"):
+            assert word.partition("=")[0] in known, f"{page}: {line}"
+
+
+@pytest.mark.parametrize(("page", "code"), list(blocks("python")))
+def test_python_is_python(page: str, code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and node.module == "appliance":
+            import appliance
+
+            for alias in node.names:
+                assert hasattr(appliance, alias.name), alias.name
+
+
+@pytest.mark.parametrize(("page", "code"), list(blocks("toml")))
+def test_configuration_is_accepted(page: str, code: str) -> None:
+    msgspec.convert(tomllib.loads(code), Settings, strict=False)
+
+
+def test_bodies_of_requests_are_json() -> None:
+    bodies = re.findall(r"-d '(.*?)'", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert bodies
+    for body in bodies:
+        assert json.loads(body)["messages"]
+
+
+def test_generated_tables_are_up_to_date() -> None:
+    script = ROOT / "scripts" / "bench" / "docs_tables.py"
+    checked = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_topic_is_found_by_its_first_letters(capsys: pytest.CaptureFixture[str]) -> None:
+    from appliance.commands.docs import docs
+    from appliance.errors import ConfigError
+
+    docs("mem")
+    assert capsys.readouterr().out == read("memory-and-cache").text
+    for word, says in (("a", "is one of api, architecture"), ("x", "is none of the topics")):
+        with pytest.raises(ConfigError, match=says):
+            docs(word)
+    docs()
+    assert all(name in capsys.readouterr().out for name in NAMES[:1])
