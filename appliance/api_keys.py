@@ -5,8 +5,9 @@ Names go into logs, metrics and dashboards; keys go nowhere, error messages incl
 
 from __future__ import annotations
 
-import logging
+import os
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,13 +15,47 @@ from appliance.errors import ConfigError
 
 BARE_NAME = "key"  # of a key that was given without a name
 NO_KEY = "none"  # what metrics call requests where no key is wanted
-MIN_LENGTH = 8  # characters of a key with a name; below that NAME=KEY is more likely half a key
+MIN_LENGTH = 8  # characters of a key; below that it is soon guessed, and NAME=KEY likely half a key
 MAX_FILE_BYTES = 2**20
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry, and a person can paste
 
-logger = logging.getLogger(__name__)
+
+def check_key(key: str, what: str) -> None:
+    """Make sure that a key can be used and is not soon guessed.
+
+    Args:
+        key: as a client sends it.
+        what: what to call it in messages.
+
+    Raises:
+        ConfigError: it is not; the message has its length, and never the key.
+    """
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{what} must be printable ASCII without spaces")
+    if len(key) < MIN_LENGTH:
+        raise ConfigError(
+            f"{what} is too short: it has {len(key)} of at least {MIN_LENGTH} characters; make one "
+            "with: openssl rand -hex 16"
+        )
+
+
+def check_private(path: Path, mode: int) -> None:
+    """Make sure that nobody else may read a file that holds keys.
+
+    Args:
+        path: of the file, for the message.
+        mode: of the file as it was read.
+
+    Raises:
+        ConfigError: it is open to others; the message has the command that mends it.
+    """
+    if mode & 0o077:
+        raise ConfigError(
+            f"{path} holds API keys and is open to other users; run: "
+            f"chmod 600 {shlex.quote(str(path))}"
+        )
 
 
 def check_keys(bare: str | None, named: Mapping[str, str]) -> dict[str, str]:
@@ -37,8 +72,8 @@ def check_keys(bare: str | None, named: Mapping[str, str]) -> dict[str, str]:
         raise ConfigError(
             f"the API key name {BARE_NAME!r} is that of the key without a name; choose another"
         )
-    if bare and not _KEY.fullmatch(bare):
-        raise ConfigError("the API key must be printable ASCII without spaces")
+    if bare:
+        check_key(bare, "the API key")
     for name, key in named.items():
         _check(name, key, f"the API key of {name!r}")
     keys = ({BARE_NAME: bare} if bare else {}) | dict(named)
@@ -63,7 +98,7 @@ def read_keys(path: Path) -> dict[str, str]:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-            mode = path.stat().st_mode
+            mode = os.fstat(file.fileno()).st_mode
         text = content.decode("ascii")
     except OSError as error:
         raise ConfigError(f"the API key file {path} cannot be read: {error.strerror}") from None
@@ -71,8 +106,7 @@ def read_keys(path: Path) -> dict[str, str]:
         raise ConfigError(f"the API key file {path} is not plain ASCII text") from None
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"the API key file {path} is larger than {MAX_FILE_BYTES >> 20} MiB")
-    if mode & 0o077:
-        logger.warning("other users may read the API key file %s; chmod 600 it", path)
+    check_private(path, mode)
     keys: dict[str, str] = {}
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if not line or line.startswith("#"):
@@ -80,7 +114,7 @@ def read_keys(path: Path) -> dict[str, str]:
         name, found, key = (part.strip() for part in line.partition("="))
         if not found:
             name, key = BARE_NAME, name
-        _check(name, key, f"{path}, line {number}: the line must be NAME=KEY; it")
+        _check(name, key, f"{path}, line {number}: the key in NAME=KEY")
         if name in keys:
             raise ConfigError(f"{path}, line {number}: {name!r} has a key already, further up")
         keys[name] = key
@@ -95,8 +129,4 @@ def _check(name: str, key: str, what: str) -> None:
             f"{what} has a name that cannot be used: letters, digits, '.', '_' and '-' can, "
             f"64 at most, but not {NO_KEY!r}"
         )
-    if len(key) < MIN_LENGTH or not _KEY.fullmatch(key):
-        raise ConfigError(
-            f"{what} has a key that cannot be used: {MIN_LENGTH} or more printable ASCII "
-            f"characters without spaces can"
-        )
+    check_key(key, what)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -15,8 +15,11 @@ from appliance.commands.monitoring import monitoring
 from appliance.commands.quantize import quantize
 from appliance.commands.repack import repack
 from appliance.commands.serve import serve
+from appliance.commands.settings import settings
 from appliance.commands.top import top
+from appliance.config import warn_of_unknown_variables
 from appliance.errors import ApplianceError
+from appliance.version import __version__
 
 app = typer.Typer(
     name="appliance",
@@ -39,14 +42,39 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def before_any_command(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Say what of the environment is no setting."""
+    if context.invoked_subcommand != "serve":  # which does so in its log
+        warn_of_unknown_variables()
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
-    from appliance.version import __version__
-
     typer.echo(__version__)
 
 
-for command in (serve, quantize, repack, evaluate, card, top, monitoring, docs):
-    app.command()(command)
+def _as_paragraphs(docstring: str | None) -> str:
+    """The lines of a paragraph joined, for the terminal to break them where it ends."""
+    paragraphs = (docstring or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+for command in (serve, quantize, repack, evaluate, card, top, monitoring, settings, docs):
+    app.command(help=_as_paragraphs(command.__doc__))(command)
 app.add_typer(cache, name="cache")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,7 +66,7 @@ def replace_atomically(path: Path) -> Iterator[Path]:
     The content is flushed to disk before it gets its name. When the block raises, nothing of it
     stays and an older `path` is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         yield temporary
         flush(temporary)

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from appliance.best_of import Likelihood, best, with_logprobs
-from appliance.config import cache_dir, load_settings
+from appliance.config import EngineConfig, cache_dir, load_section, warn_of_unknown_variables
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.errors import ChatTemplateError, EngineError
@@ -57,8 +59,10 @@ class LLM:
     """A loaded model that answers many prompts at once.
 
     Args:
-        model: folder, .gguf file or hub id; empty means the packaged default model.
-        options: any field of `config.EngineConfig`, such as `device` or `kv_cache_dtype`.
+        model: folder, .gguf file or hub id; empty means the one that the settings name, else the
+            packaged default model.
+        options: any field of `config.EngineConfig`, such as `device` or `kv_cache_memory="2GiB"`.
+            They win over the environment and the configuration file, as a server's flags do.
 
     Attributes:
         default_sampling: as the model's makers recommend, 16 tokens; with `generation_config="off"`
@@ -69,12 +73,14 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        resolved = resolve_model(model, cache_dir=cache_dir(), progress=_ignore_progress)
+        given = {**options, "model": model or None}
+        config = load_section(EngineConfig, given, spell="LLM option {}".format)
+        warn_of_unknown_variables()
+        resolved = resolve_model(config.model, cache_dir=cache_dir(), progress=_ignore_progress)
         self.path = str(resolved.path)
         self.tokenizer = Tokenizer.from_path(resolved.path)
-        config = load_settings({**options, "model": str(resolved.path)}).engine
         self.engine = LLMEngine.load(
-            config,
+            msgspec.structs.replace(config, model=self.path),
             eos_token_ids=self.tokenizer.eos_token_ids,
             metadata=None,
             on_progress=_ignore_progress,

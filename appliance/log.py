@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections import deque
+from datetime import datetime
 
 from appliance.stats import LogLine
 
@@ -45,16 +47,28 @@ class RecentWarnings(logging.Handler):
         return lines
 
 
-def configure(level: int = logging.INFO) -> RecentWarnings:
-    """Send the project's log lines to stderr, one record a line; returns what keeps warnings."""
+def configure(level: str = "info", form: str = "text") -> RecentWarnings:
+    """Send the project's log lines to stderr, one record a line; returns what keeps warnings.
+
+    Args:
+        level: least level that is logged, see `log_level` of the settings.
+        form: text or json.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLineFormatter(FORMAT))
+    handler.setFormatter(_JsonFormatter() if form == "json" else _OneLineFormatter(FORMAT))
     root = logging.getLogger("appliance")
     recent = RecentWarnings()
     root.handlers[:] = [handler, recent]
-    root.setLevel(level)
+    root.setLevel(level.upper())
     root.propagate = False
     return recent
+
+
+def configured() -> tuple[str, str]:
+    """Level and form as another process would be given them."""
+    root = logging.getLogger("appliance")
+    is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
+    return logging.getLevelName(root.getEffectiveLevel()).lower(), "json" if is_json else "text"
 
 
 class _OneLineFormatter(logging.Formatter):
@@ -63,3 +77,19 @@ class _OneLineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class's name
         line = super().formatMessage(record)
         return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
+
+
+class _JsonFormatter(logging.Formatter):
+    """A record as an object of JSON on one line, with `fields` of its own if it has some."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(),
+            "level": record.levelname.lower(),
+            "source": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 LINE_INTERVAL = 5.0  # seconds between lines where no bar can be drawn
@@ -13,10 +14,14 @@ class ProgressLine:
     """Callable as progress(stage, done, total); draws on stderr and leaves the terminal clean.
 
     Totals of a million and more are shown as MiB: they count bytes.
+
+    Args:
+        say: takes the lines instead, as a log does; there is no bar then.
     """
 
-    def __init__(self) -> None:
-        self._on_terminal = sys.stderr.isatty()
+    def __init__(self, say: Callable[[str], object] | None = None) -> None:
+        self._say = say or _write_line
+        self._on_terminal = say is None and sys.stderr.isatty()
         self._stage = ""
         self._last_line = 0.0
         self._drawn = False
@@ -43,7 +48,7 @@ class ProgressLine:
             sys.stderr.flush()
             self._drawn = True
         elif new_stage or done >= total > 0 or now - self._last_line > LINE_INTERVAL:
-            sys.stderr.write(f"  {self._describe(stage, done, total, bar=False)}\n")
+            self._say(self._describe(stage, done, total, bar=False))
             self._last_line = now
         self._stage = stage
 
@@ -64,3 +69,7 @@ class ProgressLine:
             amount = f"{done / 2**20:,.1f} of {total / 2**20:,.1f} MiB"
         drawing = f"[{'=' * int(30 * share):<30}] " if bar else ""
         return f"{stage:<24} {drawing}{share:4.0%}  {amount}"
+
+
+def _write_line(line: str) -> None:
+    sys.stderr.write(f"  {line}\n")

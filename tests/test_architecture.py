@@ -15,7 +15,7 @@ MAX_COLUMNS = 100  # of C; ruff sees to Python
 C_FOLDERS = {ROOT / "kernels" / "cpu" / "src", ROOT / "tests" / "kernels" / "cpu"}
 LARGE_BY_NATURE: set[str] = set()  # kernel and generated files, by name only
 
-LEAVES = {"version", "runtime", "errors", "stats", "events", "files", "quantize_events"}
+LEAVES = {"version", "runtime", "errors", "stats", "events", "files", "quantize_events", "wording"}
 # Longest matching prefix wins. A value lists what else of ours the unit may import; every unit
 # may import itself and the leaves.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "files": set(),
     "sampling_defaults": set(),
     "quantize_events": set(),
+    "wording": set(),
     "api_keys": set(),
     "config": {"api_keys"},
     "log": set(),
@@ -67,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub", "jobs",
         "monitoring", "sampling_defaults", "docs",
     },
-    "cli": {"commands"},
+    "cli": {"commands", "config"},
     "__init__": {"llm", "engine.request"},
     "__main__": {"cli"},
 }  # fmt: skip

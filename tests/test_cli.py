@@ -1,52 +1,56 @@
 from __future__ import annotations
 
+import json
+import os
+import re
 import subprocess
 import sys
+import tomllib
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from appliance.cli import app
-from appliance.commands.sizes import parse_size
-from appliance.errors import ConfigError
+from appliance.version import __version__
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "appliance", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "appliance", *arguments, **environment)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("512MiB", 512 * 2**20),
-        ("2G", 2**31),
-        ("2gib", 2**31),
-        ("1.5GB", 1_500_000_000),
-        ("4096", 4096),
-        ("64 K", 65536),
-    ],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "2x", "-1G", "G", "1 000"])
-def test_what_is_not_a_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a size"):
-        parse_size(text)
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
         (["serve", "--prot", "1"], 2, "--port"),
-        (["serve", "--port", "70000"], 2, "between 0 and 65535"),
+        (["serve", "--port", "70000"], 2, "--port must be between 0 and 65535; got 70000"),
+        (["serve", "--port", "high"], 2, "--port must be a whole number; got 'high'"),
+        (["serve", "--kv-cache-memory", "2x"], 2, "--kv-cache-memory must be a size such as"),
+        (["serve", "--kv-cache-memory", "1KiB"], 2, "between 16 KiB and 1024 TiB; got 1 KiB"),
+        (["serve", "--max-queue-seconds", "soon"], 2, "a duration such as 90s or 10m"),
+        (["serve", "--log-level", "loud"], 2, "one of debug, info, warning, error"),
+        (["serve", "--prefix-caching", "--no-prefix-caching"], 2, "leave one out"),
         (["serve", "--kv-cache-dtype", "int3"], 2, "one of auto, fp32"),
         (["serve", "--cpu-isa", "sse2"], 2, "one of auto, avx512"),
         (["serve", "--config", "/nowhere.toml"], 2, "no configuration file"),
         (["serve", "a", "--model", "b"], 2, "two models"),
         (["serve", "--min-quality", "bits<=4"], 2, "known are kld, kld-p99"),
+        (["top", "--theme", "pink"], 2, "--theme must be one of dark, black, light"),
+        (["top", "--config", "/nowhere.toml"], 2, "no configuration file"),
+        (["evaluate", "--device", "tpu"], 2, "'tpu' is not auto, cpu or cuda"),
+        (["repack", "--out", "/tmp/never"], 2, "--format"),
         (["quantize"], 2, "--out DIR is needed"),
         (["card", "/nowhere"], 3, "there is nothing at /nowhere"),
         (["evaluate", "--kv", "int3"], 2, "KV cache 'int3' is not known"),
@@ -75,8 +79,80 @@ def test_help_loads_nothing_heavy() -> None:
     assert result.stdout.splitlines()[-1] == "[]"
 
 
-def test_every_command_has_help() -> None:
-    for command in ("serve", "quantize", "evaluate", "card", "top", "version", "cache"):
-        result = CliRunner().invoke(app, [command, "--help"])
-        assert result.exit_code == 0
-        assert "Usage" in result.stdout
+def commands() -> dict[str, Any]:
+    """Every command and what it takes, by the words that call it."""
+    group = typer.main.get_command(app)
+    found = {name: command for name, command in vars(group)["commands"].items() if name != "cache"}
+    inner = vars(vars(group)["commands"]["cache"])["commands"]
+    return found | {f"cache {name}": command for name, command in inner.items()}
+
+
+@pytest.mark.parametrize("name", commands())
+def test_help_is_whole_at_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = CliRunner().invoke(app, [*name.split(), "--help"])
+    assert result.exit_code == 0
+    text = result.stdout
+    assert "Usage" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text, "something was cut off"
+    assert not re.search(r" \.\s", text), "something was taken for markup"
+    shown = [one for one in commands()[name].params if not getattr(one, "hidden", False)]
+    flags = {flag for one in shown for flag in one.opts if flag.startswith("--")}
+    assert flags <= set(re.findall(r"--[a-z-]+", text))
+    words = " ".join(text.replace("│", " ").split())
+    for one in shown:
+        for word in (one.help or "").split():
+            assert word in words, f"{word!r} of the help of {one.name}"
+
+
+def test_the_options_of_serve_stand_in_groups() -> None:
+    text = CliRunner().invoke(app, ["serve", "--help"]).stdout
+    titles = re.findall(r"╭─ (.+?) ─+╮", text)
+    assert titles[:4] == ["Arguments", "Options", "Address and keys", "Model"]
+    assert len(titles) == 9
+
+
+def test_the_version_is_printed() -> None:
+    for argument in ("--version", "version"):
+        result = CliRunner().invoke(app, [argument])
+        assert (result.exit_code, result.stdout) == (0, f"{__version__}\n")
+
+
+def test_settings_can_be_read_and_begun_with() -> None:
+    text = CliRunner().invoke(app, ["settings"]).stdout
+    assert "| `port` | `--port` | `APPLIANCE_PORT` | 8080 |" in text
+    file = tomllib.loads(CliRunner().invoke(app, ["settings", "--toml"]).stdout)
+    assert file.keys() == {"server", "engine", "top"}
+
+
+LIBRARY = ("-c", "from appliance import LLM; LLM('/nowhere')")
+SERVER = ("-m", "appliance", "serve", "/nowhere")
+
+
+@pytest.mark.parametrize("words", [("-m", "appliance", "cache", "du"), SERVER, LIBRARY])
+def test_a_variable_that_is_no_setting_is_one_line_wherever_it_is_met(
+    words: tuple[str, ...],
+) -> None:
+    result = python(*words, APPLIANCE_PROT="9000")
+    (line,) = (one for one in result.stderr.splitlines() if "APPLIANCE_PROT" in one)
+    assert line.endswith(
+        "environment variable APPLIANCE_PROT is no setting and changes nothing; "
+        "did you mean APPLIANCE_PORT?"
+    )
+    assert "ConfigError" not in result.stderr
+    went_on = result.returncode == 0 or "there is no model '/nowhere'" in result.stderr
+    assert went_on, result.stderr
+
+
+@pytest.mark.parametrize("words", [SERVER, LIBRARY])
+def test_a_variable_with_a_wrong_value_is_named(words: tuple[str, ...]) -> None:
+    last = python(*words, APPLIANCE_THREADS="many").stderr.splitlines()[-1]
+    assert last.endswith("APPLIANCE_THREADS must be a whole number; got 'many'")
+
+
+def test_a_log_of_the_server_can_be_json() -> None:
+    result = run("serve", "/nowhere", "--log-format", "json", APPLIANCE_PROT="9000")
+    first, last = result.stderr.splitlines()
+    assert json.loads(first)["level"] == "warning"
+    assert last.startswith("error: there is no model '/nowhere'")

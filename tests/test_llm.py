@@ -7,7 +7,7 @@ import pytest
 
 from appliance import LLM, SamplingParams
 from appliance.engine.request import FinishReason, Request
-from appliance.errors import ContextLengthError
+from appliance.errors import ConfigError, ContextLengthError, ModelError
 from appliance.llm import CompletionOutput
 
 pytestmark = pytest.mark.model
@@ -80,6 +80,19 @@ def test_without_settings_it_samples_as_its_makers_recommend(llm: LLM) -> None:
         llm.generate("a", progress=False)
         llm.generate("a", SamplingParams(max_tokens=2), progress=False)
     assert asked == [llm.default_sampling, SamplingParams(max_tokens=2)]
+
+
+def test_options_are_settings_and_settings_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="LLM option kv_cach_memory is not a setting; did you"):
+        LLM("/nowhere", kv_cach_memory="1GiB")
+    with pytest.raises(ConfigError, match="LLM option kv_cache_memory must be a size such as"):
+        LLM("/nowhere", kv_cache_memory="much")
+    with pytest.raises(ConfigError, match="LLM option port is not a setting"):
+        LLM("/nowhere", port=1)
+    monkeypatch.setenv("APPLIANCE_MODEL", "/a model of the settings")
+    monkeypatch.setenv("APPLIANCE_PORT", "none of its business")
+    with pytest.raises(ModelError, match="/a model of the settings"):
+        LLM(kv_cache_memory="1GiB")
 
 
 def test_as_many_settings_as_prompts(llm: LLM) -> None:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from datetime import datetime
 
 import pytest
 
@@ -18,7 +20,7 @@ def the_logger_as_before() -> Iterator[None]:
 
 
 def test_warnings_and_errors_are_kept_and_nothing_less() -> None:
-    recent = log.configure(logging.INFO)
+    recent = log.configure("info")
     logger = logging.getLogger("appliance.part")
     logger.info("quiet")
     logger.warning("loud: %d", 3)
@@ -30,6 +32,35 @@ def test_warnings_and_errors_are_kept_and_nothing_less() -> None:
     assert recent.total == 2
     assert [line.message for line in recent.take()] == ["loud: 3", "louder"]
     assert recent.take() == ()
+
+
+def test_a_line_of_json_has_all_of_a_record_and_its_fields(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    log.configure("warning", "json")
+    assert log.configured() == ("warning", "json")
+    logger = logging.getLogger("appliance.part")
+    logger.info("quiet")
+    logger.warning("loud:\n%d", 3, extra={"fields": {"status": 200}})
+    try:
+        raise ValueError("planted")
+    except ValueError:
+        logger.exception("broken")
+    loud, broken = map(json.loads, capsys.readouterr().err.splitlines())
+    assert datetime.fromisoformat(loud.pop("time")).tzinfo is not None
+    assert loud == {
+        "level": "warning", "source": "appliance.part", "message": "loud:\n3", "status": 200
+    }  # fmt: skip
+    assert broken["message"] == "broken"
+    assert "ValueError: planted" in broken["exception"]
+
+
+def test_lines_of_text_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("debug")
+    assert log.configured() == ("debug", "text")
+    logging.getLogger("appliance.part").debug("a\nb")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("DEBUG   appliance.part: a\\nb")
 
 
 def test_only_the_latest_are_kept() -> None:

@@ -18,6 +18,17 @@ def test_lines_where_no_bar_can_be_drawn(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+def test_a_log_takes_the_lines_and_no_bar_is_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    lines: list[str] = []
+    with ProgressLine(lines.append) as progress:
+        progress("weights", 3, 3)
+    assert [line.split() for line in lines] == [["weights", "100%", "3/3"]]
+    assert not capsys.readouterr().err
+
+
 def test_a_bar_on_a_terminal_ends_its_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,11 @@ class EventFeed:
 def _require_feed(response: httpx.Response) -> None:
     status = response.status_code
     if status in (401, 403):
+        if status == 401 and "authorization" not in response.request.headers:
+            raise FeedError(
+                Phase.NO_KEY,
+                "set APPLIANCE_API_KEY to the server's key, or api_key in the configuration file",
+            )
         raise FeedError(
             Phase.UNAUTHORIZED,
             "the server refused the key; set APPLIANCE_API_KEY to one that it knows",

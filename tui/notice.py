@@ -22,6 +22,8 @@ def notice(view: View) -> list[str]:
             return _engine(view)
         case Phase.LOST:
             heading = f"No connection to {view.url}"
+        case Phase.NO_KEY:
+            heading = f"{view.url} needs a key"
         case Phase.UNAUTHORIZED:
             heading = f"{view.url} wants another key"
         case Phase.ENDED:

@@ -36,6 +36,7 @@ class Phase(Enum):
     CONNECTING = "connecting"
     LIVE = "live"
     LOST = "lost"  # was refused, cut, or fell silent
+    NO_KEY = "key needed"  # the server wants one, and none was sent
     UNAUTHORIZED = "wrong key"  # the server wants another key
     FOREIGN = "not ours"  # something answers, but not an appliance
     ENDED = "ended"  # a recording was played to its end

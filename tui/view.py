@@ -134,8 +134,8 @@ class View:
                 return f"paused, {back} s ago" if back > 1 else "paused"
             case Phase.LOST:
                 return f"lost, {self.retry_words}"
-            case Phase.UNAUTHORIZED:
-                return f"wrong key, {self.retry_words}"
+            case Phase.NO_KEY | Phase.UNAUTHORIZED as phase:
+                return f"{phase.value}, {self.retry_words}"
             case Phase.FOREIGN:
                 return f"not an appliance, {self.retry_words}"
             case Phase.ENDED:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from appliance.config import EngineConfig, kv_dir, load_section, parse_duration
 from appliance.errors import ConfigError
+from appliance.wording import counted
 
 if TYPE_CHECKING:
     from appliance.engine.tiers.disk_store import StoredModel
-
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 cache = typer.Typer(
     no_args_is_help=True,
@@ -58,7 +57,7 @@ def du(kv_disk: Folder = None) -> None:
     models = stored_models(root)
     blocks = sum(model.num_blocks for model in models)
     size = _size(sum(model.num_bytes for model in models))
-    typer.echo(f"{size} in {blocks:,} blocks of {len(models)} models: {root}")
+    typer.echo(f"{size} in {counted(blocks, 'block')} of {counted(len(models), 'model')}: {root}")
 
 
 @cache.command()
@@ -86,27 +85,13 @@ def rm(
         blocks, num_bytes = remove_models(root, chosen, older_than=since)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be removed: {error.strerror}") from None
-    typer.echo(f"removed {_size(num_bytes)} in {blocks:,} blocks")
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of a duration such as 30m, 12h, 7d or 2w.
-
-    Raises:
-        ConfigError: it is not one.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text.lower())
-    if match is None:
-        raise ConfigError(f"{text!r} is not a duration; write it like 30m, 12h, 7d or 2w")
-    return float(match[1]) * _UNITS[match[2]]
+    typer.echo(f"removed {_size(num_bytes)} in {counted(blocks, 'block')}")
 
 
 def _root(kv_disk: Path | None) -> Path:
-    from appliance.config import kv_dir, load_settings
-
     if kv_disk is not None:
         return kv_disk.expanduser()
-    setting = load_settings({}).engine.kv_disk
+    setting = load_section(EngineConfig, {}).kv_disk
     return kv_dir() if setting in ("auto", "off") else Path(setting).expanduser()
 
 
@@ -151,6 +136,6 @@ def _size(count: int) -> str:
 
 def _age(seconds: float) -> str:
     for unit in ("w", "d", "h", "m"):
-        if seconds >= _UNITS[unit]:
-            return f"{seconds / _UNITS[unit]:.0f}{unit} ago"
+        if seconds >= (one := parse_duration(f"1{unit}")):
+            return f"{seconds / one:.0f}{unit} ago"
     return "now"

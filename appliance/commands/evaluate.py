@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from appliance.commands.model_argument import Model
 from appliance.commands.tasks import evaluate_tasks
-from appliance.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 
 def evaluate(
@@ -22,12 +18,16 @@ def evaluate(
     ] = "",
     text: Annotated[
         Path | None,
-        typer.Option(help="Held-out text file or folder [help topics calibration leaves out]."),
+        typer.Option(
+            help="Held-out text file or folder.",
+            show_default="help topics that calibration leaves out",
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to read; 0 reads the whole text.")] = 4096,
     window: Annotated[int, typer.Option(help="Tokens read in one piece.")] = 512,
     stride: Annotated[
-        int | None, typer.Option(help="Tokens from window to window [the window].")
+        int | None,
+        typer.Option(help="Tokens from window to window.", show_default="the window"),
     ] = None,
     kv: Annotated[
         str, typer.Option(help="KV caches to measure, with commas between: all, none or names.")
@@ -43,16 +43,20 @@ def evaluate(
         str, typer.Option(help="Tasks of lm-evaluation-harness instead, through --url.")
     ] = "",
     url: Annotated[
-        str, typer.Option(help="A running server of MODEL, for --lm-eval.")
-    ] = "http://127.0.0.1:8080",
+        str | None,
+        typer.Option(
+            help="A running server of MODEL, for --lm-eval.",
+            show_default="where the settings say that ours listens",
+        ),
+    ] = None,
     tasks_folder: Annotated[
         Path | None, typer.Option(help="Folder with lm-eval tasks of your own.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Questions of each lm-eval task.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the card [beside the weights].")
+        Path | None, typer.Option(help="Folder for the card.", show_default="beside the weights")
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where it is measured: auto, cpu or cuda.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the card as JSON.")] = False,
 ) -> None:
     """Measure a checkpoint and write its quality card: JSON, Markdown and HTML.
@@ -63,6 +67,8 @@ def evaluate(
     if lm_eval:
         evaluate_tasks(model, lm_eval, url, tasks_folder, limit, as_json=as_json)
         return
+    import torch
+
     from appliance.commands.card import show
     from appliance.config import cache_dir
     from appliance.hub import resolve_model
@@ -70,6 +76,7 @@ def evaluate(
     from appliance.quant.quality.card import to_json
     from appliance.quant.quality.kv_caches import parse_kv_formats
     from appliance.quant.quality.make_card import CardOptions, make_card, write_card
+    from appliance.quant.run.options import choose_device
     from appliance.quant.text.held_out import HeldOutText
 
     options = CardOptions(
@@ -78,7 +85,7 @@ def evaluate(
         kv_tokens=kv_tokens,
         rounding=rounding,
         compare=tuple(compare or ()),
-        device=torch_device(device),
+        device=torch.device(choose_device(device)),
     )
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
@@ -92,18 +99,3 @@ def evaluate(
     else:
         show(found)
     typer.echo(f"written to {path.parent}", err=True)
-
-
-def torch_device(name: str) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    import torch
-
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("no GPU can be used here; leave --device out, or install its driver")
-    return torch.device(name)

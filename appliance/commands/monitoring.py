@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from appliance.config import ServerConfig, load_section, local_url
 from appliance.monitoring import path_of
 
 
@@ -24,5 +25,16 @@ def monitoring(
         typer.Argument(help="Dashboard (JSON), alert rules (YAML) or scrape settings (YAML)."),
     ],
 ) -> None:
-    """Print a Grafana dashboard, or alert rules or scrape settings for Prometheus."""
-    typer.echo(path_of(file.value).read_text(encoding="utf-8"), nl=False)
+    """Print a Grafana dashboard, or alert rules or scrape settings for Prometheus.
+
+    README calls the files grafana.json, appliance-alerts.yml and prometheus.yml.
+    """
+    text = path_of(file.value).read_text(encoding="utf-8")
+    if file is MonitoringFile.PROMETHEUS:
+        text = text.replace(_target(ServerConfig()), _target(load_section(ServerConfig, {})))
+    typer.echo(text, nl=False)
+
+
+def _target(server: ServerConfig) -> str:
+    """What Prometheus asks."""
+    return local_url(server.host, server.port).removeprefix("http://")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from appliance.commands.model_argument import Model
-from appliance.commands.sizes import parse_size
+from appliance.config import cache_dir, jobs_dir, parse_size
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,12 +23,15 @@ def quantize(
     method: Annotated[
         str, typer.Option(help="rtn, search, fp8, int8 (no text needed), gptq, awq or awq+gptq.")
     ] = "rtn",
-    bits: Annotated[int | None, typer.Option(help="3, 4 or 8 [4; 8 of fp8 and int8].")] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="3, 4 or 8.", show_default="4; 8 of fp8 and int8")
+    ] = None,
     group_size: Annotated[
         str | None,
         typer.Option(
-            help="Inputs that share a scale: 32, 64, 128 or channel [64; channel of fp8 and int8];"
-            " block of fp8 is 128x128 weights."
+            help="Inputs that share a scale: 32, 64, 128 or channel; of fp8 also block, 128x128"
+            " weights.",
+            show_default="64; channel of fp8 and int8",
         ),
     ] = None,
     symmetric: Annotated[
@@ -47,7 +50,9 @@ def quantize(
     calibration: Annotated[
         str | None,
         typer.Option(
-            help="Text file, folder of them, or hf:DATASET[:SPLIT[:COLUMN]] [Python's help topics]."
+            help="Text file, folder of them, or hf:DATASET, to which :SPLIT and :COLUMN may be"
+            " added.",
+            show_default="Python's help topics, and text of the model's own",
         ),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens to calibrate with.")] = 8192,
@@ -62,19 +67,26 @@ def quantize(
     engine: Annotated[
         str, typer.Option(help="Who quantizes: appliance, or autoawq or optimum if installed.")
     ] = "appliance",
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it exists.")
+    ] = False,
     restart: Annotated[
-        bool, typer.Option(help="Discard what an unfinished run for OUT left, and begin anew.")
+        bool,
+        typer.Option("--restart", help="Discard what an unfinished run for OUT left; begin anew."),
     ] = False,
     device: Annotated[str, typer.Option(help="Where layers compute: auto, cpu or cuda.")] = "auto",
     max_ram: Annotated[
-        str | None, typer.Option(help="Most memory of the process, such as 6GiB [what is free].")
+        str | None,
+        typer.Option(help="Most memory of the process, such as 6GiB.", show_default="what is free"),
     ] = None,
     max_vram: Annotated[
-        str | None, typer.Option(help="Most memory on the GPU [what is free].")
+        str | None, typer.Option(help="Most memory on the GPU.", show_default="what is free")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option(help="Try the largest layer, say what a run takes, write nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Try the largest layer, say what a run takes, write nothing."
+        ),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Events as lines of JSON on standard output.")
@@ -97,7 +109,6 @@ def quantize(
     from appliance.commands.quantize_card import make_card_of_run
     from appliance.commands.quantize_display import choose_display, describe_plan
     from appliance.commands.quantize_job import tell_job
-    from appliance.config import cache_dir, jobs_dir
     from appliance.hub import resolve_model
     from appliance.jobs import JobFile
     from appliance.progress import ProgressLine

@@ -12,9 +12,11 @@ from appliance.commands.model_argument import Model
 
 def repack(
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist.")],
+    format: Annotated[str, typer.Option(help="Of the files: awq or gptq.")],
     model: Model = "",
-    format: Annotated[str, typer.Option(help="awq or gptq.")] = "gptq",
-    overwrite: Annotated[bool, typer.Option(help="Replace OUT if it exists.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it exists.")
+    ] = False,
 ) -> None:
     """Store a quantized model's codes in another format, without loss."""
     from appliance.config import cache_dir

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from appliance.commands.parting import STOPPED
-from appliance.config import own_key
+from appliance.config import local_url, own_key
 from appliance.tui.run import TopOptions, require_terminal, run_dashboard
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _LAST_LINES = 20
 _PATIENCE = 45.0  # seconds; a server lets streams in flight end for a while
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # as reached from here
 
 
 def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
@@ -51,12 +50,9 @@ def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
             env=environment,
             start_new_session=True,  # signals of the terminal are the dashboard's
         )
-    host = _ANY_ADDRESS.get(server.host, server.host)
-    if ":" in host and not host.startswith("["):
-        host = f"[{host}]"
     try:
         code = run_dashboard(
-            f"http://{host}:{server.port}",
+            local_url(server.host, server.port),
             key,
             TopOptions(),
             while_true=lambda: process.poll() is None,

@@ -12,21 +12,27 @@ if TYPE_CHECKING:
 
 
 def evaluate_tasks(
-    model: str, tasks: str, url: str, include: Path | None, limit: int | None, *, as_json: bool
+    model: str,
+    tasks: str,
+    url: str | None,
+    include: Path | None,
+    limit: int | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Run tasks, print their scores, and add them to the model's card if it has one.
 
     Args:
         model: what the server serves; its tokenizer is needed here.
         tasks: names, with commas between.
-        url: of the server.
+        url: of the server; None where the settings say.
         include: folder with tasks of one's own.
         limit: questions of each task, at most.
         as_json: print the scores as JSON.
     """
     import msgspec
 
-    from appliance.config import api_key_from_environment, cache_dir
+    from appliance.config import TopConfig, cache_dir, load_section, server_to_watch
     from appliance.hub import resolve_model
     from appliance.progress import ProgressLine
     from appliance.quant.quality import card_rows
@@ -34,13 +40,14 @@ def evaluate_tasks(
     from appliance.quant.quality.harness import run_tasks
     from appliance.quant.quality.make_card import write_card
 
+    url, key = server_to_watch(load_section(TopConfig, {"url": url}).url)
     with ProgressLine() as progress:
         resolved = resolve_model(model, cache_dir=cache_dir(), progress=progress)
     scores = run_tasks(
         url,
         tasks,
         resolved.path,
-        api_key=api_key_from_environment(),
+        api_key=key,
         include=include,
         limit=limit,
     )

@@ -7,39 +7,42 @@ from typing import Annotated
 
 import typer
 
+from appliance.commands.setting_flags import Flags, with_setting_flags
 from appliance.commands.top_in_browsers import show_in_browsers
+from appliance.config import TopConfig, load_section, server_to_watch
 from appliance.errors import ConfigError
 
 
+@with_setting_flags(TopConfig)
 def top(
-    url: Annotated[
-        str, typer.Option(help="The server to watch; of other makes, their metrics.")
-    ] = "http://127.0.0.1:8080",
+    flags: Flags,
     record: Annotated[Path | None, typer.Option(help="Write all that comes to a new file.")] = None,
     replay: Annotated[
         Path | None, typer.Option(help="Play a recording instead of asking a server.")
     ] = None,
-    colors: Annotated[str, typer.Option(help="auto, truecolor, 256, 16 or none.")] = "auto",
-    theme: Annotated[str, typer.Option(help="dark, black or light.")] = "dark",
     web: Annotated[bool, typer.Option("--web", help="Show it in a browser instead.")] = False,
-    web_host: Annotated[str, typer.Option(help="Address for browsers.")] = "127.0.0.1",
-    web_port: Annotated[int, typer.Option(help="Port for browsers.")] = 8081,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file that the server was started with.")
+    ] = None,
 ) -> None:
     """Watch a running server: block map, throughput, requests.
 
-    A key, if the server wants one, comes from the environment variable APPLIANCE_API_KEY. With
-    --web, browsers want the same key; without a key only this machine is let in.
+    Address and key are those of the server's own settings, in the environment (APPLIANCE_PORT,
+    APPLIANCE_API_KEY) or the configuration file; APPLIANCE_URL names another server. With --web,
+    browsers want the same key; without a key only this machine is let in.
     """
-    from appliance.config import api_key_from_environment
     from appliance.tui.run import TopOptions, run_dashboard
     from appliance.tui.server import server_url
 
-    key = api_key_from_environment()
+    settings = load_section(TopConfig, flags, config)
+    url, key = ("", None) if replay is not None else server_to_watch(settings.url, config)
     if web:
         if record is not None or replay is not None:
             raise ConfigError("--record and --replay work in a terminal only; leave out --web")
-        looks = ("--colors", colors, "--theme", theme)
-        show_in_browsers(str(server_url(url)), key, web_host, web_port, looks)
+        extra = ["--colors", settings.colors, "--theme", settings.theme]
+        if config is not None:
+            extra += ["--config", str(config)]  # the key is there, or in the environment
+        show_in_browsers(str(server_url(url)), key, settings.web_host, settings.web_port, extra)
         return
-    options = TopOptions(record=record, replay=replay, colors=colors, theme=theme)
+    options = TopOptions(record=record, replay=replay, colors=settings.colors, theme=settings.theme)
     raise typer.Exit(run_dashboard(url, key, options))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import typer
 
 from appliance.errors import ConfigError
 
 
 def show_in_browsers(
-    url: str, key: str | None, host: str, port: int, extra: tuple[str, ...] = ()
+    url: str, key: str | None, host: str, port: int, extra: Sequence[str] = ()
 ) -> None:
     """Serve the dashboard until a signal ends it.
 

@@ -13,6 +13,7 @@ from appliance.errors import ConfigError
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.kv import kv_scales, planned_kv, wants_fp8
+from appliance.wording import counted
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
@@ -96,7 +97,7 @@ def in_words(precision: Precision) -> str:
     counts = Counter(layer.format.value for layer in precision.kv_layers or ())
     if len(counts) < 2:
         return precision.kv_format.value
-    return ", ".join(f"{count} layers {form}" for form, count in counts.most_common())
+    return ", ".join(f"{counted(count, 'layer')} {form}" for form, count in counts.most_common())
 
 
 def _usual(config: EngineConfig, source: ModelSource, dtype: torch.dtype, native: bool) -> KVFormat:

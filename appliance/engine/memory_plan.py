@@ -155,12 +155,14 @@ def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) 
     needed = context * request.kv_bytes_per_token
     host = _host_share(request)
     swapped = f" and {_size(host)} for blocks that make room (--kv-host-memory)" if host else ""
+    asked = request.kv_cache_memory
+    wish = "" if asked is None else f"--kv-cache-memory asks for {_size(asked)}; "
     numbers = (
-        f"one context of {context:,} tokens needs {_size(needed)} of KV cache ({request.kv_format})"
+        f"{wish}one context of {context:,} tokens needs {_size(needed)} of KV cache"
+        f" ({request.kv_format})"
         f" beside {_size(request.weight_bytes)} of weights and {_size(workspace)} of workspace"
         f"{swapped}; {_size(request.budget_bytes)} may be used"
     )
-    asked = request.kv_cache_memory
     usable = for_kv if asked is None else min(for_kv, asked)
     tokens = max(usable, 0) // request.kv_bytes_per_token
     advice = []

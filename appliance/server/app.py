@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 
 from appliance.errors import ApplianceError
 from appliance.server import openapi
+from appliance.server.access_log import AccessLog
 from appliance.server.admin import admin_router
 from appliance.server.door import Door
 from appliance.server.engine_metrics import EngineCollector
@@ -42,6 +43,8 @@ def create_app(state: ServerState) -> FastAPI:
     state.metrics.add(EngineCollector(state))
     state.metrics.add(MachineCollector(state))
     app.add_middleware(Door, config=state.config, metrics=state.metrics)
+    if state.config.access_log:
+        app.add_middleware(AccessLog)  # the last one is the outermost
     for kind in (ApplianceError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(ClientGoneError, _answer_nobody)

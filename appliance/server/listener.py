@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from appliance.config import local_url
 from appliance.errors import ConfigError
 from appliance.server.door import is_loopback
 
@@ -61,9 +62,8 @@ def bind(config: ServerConfig) -> socket.socket:
 
 
 def url_of(config: ServerConfig, sock: socket.socket) -> str:
-    """Where a client finds the server."""
-    name = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{name}:{sock.getsockname()[1]}"
+    """Where a client on this machine finds the server."""
+    return local_url(config.host, sock.getsockname()[1])
 
 
 class HttpProtocol(H11Protocol):

@@ -23,6 +23,7 @@ from appliance.quant.kv.attention import EVERY, attend_with
 from appliance.quant.kv.even_keys import choose_factors, even
 from appliance.quant.kv.scales import largest_scales, search_scales
 from appliance.quant.walk.walk import Walk
+from appliance.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -259,12 +260,16 @@ class KVPlan:
 
     def __str__(self) -> str:
         counts = Counter(layer.format.value for layer in self.layers)
-        formats = ", ".join(f"{count} layers {form}" for form, count in counts.items())
+        formats = ", ".join(f"{counted(count, 'layer')} {form}" for form, count in counts.items())
         means = sum(layer.key_mean is not None for layer in self.layers)
-        centred = f"; the mean of the keys is taken off in {means} layers" if means else ""
+        centred = (
+            f"; the mean of the keys is taken off in {counted(means, 'layer')}" if means else ""
+        )
         evened = sum(layer.key_factors is not None for layer in self.layers)
         if evened:
-            centred += f"; their channels are made even by the weights of {evened} layers"
+            centred += (
+                f"; their channels are made even by the weights of {counted(evened, 'layer')}"
+            )
         return f"KV cache: {formats}, {self.bits:.2f} bits an element{centred}"
 
 

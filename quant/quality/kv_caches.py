@@ -9,6 +9,7 @@ from appliance.errors import ConfigError
 from appliance.kernels.kv_cache import KVFormat, KVPages, LayerPrecision
 from appliance.model.executor import heads_of
 from appliance.model.kv import kv_scales, planned_kv, wants_fp8
+from appliance.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -100,4 +101,4 @@ def _in_words(cache: Sequence[LayerPrecision]) -> str:
     counts = Counter(NAMES.get(layer.format, layer.format.value) for layer in cache)
     if len(counts) == 1:
         return next(iter(counts))
-    return ", ".join(f"{count} layers {name}" for name, count in counts.most_common())
+    return ", ".join(f"{counted(count, 'layer')} {name}" for name, count in counts.most_common())

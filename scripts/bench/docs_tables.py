@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from appliance.config.reference import settings_reference
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "appliance" / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,7 +109,12 @@ def imports() -> str:
     return f"{head}{body}\nAll may import the leaves: {', '.join(f'`{one}`' for one in leaves)}.\n"
 
 
-MAKERS = {"peers": peers, "quantize": quantize, "imports": imports}
+MAKERS = {
+    "peers": peers,
+    "quantize": quantize,
+    "imports": imports,
+    "settings": settings_reference,
+}
 
 
 def filled(text: str) -> str:

@@ -143,7 +143,7 @@ def test_a_mixed_plan_is_served_and_named(model: Path) -> None:
     engine = LLMEngine.load(
         config, eos_token_ids=(), metadata=None, on_progress=lambda stage, done, total: None
     )
-    assert engine.info.kv_format == "1 layers int4-sealed, 1 layers int8"
+    assert engine.info.kv_format == "1 layer int4-sealed, 1 layer int8"
     engine.submit(
         Request(
             request_id="a",

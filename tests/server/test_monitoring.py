@@ -45,7 +45,9 @@ def queries() -> list[str]:
 
 
 async def test_every_metric_that_is_asked_for_exists(serve: Serve) -> None:
-    async with serve(server={"api_key": "k"}, headers={"authorization": "Bearer k"}) as running:
+    async with serve(
+        server={"api_key": "key-of-mine"}, headers={"authorization": "Bearer key-of-mine"}
+    ) as running:
         state = running.state
         await running.complete("hi", max_tokens=3)
         state.quality_card = ServedCard(b"{}", (QualityFact(name="kld_mean", value=0.01),))
@@ -131,3 +133,20 @@ def test_the_command_prints_the_file_as_it_is(name: str) -> None:
     result = CliRunner().invoke(app, ["monitoring", name])
     assert result.exit_code == 0
     assert result.output == path_of(name).read_text()
+
+
+def test_prometheus_is_told_the_configured_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APPLIANCE_PORT", "9123")
+    monkeypatch.setenv("APPLIANCE_HOST", "0.0.0.0")
+    output = CliRunner().invoke(app, ["monitoring", "prometheus"]).output
+    assert '- targets: ["127.0.0.1:9123"]' in output
+    assert "8080" not in output
+
+
+def test_files_are_called_what_the_readme_calls_them() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    called = dict(re.findall(r"appliance monitoring (\w+) > (\S+)", readme))
+    assert called.keys() == FILES.keys()
+    for name in FILES:
+        mentioned = set(re.findall(r"[\w-]+\.yml", path_of(name).read_text()))
+        assert mentioned <= set(called.values()), name

@@ -78,7 +78,7 @@ async def test_completions(serve: Serve) -> None:
 
 
 async def test_models(serve: Serve) -> None:
-    async with serve(server={"api_key": "secret"}) as running:
+    async with serve(server={"api_key": "secret-key"}) as running:
         models = await running.openai.models.list()
         assert [model.id for model in models.data] == ["echo"]
         model = await running.openai.models.retrieve("echo")
@@ -91,7 +91,7 @@ async def test_models(serve: Serve) -> None:
 
 
 async def test_errors_have_their_classes(serve: Serve) -> None:
-    async with serve(server={"api_key": "secret"}) as running:
+    async with serve(server={"api_key": "secret-key"}) as running:
         create = running.openai.chat.completions.create
         with pytest.raises(openai.NotFoundError, match="echo"):
             await create(model="gpt-4o", messages=MESSAGES)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 async def test_the_page_is_open_to_all_and_everything_else_wants_the_key(serve: Serve) -> None:
-    async with serve(server={"api_key": "secret"}) as running:
+    async with serve(server={"api_key": "secret-key"}) as running:
         for path, (name, media_type) in FILES.items():
             response = await running.http.get(path)
             assert response.status_code == 200

@@ -197,8 +197,8 @@ def test_a_busy_port_is_named_before_anything_is_loaded(tokenizer_folder: Path) 
         ({"host": "0.0.0.0"}, "APPLIANCE_API_KEY"),
         ({"host": "::"}, "APPLIANCE_API_KEY"),
         ({"host": "0.0.0.0", "api_key": ""}, "APPLIANCE_API_KEY"),
-        ({"host": "no-such-host.invalid", "api_key": "k"}, "no address"),
-        ({"host": "192.0.2.1", "api_key": "k"}, "cannot listen"),
+        ({"host": "no-such-host.invalid", "api_key": "key-of-mine"}, "no address"),
+        ({"host": "192.0.2.1", "api_key": "key-of-mine"}, "cannot listen"),
     ],
 )
 def test_addresses_that_are_refused(config: dict[str, str], text: str) -> None:
@@ -209,9 +209,9 @@ def test_addresses_that_are_refused(config: dict[str, str], text: str) -> None:
 def test_addresses_that_are_accepted() -> None:
     with bind(ServerConfig(port=0, host="0.0.0.0", api_keys={"anna": "key-of-anna"})):
         pass
-    with bind(ServerConfig(port=0, host="0.0.0.0", api_key="k")) as sock:
+    with bind(ServerConfig(port=0, host="0.0.0.0", api_key="key-of-mine")) as sock:
         assert sock.proto == socket.IPPROTO_TCP, "without it asyncio leaves Nagle's delay on"
-        assert url_of(ServerConfig(host="0.0.0.0"), sock).startswith("http://0.0.0.0:")
+        assert url_of(ServerConfig(host="0.0.0.0"), sock).startswith("http://127.0.0.1:")
     try:
         with bind(ServerConfig(port=0, host="::1")) as sock:
             assert url_of(ServerConfig(host="::1"), sock).startswith("http://[::1]:")

@@ -89,7 +89,8 @@ async def test_without_a_key_none_is_sent(event_server: EventServer) -> None:
 @pytest.mark.parametrize(
     ("answer", "phase", "reason"),
     [
-        (Answer(status="401 Unauthorized"), Phase.UNAUTHORIZED, "APPLIANCE_API_KEY"),
+        (Answer(status="401 Unauthorized"), Phase.NO_KEY, "set APPLIANCE_API_KEY"),
+        (Answer(status="403 Forbidden"), Phase.UNAUTHORIZED, "refused"),
         (Answer(status="404 Not Found", content_type="text/html"), Phase.FOREIGN, "404 text/html"),
         (Answer(content_type="text/html"), Phase.FOREIGN, "200 text/html"),
         (Answer(status="503 Service Unavailable"), Phase.LOST, "503 Service Unavailable"),
@@ -129,6 +130,14 @@ async def test_what_goes_wrong_is_said_and_then_tried_again(
             lambda: follower.state.blocks and follower.state.blocks.num_blocks == 3
         )
         assert follower.state.connection.phase is Phase.LIVE
+
+
+async def test_a_key_that_is_wrong_is_told_from_none(event_server: EventServer) -> None:
+    event_server.answers = [Answer(status="401 Unauthorized")]
+    async with follow(event_server.url, "secret") as follower:
+        failure = await follower.failure()
+    assert failure.phase is Phase.UNAUTHORIZED
+    assert "the server refused the key; set APPLIANCE_API_KEY" in failure.reason
 
 
 async def test_a_server_that_is_not_there(event_server: EventServer) -> None:

@@ -45,7 +45,8 @@ async def test_a_lost_server_leaves_a_dim_picture_and_comes_back(event_server: E
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (Answer(status="401 Unauthorized"), ["wants another key", "APPLIANCE_API_KEY"]),
+        (Answer(status="401 Unauthorized"), ["needs a key", "set APPLIANCE_API_KEY", "retrying"]),
+        (Answer(status="403 Forbidden"), ["wants another key", "APPLIANCE_API_KEY"]),
         (Answer(content_type="text/html"), ["is not an appliance", "200 text/html", "retrying"]),
         (Answer(), ["Connected", "waiting for the server"]),
         (

@@ -19,6 +19,7 @@ _DOTS = {
     Phase.CONNECTING: ("○", palette.WARNING),
     Phase.LIVE: ("●", palette.GOOD),
     Phase.LOST: ("○", palette.BAD),
+    Phase.NO_KEY: ("○", palette.BAD),
     Phase.UNAUTHORIZED: ("○", palette.BAD),
     Phase.FOREIGN: ("○", palette.BAD),
     Phase.ENDED: ("■", palette.MUTED),

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from appliance.config import ENV_PREFIX, cache_dir
+from appliance import log
+from appliance.config import KEY_VARIABLE, cache_dir
 from appliance.engine.messages import Shutdown
 from appliance.engine.process.connection import Connection
 from appliance.engine.process.entry import DUMP_STACKS_SIGNAL
@@ -43,12 +44,13 @@ class EngineProcess:
         """Start a process; it then waits for a `Load`."""
         ours, theirs = socket.socketpair()
         metadata = create_metadata()
+        level, form = log.configured()
         with theirs:
             connection = await Connection.over(ours)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 *("--socket", str(theirs.fileno()), "--metadata", str(metadata)),
-                *("--parent", str(os.getpid()), "--log-level", str(logger.getEffectiveLevel())),
+                *("--parent", str(os.getpid()), "--log-level", level, "--log-format", form),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # what a library prints belongs with the log
                 pass_fds=(theirs.fileno(), metadata),
@@ -102,5 +104,5 @@ def _environment() -> dict[str, str]:
     """
     kernels = {"TRITON_CACHE_DIR": str(cache_dir() / "triton")}
     environment = {**ALLOCATOR, **OPENMP, **kernels, **os.environ}
-    environment.pop(f"{ENV_PREFIX}API_KEY", None)
+    environment.pop(KEY_VARIABLE, None)
     return environment

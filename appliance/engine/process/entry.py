@@ -24,10 +24,11 @@ def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadE
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--metadata", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--log-level", type=int, required=True)
+    parser.add_argument("--log-level", required=True)
+    parser.add_argument("--log-format", required=True)
     options = parser.parse_args(arguments)
     die_with_parent(options.parent)
-    warnings = log.configure(options.log_level)
+    warnings = log.configure(options.log_level, options.log_format)
     faulthandler.enable()
     faulthandler.register(DUMP_STACKS_SIGNAL, all_threads=True)
     with socket.socket(fileno=options.socket) as sock:

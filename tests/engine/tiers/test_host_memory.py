@@ -36,6 +36,9 @@ def test_what_was_asked_for_is_there_and_told(tiny_llama: Path) -> None:
     block_bytes = info.kv_bytes // info.num_blocks
     assert engine.stats().kv_host_capacity == 3 * MIB // block_bytes
     assert "up to 3 MiB of host memory for KV blocks" in banner("http://x", "tiny", info)
+    there = banner("http://127.0.0.1:1", "tiny", info, network="http://192.168.1.4:1")
+    assert "http://192.168.1.4:1/v1 from other machines" in there
+    assert "other machines" not in banner("http://x", "tiny", info)
     assert "host memory" not in banner("http://x", "tiny", load(tiny_llama, kv_host_memory=0).info)
 
 

@@ -56,7 +56,7 @@ def test_a_quantized_folder_is_served_with_its_plan(
     quantize_model(model, tmp_path / "out", options)
     prompt = tuple(order[:20])
     kv_format, tokens = answer(tmp_path / "out", prompt)
-    assert kv_format == "1 layers int8, 1 layers int4-sealed", "the plan was to mix formats"
+    assert kv_format == "1 layer int8, 1 layer int4-sealed", "the plan was to mix formats"
     source = open_model(tmp_path / "out")
     plan = planned_kv(source)
     assert plan is not None

@@ -1,0 +1,40 @@
+"""Settings, read once at the edge from flags, environment and TOML into frozen structs.
+
+`sections` is the place to add one. The only package that reads environment variables; it imports
+nothing heavy.
+"""
+
+from appliance.config.address import local_url, network_url, server_to_watch
+from appliance.config.folders import cache_dir, jobs_dir, kv_dir
+from appliance.config.keys import KEY_VARIABLE, api_key_from_environment, own_key
+from appliance.config.sections import SECTIONS, EngineConfig, ServerConfig, Settings, TopConfig
+from appliance.config.sources import (
+    load_section,
+    load_settings,
+    warn_of_unknown_variables,
+    with_kv_folder,
+)
+from appliance.config.units import parse_duration, parse_size
+
+__all__ = [
+    "KEY_VARIABLE",
+    "SECTIONS",
+    "EngineConfig",
+    "ServerConfig",
+    "Settings",
+    "TopConfig",
+    "api_key_from_environment",
+    "cache_dir",
+    "jobs_dir",
+    "kv_dir",
+    "load_section",
+    "load_settings",
+    "local_url",
+    "network_url",
+    "own_key",
+    "parse_duration",
+    "parse_size",
+    "server_to_watch",
+    "warn_of_unknown_variables",
+    "with_kv_folder",
+]

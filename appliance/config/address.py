@@ -1,0 +1,94 @@
+"""Where a server is reached: from this machine, from others, and by commands that talk to it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from appliance.api_keys import BARE_NAME
+from appliance.config.keys import api_key_from_environment, with_key_file
+from appliance.config.sections import ServerConfig
+from appliance.config.sources import load_section
+
+_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # listened on, and as reached from here
+_ELSEWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # addresses for documentation
+
+
+def local_url(host: str, port: int) -> str:
+    """Where this machine reaches a server that listens on a host and port."""
+    return _url(_EVERY_ADDRESS.get(host, host), port)
+
+
+def network_url(host: str, port: int) -> str | None:
+    """Where other machines reach it, if it listens on all addresses and this machine has one."""
+    if host not in _ELSEWHERE:
+        return None
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect(
+                (_ELSEWHERE[host], 9)
+            )  # sends nothing; it chooses the address to send from
+            return _url(sock.getsockname()[0], port)
+    except OSError:
+        return None
+
+
+def server_to_watch(url: str | None, path: Path | None = None) -> tuple[str, str | None]:
+    """The address of the server that a command talks to, and the key to send there.
+
+    The key is that of the environment, else the configured one, which goes to the configured
+    server only.
+
+    Args:
+        url: `TopConfig.url`; without one, where a server with these settings listens.
+        path: configuration file; None means the usual place, if a file is there.
+
+    Raises:
+        ConfigError: a setting of the server cannot be used.
+    """
+    key = api_key_from_environment()
+    if url is not None and (key is not None or not _is_here(url)):
+        return url, key
+    server = load_section(ServerConfig, {}, path)
+    if url is not None and _port_of(url) != server.port:
+        return url, key
+    return (
+        url or local_url(server.host, server.port),
+        key or _key_to_watch(with_key_file(server)),
+    )
+
+
+def _key_to_watch(server: ServerConfig) -> str | None:
+    """The key that manages everything, or the only one; of several with names a person chooses."""
+    keys = server.keys()
+    return keys.get(BARE_NAME) or (next(iter(keys.values())) if len(keys) == 1 else None)
+
+
+def _is_here(url: str) -> bool:
+    host = _split(url)[0]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _port_of(url: str) -> int | None:
+    return _split(url)[1]
+
+
+def _split(url: str) -> tuple[str, int | None]:
+    """Host and port; nothing of an address that is none, which is for the command to refuse."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        return "", None
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,54 @@
+"""Where files of ours lie, by the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from appliance.config.setting import ENV_PREFIX
+from appliance.errors import ConfigError
+
+CACHE_VARIABLE = ENV_PREFIX + "CACHE_DIR"
+CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+MODELS_VARIABLE = ENV_PREFIX + "MODELS_DIR"  # where tests find models
+# Variables of ours that set no field of a section.
+OTHER_VARIABLES = {CACHE_VARIABLE, CONFIG_VARIABLE, MODELS_VARIABLE}
+
+
+def cache_dir() -> Path:
+    """Where downloads and derived files go."""
+    if explicit := os.environ.get(CACHE_VARIABLE):
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "appliance"
+
+
+def kv_dir() -> Path:
+    """Where a server keeps KV blocks of long prompts, unless it is told otherwise."""
+    return cache_dir() / "kv"
+
+
+def jobs_dir() -> Path:
+    """Where long tasks of this user tell how far they are, see `appliance.jobs`."""
+    return cache_dir() / "jobs"
+
+
+def config_path(named: Path | None = None) -> Path | None:
+    """The configuration file, if there is one.
+
+    Args:
+        named: by a flag; else APPLIANCE_CONFIG may name one, else it lies in the usual place.
+
+    Raises:
+        ConfigError: one is named, and is not there.
+    """
+    by = ""
+    if named is None and (explicit := os.environ.get(CONFIG_VARIABLE)):
+        named, by = Path(explicit).expanduser(), f", which {CONFIG_VARIABLE} names"
+    if named is not None:
+        if not named.is_file():
+            raise ConfigError(f"there is no configuration file at {named}{by}")
+        return named
+    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    usual = Path(base) / "appliance" / "config.toml"
+    return usual if usual.is_file() else None

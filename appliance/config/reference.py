@@ -1,0 +1,92 @@
+"""The settings as a page to read, and as a configuration file to start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from textwrap import wrap
+
+from appliance.config.sections import SECTIONS
+from appliance.config.setting import Field, Group, Unit, fields_of
+
+_TITLES = {
+    "server": "The server: addresses, keys, requests, log",
+    "engine": "The engine: model, memory, computing",
+    "top": "The dashboard",
+}
+
+
+def settings_reference() -> str:
+    """A table of all settings for each section, in Markdown."""
+    parts = [
+        "A flag wins over an environment variable, which wins over the configuration file, "
+        "`~/.config/appliance/config.toml` or the one that `--config` or "
+        "`APPLIANCE_CONFIG` names. Sizes are written like `512MiB` or `2G`, durations like `90s` "
+        "or `10m`, switches as `on` or `off`; a switch that is on is turned off by its flag with "
+        "`--no-` before the name. `auto` leaves a number to what is planned or measured. An "
+        "unknown key of the file is an error; an unknown variable is not, as it may be meant for "
+        "something else, but the log says so. Both name the nearest that there is."
+    ]
+    for name, section in SECTIONS.items():
+        parts.append(f"## [{name}]\n\n{_TITLES[name]}.")
+        rows = ["| key | flag | variable | default | what |", "| --- | --- | --- | --- | --- |"]
+        rows += [_row(field) for field in _in_groups(fields_of(section).values())]
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def example_config() -> str:
+    """A whole configuration file, in which every setting stands with its default."""
+    lines = [
+        "# Settings of appliance: take the # away from those that are to change.",
+        "# If it holds keys, nobody else may read it: chmod 600",
+    ]
+    for name, section in SECTIONS.items():
+        lines += ["", f"[{name}]"]
+        tables = []
+        for field in _in_groups(fields_of(section).values()):
+            if field.type is dict:
+                tables += ["", f"[{name}.{field.name}]  # {field.setting.help}", '# anna = "..."']
+            else:
+                comment = f"# {field.setting.help}{_note(field)}"
+                lines += wrap(comment, 96, subsequent_indent="# ")
+                lines.append(f"# {field.name} = {_toml(field)}")
+        lines += tables
+    return "\n".join(lines) + "\n"
+
+
+def _in_groups(fields: Iterable[Field]) -> list[Field]:
+    order = list(Group)
+    return sorted(fields, key=lambda field: order.index(field.setting.group))
+
+
+def _row(field: Field) -> str:
+    is_table = field.type is dict
+    cells = (
+        f"`{field.name}`",
+        f"`{field.flag}`" if field.setting.has_flag else "",
+        "" if is_table else f"`{field.variable}`",
+        field.default_text,
+        field.setting.help + _note(field),
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _note(field: Field) -> str:
+    """The bounds, unless they say nothing."""
+    if not field.bounds:
+        return ""
+    unit = " tokens" if field.setting.unit is Unit.TOKENS else ""
+    return f" {field.bounds[0].upper()}{field.bounds[1:].removesuffix(unit)}{unit}."
+
+
+def _toml(field: Field) -> str:
+    """The default as it stands in a configuration file; an example where it is no value."""
+    if field.default is None or field.default == "":
+        if field.type is str:
+            return '""'
+        return '"auto"'
+    if isinstance(field.default, bool):
+        return "true" if field.default else "false"
+    if field.setting.unit in (Unit.BYTES, Unit.SECONDS) or field.type is str:
+        return f'"{field.shown(field.default)}"'
+    return field.shown(field.default)

@@ -1,0 +1,261 @@
+"""One setting: what a person may write for it, and what is said to other values.
+
+Flags, environment, configuration files and the reference all read these definitions, which stand
+at the fields of the structs in `sections`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, get_args, get_origin
+
+import msgspec
+
+from appliance.api_keys import check_key
+from appliance.config.units import parse_duration, parse_size, show_duration, show_size
+from appliance.errors import ConfigError
+
+ENV_PREFIX = "APPLIANCE_"
+
+_SWITCH = {
+    **dict.fromkeys(("on", "true", "yes", "1"), True),
+    **dict.fromkeys(("off", "false", "no", "0"), False),
+}
+_NUMBERS: dict[type, str] = {int: "a whole number", float: "a number"}
+
+
+class Group(Enum):
+    """Settings that are shown together, in this order."""
+
+    ADDRESS = "Address and keys"
+    MODEL = "Model"
+    KV = "KV cache"
+    STEPS = "Context and steps"
+    COMPUTE = "Where and how it computes"
+    REQUESTS = "Requests"
+    LOG = "Log and dashboards"
+    TOP = "Dashboard"
+
+
+class Unit(Enum):
+    """What a number counts; the value is the word after it."""
+
+    NONE = ""
+    BYTES = "bytes"
+    SECONDS = "seconds"
+    TOKENS = "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is known about a setting beside its name, type and default.
+
+    Attributes:
+        help: one sentence.
+        group: among which it is shown.
+        unit: of a number.
+        low: least value.
+        high: largest value.
+        choices: all values there are; empty means any.
+        default_is: the default in words, where it says nothing by itself.
+        has_flag: whether the command line takes it.
+        is_key: it is an API key, which no message may hold.
+    """
+
+    help: str
+    group: Group
+    unit: Unit = Unit.NONE
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str | int, ...] = ()
+    default_is: str = ""
+    has_flag: bool = True
+    is_key: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A setting as it stands in its section.
+
+    Attributes:
+        name: of the field, and of the key in a configuration file.
+        type: bool, int, float, str or dict.
+        is_optional: None is a value.
+        default: its value if nothing sets it.
+        setting: everything else.
+    """
+
+    name: str
+    type: type
+    is_optional: bool
+    default: object
+    setting: Setting
+
+    @property
+    def flag(self) -> str:
+        """The flag that sets it."""
+        return flag_of(self.name)
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that sets it."""
+        return ENV_PREFIX + self.name.upper()
+
+    def read(self, value: object, origin: str) -> object:
+        """The value of what a person wrote: text, or a value of TOML or Python.
+
+        Args:
+            value: what was written.
+            origin: who sets it, as messages should name it.
+
+        Raises:
+            ConfigError: it is of the wrong type or out of bounds.
+        """
+        if self.is_optional and (value is None or value == ""):
+            return None
+        if self.is_optional and self.type is not str and value == "auto":
+            return None
+        if isinstance(value, str):
+            value = self._parse(value.strip(), origin)
+        elif self.type is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.type or not _holds_text(value):
+            raise ConfigError(f"{origin} must be {self.kind}{self._got(value)}")
+        self.check(value, origin)
+        return value
+
+    def check(self, value: object, origin: str) -> None:
+        """Raise if a value of the right type is not one of those allowed."""
+        setting = self.setting
+        if value is None or (self.is_optional and value == ""):
+            return
+        if setting.is_key and isinstance(value, str):
+            check_key(value, origin)
+        elif setting.choices and value not in setting.choices:
+            words = ", ".join(map(str, setting.choices))
+            raise ConfigError(f"{origin} must be one of {words}{self._got(value)}")
+        elif value == "" and self.default != "":
+            raise ConfigError(f"{origin} must not be empty")
+        elif not _is_within(value, setting.low, setting.high):
+            raise ConfigError(f"{origin} must be {self.bounds}{self._got(value)}")
+
+    @property
+    def kind(self) -> str:
+        """What a person may write, in words."""
+        if self.setting.unit is Unit.BYTES:
+            return "a size such as 512MiB or 2GiB"
+        if self.setting.unit is Unit.SECONDS:
+            return "a number of seconds, or a duration such as 90s or 10m"
+        if self.type is bool:
+            return "on or off"
+        if self.type is dict:
+            return (
+                "a table of the configuration file, with lines NAME = KEY; from outside, name a "
+                f"file with such lines in {ENV_PREFIX}API_KEY_FILE"
+            )
+        return _NUMBERS.get(self.type, "text")
+
+    @property
+    def bounds(self) -> str:
+        """Between what it must be, in words; empty if there is no bound."""
+        setting = self.setting
+        if setting.low is None or setting.high is None:
+            return ""
+        unit = "" if setting.unit in (Unit.BYTES, Unit.SECONDS) else f" {setting.unit.value}"
+        low, high = (self.shown(bound) for bound in (setting.low, setting.high))
+        return f"between {low} and {high}{unit}".rstrip()
+
+    @property
+    def default_text(self) -> str:
+        """The default as a person would write or say it."""
+        if self.setting.default_is:
+            return self.setting.default_is
+        return self.shown(self.default) if self.default not in (None, "", {}) else ""
+
+    def shown(self, value: object) -> str:
+        """A value as messages and the reference have it."""
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if isinstance(value, int | float):
+            if self.setting.unit is Unit.BYTES:
+                return show_size(value)
+            if self.setting.unit is Unit.SECONDS:
+                return show_duration(value)
+            return str(value) if isinstance(value, int) else f"{value:g}"
+        return str(value)
+
+    def _parse(self, text: str, origin: str) -> object:
+        word = text.lower()
+        try:
+            if self.type is bool:
+                return _SWITCH.get(word, text)
+            if self.type is int and self.setting.unit is Unit.BYTES:
+                return parse_size(text)
+            if self.type is int:
+                return int(text)
+            if self.type is float and self.setting.unit is Unit.SECONDS and word[-1:].isalpha():
+                return parse_duration(text)
+            if self.type is float:
+                return float(text)
+        except (ConfigError, ValueError):
+            raise ConfigError(f"{origin} must be {self.kind}{self._got(text)}") from None
+        return text
+
+    def _got(self, value: object) -> str:
+        if self.setting.is_key or self.type is dict:
+            return ""  # it may hold a key
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return f"; got {self.shown(value) if is_number else repr(value)}"
+
+
+@lru_cache
+def fields_of(section: type[msgspec.Struct]) -> Mapping[str, Field]:
+    """The settings of a section by name, in the order in which they stand there."""
+    return {info.name: _field(info) for info in msgspec.structs.fields(section)}
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets a setting of that name."""
+    return "--" + name.replace("_", "-")
+
+
+def check_all(section: msgspec.Struct) -> None:
+    """Check each setting of a section.
+
+    Raises:
+        ConfigError: one is out of bounds.
+    """
+    for name, field in fields_of(type(section)).items():
+        field.check(getattr(section, name), name)
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the one that was meant, or all there are."""
+    known = list(words)
+    found = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {found[0]!r}?" if found else f"; known: {', '.join(known)}"
+
+
+def _field(info: Any) -> Field:
+    annotated, setting = get_args(info.type)[:2]
+    assert get_origin(info.type) is Annotated, info.name
+    kinds = get_args(annotated) if isinstance(annotated, UnionType) else (annotated,)
+    kind = next(one for one in kinds if one is not NoneType)
+    default = info.default if info.default is not msgspec.NODEFAULT else info.default_factory()
+    return Field(info.name, get_origin(kind) or kind, NoneType in kinds, default, setting)
+
+
+def _holds_text(value: object) -> bool:
+    """Whether all values of a table are text; of what is none, true."""
+    return not isinstance(value, dict) or all(isinstance(one, str) for one in value.values())
+
+
+def _is_within(value: object, low: float | None, high: float | None) -> bool:
+    if low is None or high is None:
+        return True
+    return isinstance(value, int | float) and low <= value <= high  # false for nan

@@ -1,0 +1,144 @@
+"""Merges flags over environment over configuration file over defaults, and says who set what."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from appliance.api_keys import check_private
+from appliance.config.folders import OTHER_VARIABLES, config_path, kv_dir
+from appliance.config.keys import with_key_file
+from appliance.config.sections import SECTIONS, EngineConfig, ServerConfig, Settings
+from appliance.config.setting import ENV_PREFIX, fields_of, flag_of, nearest
+from appliance.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+AnySection = TypeVar("AnySection", bound=msgspec.Struct)
+Given = Mapping[str, object]
+
+
+def load_settings(flags: Given, path: Path | None = None) -> Settings:
+    """The settings of a server.
+
+    Args:
+        flags: setting name to value; None means that the flag was not given.
+        path: configuration file; None means the usual place, if a file is there.
+
+    Raises:
+        ConfigError: an unknown key of the file (the nearest valid one is named), or a wrong type
+            or value; the message names the flag, variable or key at fault.
+    """
+    mine = fields_of(EngineConfig).keys()
+    engine = {name: value for name, value in flags.items() if name in mine}
+    server = {name: value for name, value in flags.items() if name not in mine}
+    return Settings(
+        engine=load_section(EngineConfig, engine, path),
+        server=with_key_file(load_section(ServerConfig, server, path)),
+    )
+
+
+def load_section(
+    section: type[AnySection],
+    given: Given,
+    path: Path | None = None,
+    *,
+    spell: Callable[[str], str] = flag_of,
+) -> AnySection:
+    """The settings of one section; values of the others are not looked at.
+
+    Args:
+        section: which.
+        given: setting name to value, over everything else; None means not given.
+        path: configuration file, see `load_settings`.
+        spell: what to call a given setting in messages; by default its flag.
+
+    Raises:
+        ConfigError: see `load_settings`.
+    """
+    fields = fields_of(section)
+    origins: dict[str, str] = {}
+    written: dict[str, object] = {}
+    file = config_path(path)
+    for name, value in _section_of(file, section).items():
+        written[name], origins[name] = value, f"{file}: {name}"
+    for name, field in fields.items():
+        if text := os.environ.get(field.variable):
+            written[name], origins[name] = text, field.variable
+    for name, value in given.items():
+        if name not in fields:
+            raise ConfigError(f"{spell(name)} is not a setting{nearest(name, fields)}")
+        if value is not None:
+            written[name], origins[name] = value, spell(name)
+    values = {name: fields[name].read(value, origins[name]) for name, value in written.items()}
+    try:
+        return section(**values)
+    except ConfigError as error:  # two settings that do not go together
+        words = re.sub(r"\w+(?= \()", lambda word: origins.get(word[0], word[0]), str(error))
+        raise ConfigError(words) from None
+
+
+def with_kv_folder(settings: Settings) -> Settings:
+    """The settings of a server, whose prompts are kept in the usual folder unless it says else."""
+    if settings.engine.kv_disk != "auto":
+        return settings
+    engine = msgspec.structs.replace(settings.engine, kv_disk=str(kv_dir()))
+    return msgspec.structs.replace(settings, engine=engine)
+
+
+def warn_of_unknown_variables() -> None:
+    """Log a line for each variable of the environment that looks like a setting and is none.
+
+    It is no error, as the environment is shared: the variable may be meant for another version or
+    for a program around this one.
+    """
+    known = {field.variable for one in SECTIONS.values() for field in fields_of(one).values()}
+    names = [variable.removeprefix(ENV_PREFIX) for variable in sorted(known | OTHER_VARIABLES)]
+    for variable in sorted(os.environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name != variable and name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            logger.warning(
+                "environment variable %s is no setting and changes nothing%s",
+                variable,
+                f"; did you mean {ENV_PREFIX}{close[0]}?" if close else "",
+            )
+
+
+def _section_of(path: Path | None, section: type[msgspec.Struct]) -> dict[str, Any]:
+    """What a configuration file says about a section; names of the others are checked too."""
+    if path is None:
+        return {}
+    try:
+        with path.open("rb") as file:
+            tables = tomllib.load(file)
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for name, table in tables.items():
+        if name not in SECTIONS:
+            raise ConfigError(f"{path}: unknown section [{name}]{nearest(name, SECTIONS)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {name} must be a section: [{name}]")
+        fields = fields_of(SECTIONS[name])
+        for key in table:
+            if key not in fields:
+                raise ConfigError(f"{path}: unknown key {key!r} in [{name}]{nearest(key, fields)}")
+    found: dict[str, Any] = tables.get(_name_of(section), {})
+    if found.get("api_key") or found.get("api_keys"):
+        check_private(path, mode)
+    return found
+
+
+def _name_of(section: type[msgspec.Struct]) -> str:
+    return next(name for name, one in SECTIONS.items() if one is section)

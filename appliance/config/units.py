@@ -1,0 +1,52 @@
+"""Sizes and durations as people write them, and how they are shown."""
+
+from __future__ import annotations
+
+import re
+
+from appliance.errors import ConfigError
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_SIZES = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 512MiB, 2G or 1.5GB; G and GiB are 2**30, GB is 10**9.
+
+    Raises:
+        ConfigError: it is not a size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size; write it like 512MiB or 2GiB")
+    number, prefix, unit = match.groups()
+    base = 1000 if unit == "b" and prefix else 1024
+    return int(float(number) * base ** " kmgt".index(prefix or " "))
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a duration such as 30m, 12h, 7d or 2w.
+
+    Raises:
+        ConfigError: it is not a duration.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhdw])\s*", text.lower())
+    if match is None:
+        raise ConfigError(f"{text!r} is not a duration; write it like 90s, 30m, 12h, 7d or 2w")
+    return float(match[1]) * _SECONDS[match[2]]
+
+
+def show_size(count: float) -> str:
+    """A size in the largest unit of which there is one, such as 200 GiB."""
+    power = 0
+    while power + 1 < len(_SIZES) and count >= 1024 ** (power + 1):
+        power += 1
+    return f"{count / 1024**power:.6g} {_SIZES[power]}"
+
+
+def show_duration(seconds: float) -> str:
+    """A duration in the largest unit that divides it, such as 10m."""
+    for unit in ("d", "h", "m"):
+        if seconds >= _SECONDS[unit] and seconds % _SECONDS[unit] == 0:
+            return f"{seconds / _SECONDS[unit]:g}{unit}"
+    return f"{seconds:g}s"

@@ -1,0 +1,68 @@
+"""A log line for each request, for those who ask for it: who, what, status and time.
+
+Never the query, headers or body: what was asked is nobody's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+
+from appliance.server.door import key_name
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+
+class AccessLog:
+    """ASGI middleware around the door, so that what is refused there is logged too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        logger.setLevel(logging.INFO)  # who asked for these lines gets them at any --log-level
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and log it when its response has ended."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin = time.monotonic()
+        status, request_id = 0, ""
+
+        async def send_and_look(message: Message) -> None:
+            nonlocal status, request_id
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                request_id = Headers(raw=message["headers"]).get("x-request-id", "")
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_look)
+        finally:
+            fields = {
+                "client": scope["client"][0] if scope.get("client") else "-",
+                "key": _holder(scope),
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status or "-",
+                "seconds": round(time.monotonic() - begin, 3),
+                "request_id": request_id or "-",
+            }
+            logger.info(
+                "%(client)s %(key)s %(method)s %(path)s %(status)s %(seconds).3fs %(request_id)s",
+                fields,
+                extra={"fields": fields},
+            )
+
+
+def _holder(scope: Scope) -> str:
+    """The name of the key; "-" where none is wanted or the request was not let in."""
+    try:
+        return key_name(scope) or "-"
+    except KeyError:
+        return "-"
