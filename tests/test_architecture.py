@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log"},
     "server": {
         "engine", "api_keys", "config", "tokenizer", "output", "best_of", "stop_pieces", "log",
-        "jobs", "sampling_defaults",
+        "jobs", "sampling_defaults", "docs",
     },
     "tui": set(),
     "output": {"engine.request", "tokenizer"},

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 
 from appliance.errors import AuthError, RequestError
 from appliance.server.errors import ForbiddenError, error_response
-from appliance.server.page import FILES
+from appliance.server.page import DOCUMENTS, FILES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from appliance.config import ServerConfig
     from appliance.server.metrics import Metrics
 
-OPEN_PATHS = frozenset({"/health", "/ready", *FILES})
+OPEN_PATHS = frozenset({"/health", "/ready", *FILES, *DOCUMENTS})
 
 _KEY_NAME = "key_name"  # in the state of a request
 _HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")

@@ -11,6 +11,7 @@ from typing import Final
 
 from fastapi import APIRouter, Request, Response
 
+from appliance.docs import NAMES, read
 from appliance.server.openapi import describes
 
 FOLDER = Path(__file__).parent / "static"
@@ -19,12 +20,18 @@ FILES: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/docs": ("docs.html", "text/html; charset=utf-8"),
     "/markdown-it.txt": ("markdown-it.txt", "text/plain; charset=utf-8"),  # its licences
     **{
         f"/{name}.js": (f"{name}.js", "text/javascript; charset=utf-8")
-        for name in ("page", "api", "blocks", "chat", "frames", "markdown", "markdown-it", "status")
+        for name in (
+            *("page", "api", "blocks", "chat", "docs", "frames", "markdown", "markdown-it"),
+            "status",
+        )
     },
 }
+# What /docs shows, open to all as well: a page of Markdown for each topic, and their names.
+DOCUMENTS: Final = ("/docs/topics.txt", *(f"/docs/{name}.md" for name in NAMES))
 HEADERS: Final = {
     # No markup can bring in a script, a style or a picture from anywhere but these files.
     "content-security-policy": (
@@ -47,6 +54,10 @@ def page_router() -> APIRouter:
     router = APIRouter()
     for path, (name, media_type) in FILES.items():
         _add(router, path, (FOLDER / name).read_bytes(), media_type)
+    topics, *pages = DOCUMENTS
+    _add(router, topics, "\n".join(NAMES).encode(), "text/plain; charset=utf-8")
+    for path, name in zip(pages, NAMES, strict=True):
+        _add(router, path, read(name).text.encode(), "text/markdown; charset=utf-8")
     return router
 
 

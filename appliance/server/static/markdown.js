@@ -56,13 +56,20 @@ export class Answer {
   }
 }
 
-function elements(tokens) {
+// A whole text whose lines end where they end for its writer only.
+export function documentOf(text) {
+  return elements(parser.parse(text, {}), " ");
+}
+
+// The nodes that tokens stand for; `line` is what becomes of the end of a line, a break if empty.
+function elements(tokens, line = "") {
   const root = document.createDocumentFragment(), open = [root];
   for (const token of tokens) {
     const parent = open.at(-1);
     if (token.nesting < 0) open.pop();
     else if (token.nesting > 0) open.push(token.hidden ? parent : begin(token, parent));
-    else if (token.type === "inline") parent.append(...elements(token.children));
+    else if (token.type === "inline") parent.append(...elements(token.children, line));
+    else if (line && token.type === "softbreak") parent.append(line);
     else parent.append(leaf(token));
   }
   return [...root.childNodes];
