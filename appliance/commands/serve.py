@@ -12,6 +12,7 @@ import typer
 from appliance.commands.model_argument import Model
 from appliance.commands.quality import Quality, quality_of
 from appliance.commands.sizes import parse_size
+from appliance.engine.tiers.disk_rule import ON_DISK
 from appliance.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def serve(
     kv_disk: Annotated[
         str | None,
         typer.Option(
-            help="Folder that keeps the KV cache of long prompts over a restart, or off"
-            " [the cache folder]."
+            help="Folder that outlives a restart with KV blocks, or off [the cache folder]. It"
+            f" holds {ON_DISK}."
         ),
     ] = None,
     kv_disk_size: Annotated[

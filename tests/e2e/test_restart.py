@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from appliance.engine.tiers.disk_rule import ON_DISK
 from tests.e2e.conftest import Server
 
 
@@ -31,10 +32,12 @@ def test_a_long_prompt_outlives_the_server(smollm2_gguf: Path, tmp_path: Path) -
     )
     first = Server(tmp_path / "log1", *arguments)
     before = ask(first)
+    assert ask(first)["choices"] == before["choices"]
     # Told to end right away: what is not written yet is written now.
     assert first.stop() == 0
     assert str(tmp_path / "kv") in first.log
-    assert len(list((tmp_path / "kv").rglob("*.kv"))) == 400 // 16
+    assert ON_DISK in first.log
+    assert len(list((tmp_path / "kv").rglob("*.kv"))) == 399 // 16
     second = Server(tmp_path / "log2", *arguments)
     try:
         after = ask(second)
