@@ -14,6 +14,7 @@ from appliance.commands.quality import Quality, quality_of
 from appliance.commands.sizes import parse_size
 from appliance.engine.tiers.disk_rule import ON_DISK
 from appliance.errors import ConfigError
+from appliance.runtime import resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -186,23 +187,11 @@ def banner(
     """What a person needs to know once the server is ready; of keys their names."""
     names = ", ".join(keys)
     bearer = ' -H "Authorization: Bearer $APPLIANCE_API_KEY"' if names else ""
-    mib = 2**20
     tokens = info.num_blocks * info.block_size
     rows = [
         ("endpoint", f"{url}/v1"),
         ("model", f"{name}, {info.architecture}, {info.weight_format}, on {info.device}"),
-        (
-            "memory",
-            f"weights {info.weight_bytes / mib:,.0f} MiB"
-            f" + KV cache up to {info.kv_bytes / mib:,.0f} MiB"
-            f" + workspace {info.workspace_bytes / mib:,.0f} MiB"
-            f" of {info.memory_bytes / mib:,.0f} MiB",
-        ),
-        *(
-            [("swap", f"up to {info.kv_host_bytes / mib:,.0f} MiB of host memory for KV blocks")]
-            if info.kv_host_bytes
-            else []
-        ),
+        *_memory_rows(info),
         (
             "KV cache",
             f"{info.kv_format}, {info.num_blocks:,} blocks of {info.block_size}"
@@ -222,3 +211,23 @@ def banner(
         ),
     ]
     return "\n".join(f"  {label:<10} {text}" for label, text in rows)
+
+
+def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
+    """What the engine takes when its KV cache is full, and what else of memory is taken."""
+    parts = {"weights": info.weight_bytes, "KV cache": info.kv_bytes}
+    parts |= {"workspace": info.workspace_bytes, "Python and PyTorch": info.process_bytes}
+    mib = 2**20
+    listed = " + ".join(f"{name} {size / mib:,.0f}" for name, size in parts.items() if size)
+    rows = [
+        (
+            "memory",
+            f"{sum(parts.values()) / mib:,.0f} MiB once the KV cache is full: {listed};"
+            f" {info.memory_bytes / mib:,.0f} may be used. This server takes"
+            f" {resident_bytes() / mib:,.0f} beside it",
+        )
+    ]
+    if info.kv_host_bytes:
+        size = f"{info.kv_host_bytes / mib:,.0f} MiB of host memory for KV blocks"
+        rows.append(("swap", f"up to {size} that have to make room, beside all that"))
+    return rows
