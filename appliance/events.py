@@ -85,6 +85,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     kv_bytes: int = 0
     workspace_bytes: int = 0
+    process_bytes: int = 0  # of the engine besides, where all of them are in host memory
     memory_bytes: int = 0
     load_seconds: float = 0.0
     precisions: tuple[str, ...] = ()  # names of the cells' precision index

@@ -25,6 +25,7 @@ from appliance.config import (
     with_kv_folder,
 )
 from appliance.errors import ConfigError
+from appliance.runtime import resident_bytes
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 if TYPE_CHECKING:
@@ -127,24 +128,12 @@ def banner(
     The URL is one that this machine can open, `network` the one for others.
     """
     names = ", ".join(keys)
-    mib = 2**20
     tokens = info.num_blocks * info.block_size
     rows = [
         ("endpoint", f"{url}/v1"),
         *([("network", f"{network}/v1 from other machines")] if network else []),
         ("model", f"{name}, {info.architecture}; weights {info.weight_format}; on {info.device}"),
-        (
-            "memory",
-            f"weights {info.weight_bytes / mib:,.0f} MiB"
-            f" + KV cache up to {info.kv_bytes / mib:,.0f} MiB"
-            f" + workspace {info.workspace_bytes / mib:,.0f} MiB"
-            f" of {info.memory_bytes / mib:,.0f} MiB",
-        ),
-        *(
-            [("swap", f"up to {info.kv_host_bytes / mib:,.0f} MiB of host memory for KV blocks")]
-            if info.kv_host_bytes
-            else []
-        ),
+        *_memory_rows(info),
         (
             "KV cache",
             f"{info.kv_format}, {info.num_blocks:,} blocks of {info.block_size}"
@@ -166,3 +155,23 @@ def _sampling_in_words(sampling: SamplingDefaults) -> str:
     if not sampling:
         return "temperature 1, no token left out; a request may say otherwise"
     return f"{sampling}, from {sampling.source}; a request may say otherwise"
+
+
+def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
+    """What the engine takes when its KV cache is full, and what else of memory is taken."""
+    parts = {"weights": info.weight_bytes, "KV cache": info.kv_bytes}
+    parts |= {"workspace": info.workspace_bytes, "Python and PyTorch": info.process_bytes}
+    mib = 2**20
+    listed = " + ".join(f"{name} {size / mib:,.0f}" for name, size in parts.items() if size)
+    rows = [
+        (
+            "memory",
+            f"{sum(parts.values()) / mib:,.0f} MiB once the KV cache is full: {listed};"
+            f" {info.memory_bytes / mib:,.0f} may be used. This server takes"
+            f" {resident_bytes() / mib:,.0f} beside it",
+        )
+    ]
+    if info.kv_host_bytes:
+        size = f"{info.kv_host_bytes / mib:,.0f} MiB of host memory for KV blocks"
+        rows.append(("swap", f"up to {size} that have to make room, beside all that"))
+    return rows

@@ -143,8 +143,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_disk: Annotated[
         str,
         Setting(
-            "Folder that keeps the KV cache of long prompts over a restart, or off; auto is the"
-            " cache folder for a server, and off in a script.",
+            "Folder that keeps KV cache over a restart, or off: only the beginning that a prompt"
+            " shares with an earlier prompt and its answer, where that is 256 tokens or longer."
+            " auto is the cache folder for a server, and off in a script.",
             Group.KV,
         ),
     ] = "auto"

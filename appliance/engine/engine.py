@@ -173,7 +173,7 @@ class LLMEngine:
         if plan.num_single_rows < len(plan.scheduled):
             tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
         if tiers.writes is not None:
-            tiers.writes.after_step(self._step_seconds)
+            tiers.writes.after_step()
         return self._report(deltas, started)
 
     def _expire(self, now: float) -> list[SequenceDelta]:

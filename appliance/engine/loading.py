@@ -29,6 +29,7 @@ from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.load_tiers import load_tiers
 from appliance.errors import ConfigError
 from appliance.model.source import open_model
+from appliance.runtime import release_unused, resident_bytes
 from appliance.version import __version__
 
 if TYPE_CHECKING:
@@ -81,6 +82,10 @@ def load_parts(
     # Where the workspace is measured later, only what cannot fit at all is refused now.
     plan = plan_memory(replace(request, workspace_bytes=0) if device.is_asynchronous else request)
     executor = execution.load(source, on_progress, plan.context_length)
+    release_unused()  # what weights were read with
+    process_bytes = plan.process_bytes
+    if process_bytes:  # more of the libraries is in use than before
+        process_bytes = max(process_bytes, resident_bytes() - executor.weight_bytes)
     limits = SchedulerLimits(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )
@@ -104,6 +109,7 @@ def load_parts(
         info,
         load_seconds=time.perf_counter() - begin,
         notes=(*kv_notes, *notes, *source.weights.notes(), *_host_notes(plan)),
+        process_bytes=process_bytes,
     )
     tiers, tier_notes = load_tiers(
         config, blocks, moves, rates, info, precision, plan.kv_host_bytes
@@ -204,6 +210,9 @@ def _memory_request(
     execution: Execution,
     num_open: int,
 ) -> MemoryRequest:
+    budget_bytes = memory_budget(precision.device, config.gpu_memory_utilization)
+    # What is taken already is no longer among what is free, and part of what this process uses.
+    process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
     return MemoryRequest(
         spec=source.spec,
         weight_bytes=execution.weight_bytes(source),
@@ -211,7 +220,8 @@ def _memory_request(
         kv_format=in_words(precision),
         block_size=precision.block_size,
         activation_bytes=execution.activation_bytes,
-        budget_bytes=memory_budget(precision.device, config.gpu_memory_utilization),
+        budget_bytes=budget_bytes + process_bytes,
+        process_bytes=process_bytes,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
@@ -235,7 +245,7 @@ def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
 
 
 def memory_budget(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Bytes that this process may take on a device now."""
+    """Bytes that this process may take on a device now, beside what it has."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(total * gpu_memory_utilization) - (total - free)

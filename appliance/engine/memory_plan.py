@@ -1,4 +1,4 @@
-"""Will it fit? Weights + KV cache + workspace against the memory there is, before loading.
+"""Will it fit? Weights, KV cache, workspace and the process itself, before anything is loaded.
 
 A plan that does not fit is refused with the numbers and the nearest settings that would. Imports
 no torch.
@@ -34,6 +34,7 @@ class MemoryPlan:
     kv_bytes: int
     workspace_bytes: int
     budget_bytes: int  # what this process may use
+    process_bytes: int = 0  # of that, what it has without a model
     kv_host_bytes: int = 0  # of host memory, for blocks that have to leave the cache
     host_is_short: bool = False  # that is less than usual, and than one context
 
@@ -58,6 +59,7 @@ class MemoryRequest:
     open_bytes: int = 0  # of open pages, for blocks that are sealed
     kv_host_memory: int | None = None  # bytes asked for, or None
     host_budget_bytes: int | None = None  # beside a GPU; None if the cache is in host memory itself
+    process_bytes: int = 0  # of the budget, taken by this process before a model is loaded
 
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:
@@ -76,7 +78,8 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
         )
     workspace = workspace_bytes(request)
     block_bytes = request.kv_bytes_per_token * request.block_size
-    for_kv = request.budget_bytes - request.weight_bytes - workspace - _host_share(request)
+    taken = request.process_bytes + request.weight_bytes + workspace + _host_share(request)
+    for_kv = request.budget_bytes - taken
     least = -(-context // request.block_size)
     if request.kv_cache_memory is not None:
         num_blocks = request.kv_cache_memory // block_bytes
@@ -96,6 +99,7 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
         kv_bytes=kv_bytes,
         workspace_bytes=workspace,
         budget_bytes=request.budget_bytes,
+        process_bytes=request.process_bytes,
         kv_host_bytes=host_bytes,
         host_is_short=host_bytes < min(usual, least * block_bytes),
     )
@@ -157,11 +161,12 @@ def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) 
     swapped = f" and {_size(host)} for blocks that make room (--kv-host-memory)" if host else ""
     asked = request.kv_cache_memory
     wish = "" if asked is None else f"--kv-cache-memory asks for {_size(asked)}; "
+    itself = f", {_size(own)} of Python and PyTorch" if (own := request.process_bytes) else ""
     numbers = (
         f"{wish}one context of {context:,} tokens needs {_size(needed)} of KV cache"
         f" ({request.kv_format})"
-        f" beside {_size(request.weight_bytes)} of weights and {_size(workspace)} of workspace"
-        f"{swapped}; {_size(request.budget_bytes)} may be used"
+        f" beside {_size(request.weight_bytes)} of weights{itself} and {_size(workspace)} of"
+        f" workspace{swapped}; {_size(request.budget_bytes)} may be used"
     )
     usable = for_kv if asked is None else min(for_kv, asked)
     tokens = max(usable, 0) // request.kv_bytes_per_token

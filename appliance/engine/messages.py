@@ -117,6 +117,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     precisions: tuple[str, ...] = ()  # what the index in a block's word means; kv_format if empty
     notes: tuple[str, ...] = ()  # fallbacks taken, in words
     kv_host_bytes: int = 0  # of host memory, for blocks that have to leave the cache
+    process_bytes: int = 0  # of the engine's process besides all that; 0 if it is not that memory
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

@@ -184,6 +184,7 @@ class EngineCollector(Collector):
             "weights": info.weight_bytes,
             "kv_cache": info.kv_bytes,
             "workspace": info.workspace_bytes,
+            "process": info.process_bytes,
             "kv_host": info.kv_host_bytes,
             "budget": info.memory_bytes,
         }

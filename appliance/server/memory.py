@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
+
+from appliance.runtime import release_unused
 
 
 def settle() -> None:
@@ -16,5 +16,4 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
-    with contextlib.suppress(AttributeError):  # not every C library has it
-        ctypes.CDLL(None).malloc_trim(0)
+    release_unused()

@@ -15,13 +15,14 @@ import torch
 from appliance.errors import MemoryPlanError, QuantizeError
 from appliance.model.tensors import Role
 from appliance.quant.methods.calibrated import quantize_layers
-from appliance.quant.run.memory import MemoryUse, release_unused
+from appliance.quant.run.memory import MemoryUse
 from appliance.quant.run.memory_plan import MIB, plan_memory
 from appliance.quant.run.plan import growth_note
 from appliance.quant.run.writing import PIECE_ELEMENTS, Rounding, units_of
 from appliance.quant.walk.stream import stream_bytes
 from appliance.quant.walk.walk import Walk, tokens_at_once
 from appliance.quantize_events import Plan, TensorClass
+from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

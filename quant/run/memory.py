@@ -56,13 +56,6 @@ def return_large_blocks() -> None:
         change(_MAPPED_FROM, _LARGE)
 
 
-def release_unused() -> None:
-    """Give memory that the C library keeps for later back to the system, where it can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def peak_ram() -> int:
     """The most bytes of memory that this process had, since it began or the mark was cleared.
 

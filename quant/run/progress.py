@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from appliance.quant.run.journal import Record
-from appliance.quant.run.memory import MemoryUse, release_unused
+from appliance.quant.run.memory import MemoryUse
 from appliance.quantize_events import QuantizeEvent, Unit, encode_event, ignore_event
+from appliance.runtime import release_unused
 
 if TYPE_CHECKING:
     import torch

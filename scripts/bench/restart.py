@@ -5,8 +5,7 @@
 
 Time to the first token of the same long prompts: cold, again from the cache in memory, after a
 restart of the server with the files in the system's page cache, and after another one with those
-pages given up. Then decode steps of one engine that writes behind and one that has no disk, in
-turns, with blocks waiting to be written all the time.
+pages given up. Then decode steps, see `step_cost`.
 """
 
 from __future__ import annotations
@@ -14,27 +13,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import random
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from conditions import conditions, percentile, spread, write_result
+from conditions import conditions, spread, write_result
 from load import Endpoint, LoadError, fetch, run_burst
 from processes import Server
-
-from appliance import SamplingParams
-from appliance.engine.engine import LLMEngine
-from appliance.engine.request import Request
-
-VOCABULARY = range(1000, 40000)
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(VOCABULARY, k=length)
+from step_cost import prompt_of, time_steps
 
 
 def body_of(tokens: list[int]) -> dict[str, Any]:
@@ -121,84 +109,6 @@ def time_restarts(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
-def load_engine(options: argparse.Namespace, path: str, folder: str) -> LLMEngine:
-    from appliance.config import EngineConfig
-
-    config = EngineConfig(model=path, kv_disk=folder, threads=options.threads)
-    return LLMEngine.load(config, eos_token_ids=(), metadata=None, on_progress=lambda *_: None)
-
-
-def step_times(
-    engine: LLMEngine, options: argparse.Namespace, batch: int, seed: int
-) -> tuple[list[float], float]:
-    """Decode steps right behind a long prompt, whose blocks are to be written.
-
-    Returns:
-        Seconds of each; those of the processors for all of them, the thread that writes included.
-    """
-
-    def submit(name: str, length: int, max_tokens: int) -> None:
-        sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        tokens = tuple(prompt_of(length, hash((seed, name))))
-        engine.submit(Request(request_id=name, prompt_token_ids=tokens, sampling=sampling))
-
-    submit("long", options.prompt_tokens, 1)
-    while engine.stats().running or engine.stats().waiting:
-        engine.step()
-    for number in range(batch):
-        submit(f"short{number}", 16, options.max_tokens)
-    seconds, cpu_seconds = [], 0.0
-    while engine.stats().running or engine.stats().waiting:
-        begin, cpu_begin = time.perf_counter(), time.process_time()
-        engine.step()
-        elapsed, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
-        stats = engine.stats()
-        if stats.step_decode_tokens == batch and not stats.step_prefill_tokens:
-            seconds.append(elapsed)
-            cpu_seconds += cpu
-    return seconds, cpu_seconds
-
-
-def time_steps(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
-    from appliance.config import cache_dir
-    from appliance.hub import resolve_model
-    from appliance.progress import ProgressLine
-
-    with ProgressLine() as progress:
-        model = resolve_model(options.model, cache_dir=cache_dir(), progress=progress)
-    engines = {name: load_engine(options, str(model.path), name) for name in ("off", folder)}
-    rows = []
-    for batch in options.batch:
-        found: dict[str, list[list[float]]] = {name: [] for name in engines}
-        cpu: dict[str, float] = dict.fromkeys(engines, 0.0)
-        written = engines[folder].stats().kv_disk_written_total
-        for repeat in range(2 * options.repeats):
-            for name, engine in engines.items():
-                times, seconds = step_times(engine, options, batch, seed=100 * batch + repeat)
-                if repeat:  # the first warms up
-                    found[name].append(times)
-                    cpu[name] += seconds
-        written = engines[folder].stats().kv_disk_written_total - written
-        mean = {name: [statistics.mean(one) for one in runs] for name, runs in found.items()}
-        p99 = {name: [percentile(one, 0.99) for one in runs] for name, runs in found.items()}
-        ratio = [on / off for on, off in zip(mean[folder], mean["off"], strict=True)]
-        tail = [on / off for on, off in zip(p99[folder], p99["off"], strict=True)]
-        rows.append(
-            {
-                "batch": batch,
-                "mean_step_ms_without": spread([1000 * value for value in mean["off"]], 3),
-                "mean_step_ms_writing": spread([1000 * value for value in mean[folder]], 3),
-                "ratio_of_means": spread(ratio, 3),
-                "ratio_of_p99": spread(tail, 3),
-                "ratio_of_cpu_seconds": round(cpu[folder] / cpu["off"], 3),
-                "blocks_written_meanwhile": written,
-            }
-        )
-    for engine in engines.values():
-        engine.close()
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", default="", help="default: the packaged model")
@@ -207,7 +117,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8091)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--pairs", type=int, default=40, help="of windows, for each batch")
+    parser.add_argument("--window", type=int, default=96, help="decode steps in one")
     parser.add_argument("--no-servers", action="store_true", help="only time decode steps")
     parser.add_argument("--no-steps", action="store_true", help="only time restarts")
     parser.add_argument("--folder", default=None, help="where the files go; default: a temporary")

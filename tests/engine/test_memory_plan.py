@@ -69,10 +69,22 @@ def test_a_longer_context_than_the_models_is_refused() -> None:
         plan_memory(request(max_model_len=8193))
 
 
+def test_what_the_process_has_already_is_part_of_the_plan() -> None:
+    without = plan_memory(request(fill=True))
+    plan = plan_memory(request(fill=True, process_bytes=50 * MIB))
+    assert plan.process_bytes == 50 * MIB
+    assert without.kv_bytes - plan.kv_bytes == 50 * MIB
+    more = plan_memory(request(process_bytes=50 * MIB, budget_bytes=350 * MIB))
+    assert more.kv_host_bytes == plan_memory(request()).kv_host_bytes
+    with pytest.raises(MemoryPlanError, match=r"of weights, 200\.0 MiB of Python and PyTorch"):
+        plan_memory(request(process_bytes=200 * MIB))
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"budget_bytes": 112 * MIB},
+        {"budget_bytes": 212 * MIB, "process_bytes": 100 * MIB},
         {"kv_cache_memory": 8 * MIB},
         {"kv_cache_memory": 250 * MIB},
         {"budget_bytes": 90 * MIB},

@@ -11,7 +11,7 @@ from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.tiers import write_behind
+from appliance.engine.tiers import disk_rule
 from appliance.stats import SEQUENCE_STATES
 
 if TYPE_CHECKING:
@@ -92,9 +92,10 @@ def test_beams_without_blocks_wait_to_fork(tiny_llama: Path) -> None:
 def test_what_the_disk_has_is_waited_for(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_behind, "MIN_TOKENS", 64)
+    monkeypatch.setattr(disk_rule, "MIN_TOKENS", 64)
     first = load(tiny_llama, kv_disk=str(tmp_path))
-    watched(first, request("a", 250, max_tokens=2))
+    for _ in range(2):  # what comes again is written
+        watched(first, request("a", 250, max_tokens=2))
     first.close()
     again = load(tiny_llama, kv_disk=str(tmp_path))
     again.submit(request("a", 250, max_tokens=2))

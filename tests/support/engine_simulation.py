@@ -153,7 +153,7 @@ class Simulation:
         admission = fits_now if self.script.setting.admits_eagerly else may_admit
         with (
             patch("appliance.engine.scheduling.admission.may_admit", admission),
-            patch("appliance.engine.tiers.write_behind.MIN_TOKENS", MIN_DISK_TOKENS),
+            patch("appliance.engine.tiers.disk_rule.MIN_TOKENS", MIN_DISK_TOKENS),
             patch("appliance.engine.tiers.tiers.MIN_READ_TOKENS", MIN_DISK_TOKENS),
         ):
             return self.play()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 READ_SECONDS, WRITE_SECONDS = 0.02, 0.004
+CPU_SECONDS = 0.0001  # of a processor, to write a block
 SLOW = 25.0  # times as long
 PAUSE_SECONDS = 2.0
 
@@ -37,8 +38,6 @@ class VirtualDisk:
         fault: what goes wrong: "full", "slow" or "damaged"; empty is nothing.
         counters: as `DiskStore` has them.
     """
-
-    block_seconds = 0.0001
 
     def __init__(self, clock: Clock, capacity: int, noise: random.Random) -> None:
         self.fault = ""
@@ -70,6 +69,17 @@ class VirtualDisk:
         """See `DiskTier`."""
         self._write_some()
         return not self.trouble or self._clock.now >= self._resume
+
+    @property
+    def cpu_seconds(self) -> float:
+        """See `DiskTier`."""
+        return CPU_SECONDS * self.counters.written
+
+    @property
+    def is_done(self) -> bool:
+        """See `DiskTier`."""
+        self._write_some()
+        return not self._queue
 
     @property
     def has_room(self) -> bool:

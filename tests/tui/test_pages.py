@@ -141,6 +141,7 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
         INFO,
         memory_bytes=8 * 2**30,
         workspace_bytes=2**28,
+        process_bytes=2**28,
         quality=(
             QualityFact(name="perplexity", value=11.53),
             QualityFact(name="kld_mean", value=0.0312, note="against Qwen3-8B"),
@@ -171,6 +172,7 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
             "quality card  against Qwen3-8B",
             "KL divergence, mean",
             "0.0312",
+            "Python and PyTorch",
             "quantize Qwen3-8B",
             "4 of 38",
             "loss 0.0123",

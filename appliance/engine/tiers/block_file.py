@@ -1,25 +1,28 @@
 """One block's content as a file: whose it is, what it is, and a checksum over all of that.
 
 64 bytes, then the content: magic (8), fingerprint (16), hash (16), length (8, little-endian),
-BLAKE2b of fingerprint, hash and content (16). Nothing is ever taken from a file that does not
-hold exactly what was asked for.
+CRC-32 of fingerprint, hash and content (4, little-endian), zeros (12). Nothing is ever taken from a
+file that does not hold exactly what was asked for.
+
+The checksum is against what disks and power cuts do, not against people, who could compute any
+other one as well: a quarter of what BLAKE2b takes of a processor, which was half of all that
+writing a block took.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from hashlib import blake2b
+import zlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-MAGIC = b"APPLKV\x00\x01"  # the last byte grows when the meaning of the bytes changes
+MAGIC = b"APPLKV\x00\x02"  # the last byte grows when the meaning of the bytes changes
 SUFFIX = ".kv"
-_HEADER = struct.Struct("<8s16s16sQ16s")
+_HEADER = struct.Struct("<8s16s16sQI12x")
 HEADER_BYTES = _HEADER.size
-DIGEST_BYTES = 16
 
 
 class ForeignBlockError(Exception):
@@ -102,7 +105,5 @@ def write_block_file(
         raise
 
 
-def _checksum(fingerprint: bytes, content: bytes, data: bytes | bytearray | memoryview) -> bytes:
-    digest = blake2b(fingerprint + content, digest_size=DIGEST_BYTES)
-    digest.update(data)
-    return digest.digest()
+def _checksum(fingerprint: bytes, content: bytes, data: bytes | bytearray | memoryview) -> int:
+    return zlib.crc32(data, zlib.crc32(fingerprint + content))

@@ -6,16 +6,12 @@ The engine's thread never waits for a file. Imports no torch.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
-
-from appliance.engine.rates import moving_average
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
 
 MAX_QUEUED = 8  # blocks on their way to the disk
 PAUSE_SECONDS = 60.0  # without writing after the disk refused
-_NICENESS = 10  # of the thread that writes
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +52,10 @@ class DiskTier:
 
     Attributes:
         trouble: why nothing is written, in words; empty if all is well.
-        block_seconds: of a processor, to write one block.
     """
 
     def __init__(self, store: DiskStore) -> None:
         self.trouble = ""
-        self.block_seconds = 0.0
         self._store = store
         self._resume = 0.0  # monotonic seconds
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -72,13 +65,14 @@ class DiskTier:
         self._read: deque[ReadJob] = deque()
         self._has_read = threading.Event()
         self.unfinished: list[ReadJob] = []
-        self._threads = [
-            threading.Thread(target=self._run_writer, name="kv-disk-writer", daemon=True),
-            threading.Thread(target=self._run_reader, name="kv-disk-reader", daemon=True),
-        ]
+        writer = threading.Thread(target=self._run_writer, name="kv-disk-writer", daemon=True)
+        reader = threading.Thread(target=self._run_reader, name="kv-disk-reader", daemon=True)
+        self._threads = (writer, reader)
         self._tasks.put(store.sweep)
         for thread in self._threads:
             thread.start()
+        assert writer.ident is not None, "it was started"
+        self._writer_clock = time.pthread_getcpuclockid(writer.ident)
 
     @property
     def store(self) -> DiskStore:
@@ -92,6 +86,16 @@ class DiskTier:
     def is_writing(self) -> bool:
         """Whether it makes sense to hand blocks over."""
         return not self.trouble or time.monotonic() >= self._resume
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Time of a processor that the thread that writes has had, for whatever; until `close`."""
+        return time.clock_gettime(self._writer_clock)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that was handed over is written."""
+        return self._queued == 0
 
     @property
     def has_room(self) -> bool:
@@ -147,9 +151,8 @@ class DiskTier:
             thread.join(max(0.0, end - time.monotonic()))
 
     def _run_writer(self) -> None:
-        # To the scheduler of the system a thread is a process: steps go first.
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        # At no lower priority than steps have: they would wait for Python's lock while this thread,
+        # which holds it, waits for a core that any other process has taken.
         while (task := self._tasks.get()) is not None:
             try:
                 task()
@@ -161,11 +164,7 @@ class DiskTier:
 
     def _write(self, content: bytes, held: HeldBlock, stamp_ns: int) -> None:
         try:
-            data = held.read()
-            begin = time.thread_time()
-            self._store.write(content, data, stamp_ns)
-            spent = time.thread_time() - begin
-            self.block_seconds = moving_average(self.block_seconds, spent)
+            self._store.write(content, held.read(), stamp_ns)
             if self.trouble:
                 self.trouble = ""
                 logger.info("KV blocks are written to %s again", self._store.root)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from appliance.engine.tiers.disk_rule import ON_DISK
 from appliance.engine.tiers.disk_store import DiskStore
 from appliance.engine.tiers.disk_tier import DiskTier
 from appliance.engine.tiers.tiers import Tiers, TierSizes
@@ -77,11 +78,13 @@ def load_tiers(
         return Tiers(blocks, sizes, rates), (note,)
     disk = DiskTier(store)
     note = (
-        f"the KV cache of long prompts is kept in {root} (up to {config.kv_disk_size / 2**30:.1f}"
-        f" GiB, {len(store)} blocks of this model now); --kv-disk off keeps none,"
-        " appliance cache rm removes it"
+        f"kept on the disk: {ON_DISK}; in {root}, up to {config.kv_disk_size / 2**30:.1f} GiB,"
+        f" {len(store):,} blocks of this model now; --kv-disk off keeps nothing, appliance cache rm"
+        " removes it"
     )
-    return Tiers(blocks, sizes, rates, disk, WriteBehind(blocks, disk, moves.save)), (note,)
+    clock = time.thread_time if device == "cpu" else time.perf_counter
+    writes = WriteBehind(blocks, disk, moves.save, clock)
+    return Tiers(blocks, sizes, rates, disk, writes), (note,)
 
 
 def kv_fingerprint(model: Path, fingerprint: str, precision: Precision, block_bytes: int) -> bytes:

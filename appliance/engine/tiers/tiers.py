@@ -16,6 +16,7 @@ import msgspec
 from appliance.engine.plan import BlockMove, HeldBlock
 from appliance.engine.scheduling.policy import should_swap
 from appliance.engine.sequence import SequenceStatus
+from appliance.engine.tiers.disk_rule import num_on_disk
 from appliance.engine.tiers.host_store import HostStore
 
 if TYPE_CHECKING:
@@ -280,10 +281,11 @@ class Tiers:
                 kept.last = None
 
     def offer(self, sequence: Sequence) -> None:
-        """Let a sequence's full blocks be written to the disk; called before it is freed."""
-        if self.writes is not None:
-            num_full = sequence.num_computed // self._blocks.block_size
-            self.writes.offer(sequence.block_hashes[:num_full])
+        """Let what `disk_rule` allows be written to the disk; called before it is freed."""
+        if self.writes is None or sequence.parent is not None:
+            return  # what siblings share, one of them offers
+        if num_blocks := num_on_disk(sequence.num_cached, self._blocks.block_size):
+            self.writes.offer(sequence.block_hashes[:num_blocks])
 
     def forget(self, sequence: Sequence) -> bool:
         """A sequence has ended; True if it was waiting for the disk."""

@@ -1,14 +1,20 @@
-"""Which blocks are written to the disk, and when: never in the way of a step. Imports no torch.
+"""When blocks are written to the disk: never in the way of a step. Imports no torch.
 
-Whole prompts with their answers are worth it, since the next turn of a conversation begins with
-both; a short one is computed again as fast as it is read. A block waits in the cache, by its hash
-alone, until there is a moment for it: all the time there is while nothing runs, and a small share
-of it while steps do. One that leaves the cache before is not written.
+A block waits in the cache, by its hash alone, until there is a moment for it: all the time there is
+while nothing runs, and a small share of it while steps do. One that leaves the cache before is not
+written.
+
+Where all cores compute a step, each second of a processor that writing takes is one that the step
+waits. So all of it counts against the share: what handing a block over takes of the steps' thread,
+and every second of a processor that the thread of the disk has had, whatever it did. What is owed
+is paid before the next block is handed over, one at a time, and a share that was not used is gone:
+saved up, what a long prompt did not use would all be taken from the answers behind it.
 """
 
 from __future__ import annotations
 
 import time
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from appliance.engine.plan import BlockMove, HeldBlock
@@ -19,11 +25,8 @@ if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.tiers.disk_tier import DiskTier
 
-MIN_TOKENS = 256  # of a chain that is written
-BUSY_SHARE = 0.02  # of the time of steps that copying and writing may take
-MAX_BLOCKS_PER_STEP = 2
+BUSY_SHARE = 0.02  # of the time of steps that handing over and writing may take
 MAX_PENDING = 1 << 16  # blocks
-_MAX_SAVED_SECONDS = 0.05  # of its share that was not used
 _IDLE_BLOCKS = 8  # in a short piece of idle work
 _IDLE_SECONDS = 0.005
 
@@ -35,7 +38,9 @@ class WriteBehind:
         blocks: the cache's books.
         disk: where they go.
         save: takes content out of the cache.
-        clock: seconds, to see how long that takes.
+        clock: seconds, by which steps are measured, and what handing over takes of them. Where
+            processors compute them, those that the thread which calls has had of one: beside
+            other processes a step takes longer, but can spare no more.
 
     Attributes:
         num_dropped: blocks that were to be written and left the cache before.
@@ -46,7 +51,7 @@ class WriteBehind:
         blocks: BlockManager,
         disk: DiskTier,
         save: Callable[[Sequence[BlockMove]], None],
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float],
     ) -> None:
         self.num_dropped = 0
         self._blocks = blocks
@@ -54,8 +59,9 @@ class WriteBehind:
         self._save = save
         self._clock = clock
         self._pending: dict[bytes, int] = {}  # time of last use, by hash
-        self._allowance = 0.0  # seconds
-        self._copy_seconds = 0.0  # of the last block
+        self._owed = 0.0  # seconds that were taken from steps, beyond their share
+        self._seen = disk.cpu_seconds  # of the disk's thread, accounted for
+        self._last = clock()  # the end of the latest step or idle moment
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -67,9 +73,7 @@ class WriteBehind:
 
     def offer(self, hashes: list[bytes]) -> None:
         """Have a chain's blocks written, or only its time noted where they are already."""
-        if len(hashes) * self._blocks.block_size < MIN_TOKENS:
-            return
-        now = time.time_ns()
+        begin, now = self._clock(), time.time_ns()
         known = []
         for depth, content in enumerate(hashes):
             # A tail is older than its head, so that the head is removed last.
@@ -79,31 +83,33 @@ class WriteBehind:
             else:
                 self._pending[content] = stamp
         self._disk.touch(known)
-        for content in list(self._pending)[: max(0, len(self._pending) - MAX_PENDING)]:
+        for content in list(islice(self._pending, max(0, len(self._pending) - MAX_PENDING))):
             self.lost(content)
+        self._owed += self._clock() - begin
 
     def lost(self, content: bytes) -> None:
         """A block leaves the cache."""
         if self._pending.pop(content, None) is not None:
             self.num_dropped += 1
 
-    def after_step(self, seconds: float) -> None:
-        """Use a step's share of the time, which is little."""
-        if not self.has_work:
-            return
-        self._allowance = min(self._allowance + BUSY_SHARE * seconds, _MAX_SAVED_SECONDS)
-        for _ in range(MAX_BLOCKS_PER_STEP):
-            if self._allowance <= 0 or not self._disk.has_room or not self._pending:
-                return
+    def after_step(self) -> None:
+        """Pay what is owed from a step's share; take one block more if that is all of it."""
+        now, spent = self._clock(), self._disk.cpu_seconds
+        taken, given = spent - self._seen, BUSY_SHARE * max(0.0, now - self._last)
+        self._owed = max(0.0, self._owed + taken - given)
+        self._last, self._seen = now, spent
+        if not self._owed and self.has_work and self._disk.is_done:
             self._write_next()
-            self._allowance -= self._copy_seconds + self._disk.block_seconds
+            self._owed = self._clock() - now
 
     def idle(self) -> None:
         """Write some blocks, or wait a moment until there is room for them."""
         for _ in range(_IDLE_BLOCKS):
             if not self.has_work or not self._disk.wait_for_room(_IDLE_SECONDS):
-                return
+                break
             self._write_next()
+        # Until here no step had to wait for it.
+        self._last, self._seen = self._clock(), self._disk.cpu_seconds
 
     def flush(self, seconds: float) -> None:
         """Write all that there is time for."""
@@ -119,8 +125,6 @@ class WriteBehind:
         if block is None or content in self._disk:
             self.num_dropped += block is None
             return
-        begin = self._clock()
         held = HeldBlock()
         self._save([BlockMove(block, held)])
-        self._copy_seconds = self._clock() - begin
         self._disk.write(content, held, stamp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,11 +36,24 @@ def test_what_was_asked_for_is_there_and_told(tiny_llama: Path) -> None:
     assert info.kv_host_bytes == 3 * MIB
     block_bytes = info.kv_bytes // info.num_blocks
     assert engine.stats().kv_host_capacity == 3 * MIB // block_bytes
-    assert "up to 3 MiB of host memory for KV blocks" in banner("http://x", "tiny", info)
+    told = banner("http://x", "tiny", info)
+    assert "up to 3 MiB of host memory for KV blocks that have to make room" in told
     there = banner("http://127.0.0.1:1", "tiny", info, network="http://192.168.1.4:1")
     assert "http://192.168.1.4:1/v1 from other machines" in there
-    assert "other machines" not in banner("http://x", "tiny", info)
+    assert "other machines" not in told
     assert "host memory" not in banner("http://x", "tiny", load(tiny_llama, kv_host_memory=0).info)
+
+
+def test_the_banner_says_what_the_engine_takes_in_all(tiny_llama: Path) -> None:
+    info = load(tiny_llama).info
+    (row,) = (line for line in banner("http://x", "m", info).splitlines() if "memory  " in line)
+    listed = r"weights (\d+) \+ KV cache (\d+) \+ workspace (\d+) \+ Python and PyTorch ([\d,]+)"
+    used = r"; [\d,]+ may be used\. This server takes [\d,]+ beside it"
+    found = re.search(rf"([\d,]+) MiB once the KV cache is full: {listed}{used}", row)
+    assert found is not None, row
+    total, *parts = (int(number.replace(",", "")) for number in found.groups())
+    assert abs(total - sum(parts)) <= 2, "rounded one by one"
+    assert parts[-1] == round(info.process_bytes / MIB) > 50
 
 
 def test_where_little_is_left_it_shrinks_and_says_so(

@@ -1,0 +1,45 @@
+"""What the plan says is what the process has, interpreter and libraries included.
+
+Resident memory of one process: what others on the machine do, or have loaded of the same libraries,
+does not change it. Each engine is a process of its own, started as the server starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.runtime import ALLOCATOR, OPENMP
+
+SCRIPT = Path(__file__).parents[1] / "support" / "resident_engine.py"
+SMALL = {"kv_cache_memory": 100 << 20, "max_model_len": 2048}
+
+
+def run(model: Path, **settings: Any) -> dict[str, Any]:
+    finished = subprocess.run(
+        [sys.executable, str(SCRIPT), str(model), json.dumps({"threads": 1, **settings})],
+        env={**os.environ, **ALLOCATOR, **OPENMP},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(finished.stdout)
+    return found
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("settings", [{}, SMALL], ids=["default", "bounded"])
+def test_the_engine_takes_what_was_planned(smollm2_gguf: Path, settings: dict[str, Any]) -> None:
+    found = run(smollm2_gguf, **settings)
+    parts = found["parts"]
+    planned = sum(parts.values())
+    assert found["full"] == pytest.approx(planned, rel=0.05), found
+    assert planned < found["of"]
+    # As soon as it is loaded, all is there but the cache and the workspace.
+    assert found["loaded"] == pytest.approx(parts["weights"] + parts["process"], rel=0.05), found

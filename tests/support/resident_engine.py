@@ -1,0 +1,62 @@
+"""An engine in a process of its own, under a load that takes all that was planned with.
+
+`python resident_engine.py MODEL SETTINGS` writes a line of JSON: the parts of the plan, and what
+the process has of memory when it is loaded, and once its KV cache is full. SETTINGS is JSON too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from typing import Any
+
+from appliance.config import EngineConfig
+from appliance.engine.engine import LLMEngine
+from appliance.engine.request import MAX_LOGPROBS, Request, SamplingParams
+from appliance.runtime import resident_bytes
+
+
+def ask(engine: LLMEngine, count: int, length: int, sampling: SamplingParams) -> None:
+    noise = random.Random(count)
+    for number in range(count):
+        tokens = tuple(noise.choices(range(1000, 40_000), k=length))
+        engine.submit(Request(request_id=str(number), prompt_token_ids=tokens, sampling=sampling))
+    while engine.has_work:
+        engine.step()
+
+
+def fill(engine: LLMEngine) -> None:
+    """Have every block of the cache written to, as after hours of prompts."""
+    cache: Any = engine._runner._cache  # type: ignore[attr-defined]
+    for block in range(cache.num_blocks):
+        cache.write_block(block, bytes(cache.block_bytes))
+
+
+def main(model: str, settings: dict[str, Any]) -> None:
+    engine = LLMEngine.load(
+        EngineConfig(model=model, **settings),
+        eos_token_ids=(),
+        metadata=None,
+        on_progress=lambda stage, done, total: None,
+    )
+    info, loaded = engine.info, resident_bytes()
+    limits = engine.info.max_num_seqs
+    ask(engine, 1, 600, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    sampled = SamplingParams(
+        max_tokens=3, temperature=0.8, top_p=0.9, logprobs=MAX_LOGPROBS, presence_penalty=0.5
+    )
+    ask(engine, limits, 20, sampled)
+    fill(engine)
+    parts = {
+        "weights": info.weight_bytes,
+        "kv_cache": info.kv_bytes,
+        "workspace": info.workspace_bytes,
+        "process": info.process_bytes,
+    }
+    found = {"parts": parts, "loaded": loaded, "full": resident_bytes(), "of": info.memory_bytes}
+    sys.stdout.write(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
