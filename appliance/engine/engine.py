@@ -109,14 +109,19 @@ class LLMEngine:
         Raises:
             RequestError: it can never be served: too long, or a token id outside the vocabulary.
         """
-        largest = max(request.prompt_token_ids, default=0)
-        smallest = min(request.prompt_token_ids, default=0)
-        for token_id in (smallest, largest, *request.sampling.logit_bias, *request.sampling.forced):
-            if not 0 <= token_id < self.info.vocab_size:
-                raise RequestError(
-                    f"token id {token_id} is outside the vocabulary of {self.info.vocab_size}",
-                    param="logit_bias" if token_id in request.sampling.logit_bias else "prompt",
-                )
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        ends = (min(prompt, default=0), max(prompt, default=0))
+        for param, token_ids in (
+            ("prompt", (*ends, *sampling.forced)),
+            ("logit_bias", sampling.logit_bias),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            for token_id in token_ids:
+                if not 0 <= token_id < self.info.vocab_size:
+                    raise RequestError(
+                        f"token id {token_id} is outside the vocabulary of {self.info.vocab_size}",
+                        param=param,
+                    )
         needed = num_candidates(request.sampling, self.info.eos_token_ids)
         if request.sampling.use_beam_search and needed > self.info.vocab_size:
             raise RequestError(

@@ -77,6 +77,8 @@ def load_parts(
     torch.set_num_threads(threads)
     on_progress("reading the model", 0, 0)
     source = open_model(Path(config.model))
+    # A tokenizer may name tokens that the model has no logits for, and so never generates.
+    eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
     precision, kv_notes = _precision(config, source)
     execution, notes = choose_execution(config, precision, source, threads)
     if device is None and precision.device.type == "cuda":

@@ -236,9 +236,23 @@ def test_what_can_never_run_is_refused(engine: LLMEngine, tiny_llama: Path) -> N
     with pytest.raises(RequestError, match="outside the vocabulary") as caught:
         engine.submit(request("bias", (3,), logit_bias={512: 1.0}))
     assert caught.value.param == "logit_bias"
+    with pytest.raises(RequestError, match="outside the vocabulary") as caught:
+        engine.submit(request("stop", (3,), stop_token_ids=(512,), min_tokens=1))
+    assert caught.value.param == "stop_token_ids"
     assert not engine.has_work
     with pytest.raises(MemoryPlanError, match="--kv-cache-memory"):
         load(tiny_llama, kv_cache_memory=2**16, kv_cache_dtype="fp32")
+
+
+def test_an_end_that_only_the_tokenizer_knows_is_never_banned(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `min_tokens` its logit would be written, past the end of a row."""
+    monkeypatch.setattr(f"{__name__}.EOS", 10**9)
+    engine = load(tiny_llama)
+    assert engine.info.eos_token_ids == ()
+    answers = run(engine, request("r", prompt(5), min_tokens=3, ignore_eos=False))
+    assert len(answers["r", 0]) == 20
 
 
 def test_the_budget_of_a_step_holds_and_prompts_are_chunked(engine: LLMEngine) -> None:

@@ -209,3 +209,13 @@ def test_unknown_kinds_are_named(tmp_path: Path, changes: dict[str, str]) -> Non
     path = write(tmp_path / "t.gguf", **byte_level_fields(**changes))
     with pytest.raises(UnsupportedModelError, match=next(iter(changes.values()))):
         Tokenizer.from_path(path)
+
+
+def test_a_token_of_a_million_characters_is_refused_before_it_is_taken_apart(
+    tmp_path: Path,
+) -> None:
+    fields = sentencepiece_fields()
+    fields["tokens"][-1] = "x" * 10**6
+    path = write(tmp_path / "model.gguf", **fields)
+    with pytest.raises(ModelError, match="1000000 characters"):
+        Tokenizer.from_path(path)

@@ -143,6 +143,13 @@ static ap_status claim_buffers(step_state *s) {
     return AP_OK;
 }
 
+/* Whether what rotates is pairs inside a head. */
+static bool rope_fits(const ap_model *model, const ap_attention *a) {
+    if (a->rope < 0 || a->rope >= model->num_ropes) return false;
+    int32_t rotary_dim = model->ropes[a->rope].rotary_dim;
+    return rotary_dim >= 0 && rotary_dim % 2 == 0 && rotary_dim <= a->head_dim;
+}
+
 static ap_status check_batch(const ap_model *model, const ap_cache *cache, const ap_batch *batch) {
     int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
     for (int32_t i = 0; i < batch->num_tokens; i++) {
@@ -159,7 +166,8 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
         }
     }
     for (int32_t i = 0; i < model->num_layers; i++) {
-        if (!attention_supported(&model->layers[i].attention, cache, i)) return AP_BAD_ARGUMENT;
+        const ap_attention *a = &model->layers[i].attention;
+        if (!attention_supported(a, cache, i) || !rope_fits(model, a)) return AP_BAD_ARGUMENT;
         if (is_sealed(cache->layers[i].format) && !open_pages_fit(cache, batch))
             return AP_BAD_ARGUMENT;
     }
