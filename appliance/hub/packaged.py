@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from appliance.errors import ModelError
 from appliance.files import replace_atomically
 from appliance.hub.growth import Progress, ignore_progress, watch_growth
+from appliance.runtime import child_environment
 
 _CHUNK = 1 << 20
 
@@ -127,7 +127,7 @@ def _pip_download(requirements: list[str], wheels: Path) -> None:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "TMPDIR": str(scratch)},
+            env=child_environment(TMPDIR=str(scratch)),
         )
         try:
             status = child.wait()

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from appliance.errors import ChatTemplateError
+from appliance.runtime import child_environment
 from appliance.tokenizer.chat_template import ChatTemplate
 
 CPU_SECONDS = 2
@@ -56,6 +57,7 @@ def probe(template: ChatTemplate) -> None:
             input=json.dumps(arguments).encode(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=child_environment(),
             timeout=WALL_SECONDS,
             check=False,
         )

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from appliance.config import ENV_PREFIX, cache_dir
+from appliance.config import cache_dir
 from appliance.engine.messages import Shutdown
 from appliance.engine.process.connection import Connection
 from appliance.engine.process.entry import DUMP_STACKS_SIGNAL
 from appliance.engine.process.metadata import create_metadata, map_metadata
-from appliance.runtime import ALLOCATOR, OPENMP
+from appliance.runtime import ALLOCATOR, OPENMP, child_environment
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -101,6 +101,4 @@ def _environment() -> dict[str, str]:
     Compiled kernels of a GPU are kept with our other derived files.
     """
     kernels = {"TRITON_CACHE_DIR": str(cache_dir() / "triton")}
-    environment = {**ALLOCATOR, **OPENMP, **kernels, **os.environ}
-    environment.pop(f"{ENV_PREFIX}API_KEY", None)
-    return environment
+    return {**ALLOCATOR, **OPENMP, **kernels, **child_environment()}
