@@ -84,10 +84,11 @@ def test_the_c_tests_pass_with_sanitizers(sanitized: Path, tmp_path: Path) -> No
     assert ran == {path.stem for path in FILES}, "a file has no test with the library of conftest"
 
 
+@pytest.mark.timeout(0)  # what it starts has a limit of its own
 def test_settings_of_a_stranger_reach_nothing_out_of_bounds(
     sanitized: Path, request: pytest.FixtureRequest
 ) -> None:
-    """--header-cases=50000 takes an hour, and --timeout=0."""
+    """Of --header-cases, of which 50000 take an hour or so."""
     cases = request.config.getoption("header_cases")
     finished = run(
         [
