@@ -108,6 +108,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queue_seconds: float = 600.0  # that one may wait before it is started
     share_prefixes_between_keys: bool = False  # though timing then tells keys of each other
     max_body_bytes: int = 2 * 1024 * 1024
+    max_connections: int = 768  # of all clients together
+    # With commas between; * allows all. Origins are those of web pages and apps that may call, such
+    # as app://obsidian.md; hosts are names that a reverse proxy passes on, such as llm.example.
+    allowed_origins: str = ""
+    allowed_hosts: str = ""
     show_prompts: bool = False  # to dashboards, of several keys each its own
     min_quality: str | None = None  # such as kld<=0.1 or warn:same-top>=90, see quant.min_quality
 
@@ -116,6 +121,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_range("max_queue", self.max_queue, 0, 10**6)
         _check_range("max_queue_seconds", self.max_queue_seconds, 0.001, 10**6)
         _check_range("max_body_bytes", self.max_body_bytes, 1024, 2**30)
+        _check_range("max_connections", self.max_connections, 8, 10**5)
         check_keys(self.api_key, self.api_keys)
 
     def keys(self) -> dict[str, str]:

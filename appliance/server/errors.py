@@ -14,8 +14,6 @@ from appliance.errors import (
     EngineDiedError,
     EngineError,
     EngineUnavailableError,
-    QueueFullError,
-    QueueTimeoutError,
     RequestError,
 )
 
@@ -47,6 +45,17 @@ class MediaTypeError(RequestError):
     status = 415
 
 
+class TooManyConnectionsError(RequestError):
+    """More connections than are accepted at once; `retry_after` is in seconds."""
+
+    status = 503
+    type = "server_error"
+    retry_after = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message}; try again in a moment", code="too_many_connections")
+
+
 class ErrorDetail(msgspec.Struct, frozen=True):
     """The inside of an error body."""
 
@@ -67,8 +76,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
     match error:
         case RequestError():
             headers = {}
-            if isinstance(error, QueueFullError | QueueTimeoutError):
-                headers["retry-after"] = str(math.ceil(error.retry_after))
+            if (seconds := getattr(error, "retry_after", None)) is not None:
+                headers["retry-after"] = str(math.ceil(seconds))
             if error.status == 401:
                 headers["www-authenticate"] = "Bearer"
             return error.status, _body(error.message, error.type, error.param, error.code), headers

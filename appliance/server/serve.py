@@ -17,8 +17,9 @@ from appliance.config import jobs_dir
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.client import EngineClient
 from appliance.errors import EngineUnavailableError
-from appliance.log import RecentWarnings
-from appliance.server.listener import HttpProtocol, bind, url_of
+from appliance.log import RecentWarnings, Sparing
+from appliance.server.connection import protocol_of
+from appliance.server.listener import bind, url_of
 from appliance.server.memory import settle
 from appliance.server.metrics import Metrics
 from appliance.server.state import ServerState
@@ -155,10 +156,11 @@ class _Server:
         log = logging.getLogger("uvicorn")
         log.handlers[:] = logging.getLogger("appliance").handlers
         log.setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").filters[:] = [Sparing()]  # strangers make it speak
         return _WebServer(
             uvicorn.Config(
                 create_app(self._state),
-                http=HttpProtocol,
+                http=protocol_of(self._state.config.max_connections),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
