@@ -45,6 +45,24 @@ class MediaTypeError(RequestError):
     status = 415
 
 
+class FramingError(RequestError):
+    """It is not certain where the request ends, so its connection does."""
+
+
+class TooManyWrongKeysError(RequestError):
+    """Somebody tries keys; `retry_after` is in seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(
+            "too many wrong API keys came from this address; try again later",
+            code="too_many_wrong_keys",
+        )
+        self.retry_after = retry_after
+
+
 class TooManyConnectionsError(RequestError):
     """More connections than are accepted at once; `retry_after` is in seconds."""
 
@@ -78,6 +96,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             headers = {}
             if (seconds := getattr(error, "retry_after", None)) is not None:
                 headers["retry-after"] = str(math.ceil(seconds))
+            if isinstance(error, FramingError):
+                headers["connection"] = "close"
             if error.status == 401:
                 headers["www-authenticate"] = "Bearer"
             return error.status, _body(error.message, error.type, error.param, error.code), headers

@@ -7,7 +7,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from appliance.errors import ConfigError
-from appliance.server.door import is_loopback
+from appliance.server.origins import is_loopback
 
 if TYPE_CHECKING:
     from appliance.config import ServerConfig

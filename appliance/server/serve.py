@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -87,6 +88,7 @@ def run_server(
         ApplianceError: the model cannot be loaded.
     """
     sock = bind(settings.server)
+    _allow_descriptors(settings.server.max_connections)
     with sock:
         engine_config = msgspec.structs.replace(settings.engine, model=str(model.path))
         engine = EngineClient(engine_config, command=engine_command)
@@ -207,6 +209,15 @@ class _WebServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _allow_descriptors(connections: int) -> None:
+    """Room for that many connections, as far as the system gives it; 1024 is usual, and close."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def _try_template(tokenizer: Tokenizer) -> None:
