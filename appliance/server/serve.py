@@ -25,7 +25,6 @@ from appliance.server.memory import settle
 from appliance.server.metrics import Metrics
 from appliance.server.state import ServerState
 from appliance.tokenizer import Tokenizer
-from appliance.tokenizer.template_probe import probe
 
 if TYPE_CHECKING:
     import socket
@@ -151,6 +150,8 @@ class _Server:
             web.force_exit = self._stop_now.is_set()
             await serving
             self._state.text_pool.shutdown(wait=False, cancel_futures=True)
+            if self._state.tokenizer is not None:
+                self._state.tokenizer.close()
 
     def _web_server(self) -> uvicorn.Server:
         from appliance.server.app import create_app  # slow to import
@@ -179,7 +180,7 @@ class _Server:
         tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._model.path)
         info, _ = await asyncio.gather(
             self._engine.start(tokenizer.eos_token_ids, on_progress),
-            asyncio.to_thread(_try_template, tokenizer),
+            asyncio.to_thread(tokenizer.isolate_template),
         )
         self._state.tokenizer = tokenizer
         settle()
@@ -218,11 +219,6 @@ def _allow_descriptors(connections: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-
-
-def _try_template(tokenizer: Tokenizer) -> None:
-    if tokenizer.chat_template is not None:
-        probe(tokenizer.chat_template)
 
 
 async def _first_of(*tasks: asyncio.Task[Any]) -> None:

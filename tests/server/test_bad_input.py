@@ -70,7 +70,6 @@ async def test_what_is_not_strict_json(serve: Serve) -> None:
 CHAT_FIELDS: list[tuple[str, Any]] = [
     ("messages", []),
     ("messages", "hi"),
-    ("messages", [USER] * 257),
     ("messages", [{"content": "hi"}]),
     ("messages", [{"role": "robot", "content": "hi"}]),
     ("messages", [{"role": "tool", "content": "hi"}]),
