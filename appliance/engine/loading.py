@@ -21,7 +21,13 @@ from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.device.cuda_device import CudaDevice
 from appliance.engine.device.device_loading import load_device_runner
 from appliance.engine.device.device_runner import DeviceRunner
-from appliance.engine.execution import Precision, TorchExecution, choose_execution, why_not_native
+from appliance.engine.execution import (
+    NativeExecution,
+    Precision,
+    TorchExecution,
+    choose_execution,
+    why_not_native,
+)
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
@@ -31,6 +37,7 @@ from appliance.engine.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.load_tiers import load_tiers
 from appliance.errors import ConfigError
+from appliance.model.decoder import Decoder
 from appliance.model.source import open_model
 from appliance.version import __version__
 
@@ -38,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.beacon import Beacon
     from appliance.engine.blocks.block_moves import BlockMoves
     from appliance.engine.device.device import Device
     from appliance.engine.execution import Execution
@@ -61,6 +69,7 @@ def load_parts(
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
     device: Device | None = None,
+    beacon: Beacon | None = None,
 ) -> tuple[Scheduler, Runner, EngineInfo]:
     """Load everything that an engine is made of; see `LLMEngine.load`.
 
@@ -71,6 +80,7 @@ def load_parts(
         on_progress: see there.
         device: runs steps asynchronously; None takes the GPU, if that is where the model goes, and
             runs them one after another on a CPU.
+        beacon: is told how far a step is.
     """
     begin = time.perf_counter()
     threads = config.threads or psutil.cpu_count(logical=False) or 1
@@ -88,6 +98,10 @@ def load_parts(
     # Where the workspace can be measured later, only what cannot fit at all is refused now.
     plan = plan_memory(request if device is None else replace(request, workspace_bytes=0))
     executor, choose_tokens = execution.load(source, on_progress, plan.context_length)
+    if beacon is not None and isinstance(execution, NativeExecution):
+        execution.engine.watch(beacon.address)
+    elif beacon is not None and isinstance(executor, Decoder):
+        executor = replace(executor, on_layer=beacon.advance)
     limits = SchedulerLimits(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )

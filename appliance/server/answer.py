@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from appliance.best_of import Likelihood, best
 from appliance.engine.messages import TokenLogprobs
 from appliance.engine.request import FinishReason
-from appliance.errors import EngineUnavailableError, QueueTimeoutError
+from appliance.errors import ApplianceError, QueueTimeoutError
 from appliance.output import ChoiceText
 from appliance.server.metrics import RequestTimer
 from appliance.server.responses import PromptTokensDetails, Usage
@@ -69,6 +69,7 @@ class Answer:
 
     Raises:
         EngineUnavailableError: the engine is not ready.
+        QuarantinedError: engines died of one of the requests.
     """
 
     def __init__(self, state: ServerState, requests: Sequence[Request]) -> None:
@@ -93,7 +94,7 @@ class Answer:
         try:
             for request in requests:
                 self._generations.append(state.engine.generate(request))
-        except EngineUnavailableError:
+        except ApplianceError:
             self.close()
             raise
 

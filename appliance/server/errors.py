@@ -14,6 +14,7 @@ from appliance.errors import (
     EngineDiedError,
     EngineError,
     EngineUnavailableError,
+    QuarantinedError,
     RequestError,
 )
 
@@ -96,6 +97,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             headers = {}
             if (seconds := getattr(error, "retry_after", None)) is not None:
                 headers["retry-after"] = str(math.ceil(seconds))
+            if isinstance(error, QuarantinedError):
+                headers["x-should-retry"] = "false"  # OpenAI's clients would, as of any 500
             if isinstance(error, FramingError):
                 headers["connection"] = "close"
             if error.status == 401:
@@ -106,7 +109,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             return 400, body, {}
         case EngineDiedError() | EngineUnavailableError():
             body = _body(str(error), "server_error", None, "engine_unavailable")
-            return 503, body, {"retry-after": str(RETRY_AFTER)}
+            seconds = RETRY_AFTER + (getattr(error, "retry_after", None) or 0.0)
+            return 503, body, {"retry-after": str(math.ceil(seconds))}
         case HTTPException():
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
             body = _body(str(error.detail), "invalid_request_error", None, code)

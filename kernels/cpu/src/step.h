@@ -353,14 +353,18 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
         const ap_attention *a = &s.layer->attention;
         bool is_last = s.index == model->num_layers - 1;
         run_qkv(&s, post_norm);
+        ap_advance(engine);
         for_rows(engine, rotate_and_write_row, &s, s.rows);
         if (s.num_full && is_sealed(cache->layers[s.index].format))
             kv_seal(engine, a, cache, s.index, s.num_full, s.full_pages, s.full_blocks);
         if (is_last && batch->rows && !batch->num_rows) return AP_OK;
         attend(engine, s.attention, a, cache, s.index, batch, s.qkv, qkv_width(a), s.attended);
+        ap_advance(engine);
         if (is_last && batch->rows) select_rows(&s);
         run_into_stream(&s, &a->output, s.attended, &s.layer->attention_post_norm);
+        ap_advance(engine);
         run_mlp(&s);
+        ap_advance(engine);
         post_norm = &s.layer->mlp_post_norm;
     }
     run_head(&s, post_norm, logits);
