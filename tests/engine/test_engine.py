@@ -8,6 +8,7 @@ import torch
 from broken_logits import break_logits
 
 from appliance.config import EngineConfig
+from appliance.engine.beacon import Beacon, name_of
 from appliance.engine.engine import LLMEngine
 from appliance.engine.model_runner import ModelRunner
 from appliance.engine.plan import Plan
@@ -242,6 +243,36 @@ def test_what_can_never_run_is_refused(engine: LLMEngine, tiny_llama: Path) -> N
     assert not engine.has_work
     with pytest.raises(MemoryPlanError, match="--kv-cache-memory"):
         load(tiny_llama, kv_cache_memory=2**16, kv_cache_dtype="fp32")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_signs_of_life_of_a_step(
+    tiny_llama: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=str(tiny_llama), threads=1, kernels=kernels)
+    beacon = Beacon()
+    engine = LLMEngine.load(
+        config,
+        eos_token_ids=(EOS,),
+        metadata=None,
+        on_progress=lambda stage, done, total: None,
+        beacon=beacon,
+    )
+    layers, names = 2, {name_of("a"), name_of("b")}
+    launch = ModelRunner.launch
+
+    def noted(runner: ModelRunner, plan: Plan) -> None:
+        if plan.started:
+            assert beacon.started() == names, "before anything is computed for them"
+        launch(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    for name in ("a", "b"):
+        engine.submit(request(name, prompt(5), max_tokens=3))
+    while engine.has_work:
+        before = beacon.progress
+        engine.step()
+        assert beacon.progress >= before + layers + 1
 
 
 def test_an_end_that_only_the_tokenizer_knows_is_never_banned(
