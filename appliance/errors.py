@@ -15,6 +15,7 @@ ApplianceError
 │   ├── UnknownModelError
 │   ├── AuthError
 │   ├── RequestAbortedError
+│   ├── QuarantinedError   engines ended while they worked on it
 │   ├── QueueFullError
 │   └── QueueTimeoutError  it waited too long; nothing was computed
 └── EngineError            the engine process failed or is not there           exit 6
@@ -132,6 +133,24 @@ class RequestAbortedError(RequestError):
         super().__init__(message, code="request_aborted")
 
 
+class QuarantinedError(RequestError):
+    """Engines ended while they worked on this request; it is refused for a while.
+
+    Args:
+        seconds: for which it is still refused.
+    """
+
+    status = 500
+    type = "server_error"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            "this request ends the engine: twice one died while it worked on it, so it is refused "
+            f"for {max(1.0, seconds / 60):.0f} min; send another one, and report what the log says",
+            code="request_ends_engine",
+        )
+
+
 class QueueFullError(RequestError):
     """Too many requests wait already; `retry_after` is in seconds."""
 
@@ -161,8 +180,26 @@ class EngineError(ApplianceError):
 
 
 class EngineDiedError(EngineError):
-    """The engine process ended while it worked on this request."""
+    """The engine process ended while it worked on this request.
+
+    Args:
+        message: how it ended.
+        by_itself: while it worked, and not because it was told to end or was stopped.
+    """
+
+    def __init__(self, message: str, *, by_itself: bool = True) -> None:
+        super().__init__(message)
+        self.by_itself = by_itself
 
 
 class EngineUnavailableError(EngineError):
-    """The engine is loading, restarting, shutting down or has failed for good."""
+    """The engine is loading, restarting or shutting down.
+
+    Args:
+        message: why.
+        retry_after: seconds until it may be there; None is not known.
+    """
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after

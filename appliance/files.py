@@ -5,8 +5,10 @@ A leaf: imports nothing of ours but errors.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,10 +36,10 @@ class FileIdentity:
             CheckpointError: there is no such file, or it may not be read.
         """
         try:
-            stat = os.stat(file)
+            found = os.stat(file)
         except OSError as error:
             raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-        return cls(size=stat.st_size, modified_ns=stat.st_mtime_ns, inode=stat.st_ino)
+        return cls(size=found.st_size, modified_ns=found.st_mtime_ns, inode=found.st_ino)
 
 
 def read_into(path: Path, identity: FileIdentity, offset: int, buffer: memoryview) -> None:
@@ -74,6 +76,36 @@ def replace_atomically(path: Path) -> Iterator[Path]:
         flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_private(folder: Path, *, inside: bool = False) -> None:
+    """Refuse a folder that another user has put there or can write to.
+
+    Nothing is changed through a link: whoever planted it would have us open another folder.
+
+    Args:
+        folder: to check.
+        inside: whether it is one of ours in a folder that was checked: then it may be no link, and
+            is closed to others where it is open.
+
+    Raises:
+        OSError: it cannot be used; `strerror` says what to do.
+    """
+    link, own = os.lstat(folder), os.geteuid()
+    if stat.S_ISLNK(link.st_mode) and (inside or link.st_uid not in (0, own)):
+        raise PermissionError(errno.EPERM, f"{folder} is a link of somebody else; remove it")
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if inside else 0)
+    descriptor = os.open(folder, flags)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != own:
+            raise PermissionError(errno.EPERM, f"{folder} belongs to another user; chown it")
+        if inside and stat.S_IMODE(found.st_mode) != 0o700:
+            os.fchmod(descriptor, 0o700)
+        elif found.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, f"others may write to {folder}; chmod 700 it")
+    finally:
+        os.close(descriptor)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
+import time
 from collections import deque
+from collections.abc import Callable
 from datetime import datetime
 
 from appliance.stats import LogLine
@@ -45,6 +48,42 @@ class RecentWarnings(logging.Handler):
         lines = tuple(self.lines)
         self.lines.clear()
         return lines
+
+
+class Sparing(logging.Filter):
+    """Lets a warning through once in a while; the next one says how many there were.
+
+    For loggers that strangers make speak: else they would fill the log, and push out of the recent
+    warnings what matters. Errors always pass.
+
+    Args:
+        seconds: between two of one kind.
+        clock: monotonic seconds.
+    """
+
+    _MAX_KINDS = 64
+
+    def __init__(self, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._clock = clock
+        self._kinds: dict[object, tuple[float, int]] = {}  # when the latest passed, held back since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record may pass."""
+        if record.levelno >= logging.ERROR:
+            return True
+        now = self._clock()
+        when, held = self._kinds.pop(record.msg, (-math.inf, 0))
+        if now - when < self._seconds:
+            self._kinds[record.msg] = (when, held + 1)
+            return False
+        if len(self._kinds) >= self._MAX_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        self._kinds[record.msg] = (now, 0)
+        if held:
+            record.msg, record.args = f"{record.getMessage()} ({held} more like it before)", ()
+        return True
 
 
 def configure(level: str = "info", form: str = "text") -> RecentWarnings:

@@ -1,4 +1,4 @@
-"""This process and its C libraries: what they read as they are loaded, and its memory.
+"""Processes and their C libraries: what they read as they are loaded, memory, what children see.
 
 A leaf; sets nothing by itself.
 """
@@ -17,6 +17,18 @@ OPENMP = {"GOMP_SPINCOUNT": "1000"}
 # Activations of a step are freed and allocated again in the next. Giving them back to the system in
 # between costs page faults in every layer: up to four times the time of attention.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+
+# What only a server and its clients have to know.
+SECRETS = frozenset({"APPLIANCE_API_KEY"})
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """The environment for a process that is to know no API key.
+
+    Args:
+        more: variables that it gets besides, or instead.
+    """
+    return {name: text for name, text in os.environ.items() if name not in SECRETS} | more
 
 
 def limit_spinning() -> None:

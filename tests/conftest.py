@@ -32,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="execute every case of the kernels' tests as compiled for every architecture",
     )
 
+    parser.addoption(
+        "--header-cases",
+        type=int,
+        default=200,
+        help="hostile settings of models that the sanitizers' test makes up",
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker has a size set, which terminals would believe

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from appliance import log
-from appliance.log import MAX_RECENT, RecentWarnings
+from appliance.log import MAX_RECENT, RecentWarnings, Sparing
 
 
 @pytest.fixture(autouse=True)
@@ -71,3 +71,33 @@ def test_only_the_latest_are_kept() -> None:
     assert recent.total == MAX_RECENT + 7
     assert len(recent.lines) == MAX_RECENT
     assert recent.lines[0].message == "7"
+
+
+def test_what_strangers_bring_about_is_said_once_in_a_while() -> None:
+    now = 100.0
+    sparing = Sparing(60.0, clock=lambda: now)
+    passed: list[str] = []
+
+    def say(text: str, *args: object, level: int = logging.WARNING) -> None:
+        record = logging.LogRecord("uvicorn.error", level, "", 0, text, args, None)
+        if sparing.filter(record):
+            passed.append(record.getMessage())
+
+    for number in range(500):
+        say("bad request")
+        say("%d connections", number)
+    assert passed == ["bad request", "0 connections"]
+    say("a bug", level=logging.ERROR)
+    say("a bug", level=logging.ERROR)
+    assert passed[2:] == ["a bug", "a bug"]
+    now += 60
+    say("bad request")
+    say("%d connections", 7)
+    assert passed[4:] == [
+        "bad request (499 more like it before)",
+        "7 connections (499 more like it before)",
+    ]
+    for number in range(1000):
+        say(f"kind {number}")
+    assert len(passed) == 6 + 1000
+    assert len(sparing._kinds) <= Sparing._MAX_KINDS

@@ -43,7 +43,7 @@ def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
     log = Path(name)
     with os.fdopen(descriptor, "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "appliance", *arguments],
+            [sys.executable, "-P", "-m", "appliance", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

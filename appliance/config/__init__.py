@@ -6,7 +6,7 @@ nothing heavy.
 
 from appliance.config.address import local_url, network_url, server_to_watch
 from appliance.config.folders import cache_dir, jobs_dir, kv_dir
-from appliance.config.keys import KEY_VARIABLE, api_key_from_environment, own_key
+from appliance.config.keys import api_key_from_environment, own_key
 from appliance.config.sections import SECTIONS, EngineConfig, ServerConfig, Settings, TopConfig
 from appliance.config.sources import (
     load_section,
@@ -17,7 +17,6 @@ from appliance.config.sources import (
 from appliance.config.units import parse_duration, parse_size
 
 __all__ = [
-    "KEY_VARIABLE",
     "SECTIONS",
     "EngineConfig",
     "ServerConfig",

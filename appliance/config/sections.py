@@ -244,6 +244,28 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Setting("Largest body of a request.", Group.REQUESTS, unit=Unit.BYTES, low=1024, high=GIB),
     ] = 2 * MIB
+    max_connections: Annotated[
+        int,
+        Setting("Connections of all clients together.", Group.ADDRESS, low=8, high=10**5),
+    ] = 768
+    allowed_origins: Annotated[
+        str,
+        Setting(
+            "Origins of web pages and apps that may call, such as app://obsidian.md, with commas"
+            " between; * allows all.",
+            Group.ADDRESS,
+            default_is="none",
+        ),
+    ] = ""
+    allowed_hosts: Annotated[
+        str,
+        Setting(
+            "Names that a reverse proxy passes on, such as llm.example, with commas between; *"
+            " allows all.",
+            Group.ADDRESS,
+            default_is="none",
+        ),
+    ] = ""
     show_prompts: Annotated[
         bool,
         Setting("Let dashboards show what is asked; of several keys each sees its own.", Group.LOG),

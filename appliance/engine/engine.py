@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from appliance.engine.beacon import Beacon
 from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Table
@@ -50,6 +51,7 @@ class LLMEngine:
         runner: runs.
         info: what was loaded.
         clock: monotonic seconds.
+        beacon: for whoever watches.
     """
 
     def __init__(
@@ -59,9 +61,11 @@ class LLMEngine:
         info: EngineInfo,
         *,
         clock: Callable[[], float] = time.monotonic,
+        beacon: Beacon | None = None,
     ) -> None:
         self.info = info
         self._clock = clock
+        self._beacon = beacon or Beacon()
         self._scheduler = scheduler
         self._runner = runner
         self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
@@ -81,6 +85,7 @@ class LLMEngine:
         eos_token_ids: tuple[int, ...],
         metadata: memoryview | None,
         on_progress: Callable[[str, int, int], None],
+        beacon: Beacon | None = None,
     ) -> LLMEngine:
         """Plan memory, then load the model.
 
@@ -89,12 +94,14 @@ class LLMEngine:
             eos_token_ids: tokens that end an answer.
             metadata: where block metadata goes; None keeps it private.
             on_progress: called with stage, done, total.
+            beacon: for whoever watches; None keeps its signs private.
 
         Raises:
             ModelError: the model cannot be read or is not supported.
             MemoryPlanError: it does not fit.
         """
-        return cls(*load_parts(config, eos_token_ids, metadata, on_progress))
+        parts = load_parts(config, eos_token_ids, metadata, on_progress, beacon=beacon)
+        return cls(*parts, beacon=beacon)
 
     @property
     def has_work(self) -> bool:
@@ -108,14 +115,19 @@ class LLMEngine:
         Raises:
             RequestError: it can never be served: too long, or a token id outside the vocabulary.
         """
-        largest = max(request.prompt_token_ids, default=0)
-        smallest = min(request.prompt_token_ids, default=0)
-        for token_id in (smallest, largest, *request.sampling.logit_bias, *request.sampling.forced):
-            if not 0 <= token_id < self.info.vocab_size:
-                raise RequestError(
-                    f"token id {token_id} is outside the vocabulary of {self.info.vocab_size}",
-                    param="logit_bias" if token_id in request.sampling.logit_bias else "prompt",
-                )
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        ends = (min(prompt, default=0), max(prompt, default=0))
+        for param, token_ids in (
+            ("prompt", (*ends, *sampling.forced)),
+            ("logit_bias", sampling.logit_bias),
+            ("stop_token_ids", sampling.stop_token_ids),
+        ):
+            for token_id in token_ids:
+                if not 0 <= token_id < self.info.vocab_size:
+                    raise RequestError(
+                        f"token id {token_id} is outside the vocabulary of {self.info.vocab_size}",
+                        param=param,
+                    )
         needed = num_candidates(request.sampling, self.info.eos_token_ids)
         if request.sampling.use_beam_search and needed > self.info.vocab_size:
             raise RequestError(
@@ -149,11 +161,13 @@ class LLMEngine:
             return self._report()
         try:
             if launched is not None:
+                if started:
+                    self._beacon.start(started)
                 self._runner.launch(launched)
                 self._in_flight.append((launched, begin))
                 if len(self._in_flight) <= self._runner.depth:
                     return self._report(started=started)
-            sampled = self._runner.collect()
+            sampled = self._collect()
         except MemoryError as error:
             self._discard_plans()
             return self._without_memory(launched, error)
@@ -168,6 +182,7 @@ class LLMEngine:
         self._scheduler.observe(load, end - max(begun, self._last_end))
         self._last_end = end
         self._num_steps += 1
+        self._beacon.advance()
         self._steps.append(_view(self._num_steps, plan, self._step_seconds))
         tiers = self._scheduler.tiers
         if plan.num_single_rows < len(plan.scheduled):
@@ -175,6 +190,12 @@ class LLMEngine:
         if tiers.writes is not None:
             tiers.writes.after_step()
         return self._report(deltas, started)
+
+    def _collect(self) -> list[Sampled]:
+        if not self._runner.depth:
+            return self._runner.collect()
+        with self._beacon.waiting_for_device():
+            return self._runner.collect()
 
     def _expire(self, now: float) -> list[SequenceDelta]:
         over = self._scheduler.expire(now)

@@ -17,7 +17,12 @@ import torch
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.execution import Precision, choose_execution, why_not_native
+from appliance.engine.execution import (
+    NativeExecution,
+    Precision,
+    choose_execution,
+    why_not_native,
+)
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
@@ -28,6 +33,7 @@ from appliance.engine.run.setup import Steps, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.load_tiers import load_tiers
 from appliance.errors import ConfigError
+from appliance.model.decoder import Decoder
 from appliance.model.source import open_model
 from appliance.runtime import release_unused, resident_bytes
 from appliance.version import __version__
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.beacon import Beacon
     from appliance.engine.execution import Execution
     from appliance.engine.run.device import Device
     from appliance.engine.runner import Runner
@@ -58,6 +65,7 @@ def load_parts(
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
     device: Device | None = None,
+    beacon: Beacon | None = None,
 ) -> tuple[Scheduler, Runner, EngineInfo]:
     """Load everything that an engine is made of; see `LLMEngine.load`.
 
@@ -67,12 +75,15 @@ def load_parts(
         metadata: see there.
         on_progress: see there.
         device: runs steps; None takes the GPU or the CPU, wherever the model goes.
+        beacon: is told how far a step is.
     """
     begin = time.perf_counter()
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     torch.set_num_threads(threads)
     on_progress("reading the model", 0, 0)
     source = open_model(Path(config.model))
+    # A tokenizer may name tokens that the model has no logits for, and so never generates.
+    eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
     precision, kv_notes = _precision(config, source)
     execution, notes = choose_execution(config, precision, source, threads)
     if device is None:
@@ -86,6 +97,10 @@ def load_parts(
     process_bytes = plan.process_bytes
     if process_bytes:  # more of the libraries is in use than before
         process_bytes = max(process_bytes, resident_bytes() - executor.weight_bytes)
+    if beacon is not None and isinstance(execution, NativeExecution):
+        execution.engine.watch(beacon.address)
+    elif beacon is not None and isinstance(executor, Decoder):
+        executor = replace(executor, on_layer=beacon.advance)
     limits = SchedulerLimits(
         config.max_num_seqs, config.max_num_batched_tokens, plan.context_length
     )

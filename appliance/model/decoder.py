@@ -12,7 +12,7 @@ from appliance.kernels.kv_cache import KVFormat, LayerPrecision, precisions
 from appliance.model.step import Step
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from appliance.model.norm import Norm
     from appliance.model.rope import Rope
     from appliance.model.spec import DecoderSpec
+
+
+def _ignore() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class Decoder:
         first_norm: of the embedding, before the first layer.
         weight_bytes: bytes that the weights take as they are laid out.
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
+        on_layer: called after each layer, for whoever watches a long step.
     """
 
     spec: DecoderSpec
@@ -50,6 +55,7 @@ class Decoder:
     head: Linear
     weight_bytes: int
     weight_format: str
+    on_layer: Callable[[], None] = _ignore
 
     @property
     def backend_name(self) -> str:
@@ -88,6 +94,7 @@ class Decoder:
         last = len(self.layers) - 1
         for index, (layer, blocks) in enumerate(zip(self.layers, cache.layers, strict=True)):
             hidden, stream = layer(hidden, stream, step, blocks, rows if index == last else None)
+            self.on_layer()
         if not hidden.shape[0]:
             return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
         logits = self.head(hidden)  # (num_rows, vocab_size)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from appliance.checkpoint import SafetensorsFolder
+from appliance.checkpoint import CONFIG_NAME, SafetensorsFolder
 from appliance.errors import CheckpointError
 from appliance.gguf import GGUFFile
+from appliance.model.families.limits import check_quantization
 from appliance.model.families.registry import family_of_config, family_of_gguf
 from appliance.model.gguf_weights import GGUFWeights
 from appliance.model.tensors import TensorSlot, tensor_slots
-from appliance.quant.formats import WeightReader, open_weights
+from appliance.quant.formats import WeightReader, is_read, open_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,9 +66,13 @@ def open_model(path: Path) -> ModelSource:
 
 def _open_folder(path: Path) -> ModelSource:
     folder = SafetensorsFolder(path)
-    config = dict(folder.config)
+    config, origin = dict(folder.config), str(path / CONFIG_NAME)
     family = family_of_config(config)
-    return ModelSource(path, family, config, family.spec(config), open_weights(folder))
+    spec = family.spec(config, origin)
+    quantization = config.get("quantization_config")
+    if is_read(quantization):
+        check_quantization(quantization, origin)
+    return ModelSource(path, family, config, spec, open_weights(folder))
 
 
 def _open_gguf(path: Path) -> ModelSource:
@@ -76,7 +81,7 @@ def _open_gguf(path: Path) -> ModelSource:
     assert family.gguf is not None
     config = family.gguf.config(file)
     config |= {"architectures": list(family.architectures[:1]), "model_type": family.model_type}
-    spec = family.spec(config)
+    spec = family.spec(config, str(path))
     return ModelSource(path, family, config, spec, GGUFWeights(file, family, spec))
 
 

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 from appliance.best_of import Likelihood, best
 from appliance.engine.messages import TokenLogprobs
 from appliance.engine.request import FinishReason
-from appliance.errors import EngineUnavailableError, QueueTimeoutError
+from appliance.errors import ApplianceError, QueueTimeoutError
 from appliance.output import ChoiceText
 from appliance.server.metrics import RequestTimer
 from appliance.server.responses import PromptTokensDetails, Usage
@@ -47,7 +47,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 class Whole:
     """A choice from beginning to end."""
 
-    text: str = ""
+    text: str = ""  # once it has ended
     tokens: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
     cumulative_logprob: float | UnsetType = UNSET  # of searches, and where the best was chosen
@@ -69,6 +69,7 @@ class Answer:
 
     Raises:
         EngineUnavailableError: the engine is not ready.
+        QuarantinedError: engines died of one of the requests.
     """
 
     def __init__(self, state: ServerState, requests: Sequence[Request]) -> None:
@@ -93,7 +94,7 @@ class Answer:
         try:
             for request in requests:
                 self._generations.append(state.engine.generate(request))
-        except EngineUnavailableError:
+        except ApplianceError:
             self.close()
             raise
 
@@ -137,13 +138,16 @@ class Answer:
     async def whole(self) -> list[Whole]:
         """The choices that were asked for, when all have ended; errors as for `pieces`."""
         choices = [Whole() for _ in range(self.num_choices)]
+        texts: list[list[str]] = [[] for _ in choices]
         async for pieces in self.pieces():
             for piece in pieces:
                 choice = choices[piece.choice]
-                choice.text += piece.text
+                texts[piece.choice].append(piece.text)
                 choice.tokens += piece.tokens
                 if piece.finish_reason is not None:
                     choice.finish_reason = piece.finish_reason.value
+        for choice, parts in zip(choices, texts, strict=True):
+            choice.text = "".join(parts)
         sampling, likelihoods = self._sampling, [choice.likelihood for choice in self._choices]
         if not (sampling.use_beam_search or sampling.takes_best):
             return choices
@@ -219,15 +223,16 @@ async def _merge(
     generations: Sequence[Generation],
 ) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
     """Deltas of several generations as they come, each with the number of its generation."""
-    queue: asyncio.Queue[tuple[int, SequenceDelta] | Exception | None] = asyncio.Queue()
+    # What is not taken waits with its generation, which gives up on a consumer that lags behind.
+    queue: asyncio.Queue[tuple[int, SequenceDelta] | Exception | None] = asyncio.Queue(MAX_TURN)
 
     async def pump(number: int, generation: Generation) -> None:
         try:
             async for delta in generation:
-                queue.put_nowait((number, delta))
-            queue.put_nowait(None)
+                await queue.put((number, delta))
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(generations)]
     open_generations = len(tasks)

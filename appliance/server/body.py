@@ -111,11 +111,11 @@ def _wrong_field(text: str) -> RequestError:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        _refuse(f"the key {twice!r} stands twice in one object")
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            _refuse(f"the key {name[:100]!r} stands twice in one object")
+        fields[name] = value
     return fields
 
 

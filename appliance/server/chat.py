@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from appliance.engine.messages import Candidate, TokenLogprobs
-    from appliance.server.answer import Answer, Piece
+    from appliance.server.answer import Answer, Piece, Whole
     from appliance.server.exchange import Exchange
     from appliance.tokenizer import Tokenizer
 
@@ -74,8 +74,8 @@ async def chat_frames(
     yield DONE
 
 
-async def whole_chat(exchange: Exchange, answer: Answer) -> ChatCompletion:
-    """The answer in one object."""
+def whole_chat(exchange: Exchange, answer: Answer, wholes: Sequence[Whole]) -> ChatCompletion:
+    """The answer in one object, of choices that have ended."""
     choices = [
         ChatChoice(
             index=number,
@@ -84,7 +84,7 @@ async def whole_chat(exchange: Exchange, answer: Answer) -> ChatCompletion:
             finish_reason=whole.finish_reason,
             cumulative_logprob=whole.cumulative_logprob,
         )
-        for number, whole in enumerate(await answer.whole())
+        for number, whole in enumerate(wholes)
     ]
     return ChatCompletion(
         id=exchange.id,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
     from appliance.engine.messages import TokenLogprobs
-    from appliance.server.answer import Answer, Piece
+    from appliance.server.answer import Answer, Piece, Whole
     from appliance.server.exchange import Exchange
     from appliance.tokenizer import Tokenizer
 
@@ -74,10 +74,10 @@ async def completion_frames(
     yield DONE
 
 
-async def whole_completion(
-    exchange: Exchange, answer: Answer, *, echo: Sequence[str]
+def whole_completion(
+    exchange: Exchange, answer: Answer, wholes: Sequence[Whole], *, echo: Sequence[str]
 ) -> Completion:
-    """The answer in one object; arguments as for `completion_frames`."""
+    """The answer in one object, of choices that have ended; see `completion_frames`."""
     choices = [
         CompletionChoice(
             index=number,
@@ -90,7 +90,7 @@ async def whole_completion(
             finish_reason=whole.finish_reason,
             cumulative_logprob=whole.cumulative_logprob,
         )
-        for number, whole in enumerate(await answer.whole())
+        for number, whole in enumerate(wholes)
     ]
     return Completion(
         id=exchange.id,

@@ -1,4 +1,4 @@
-"""Who may come in: Host and Origin against browsers that were talked into it, then the API key.
+"""Who may come in: Host, Origin and site against browsers that were talked into it, then the key.
 
 An ASGI middleware around everything. It refuses by default and decides on `scope["path"]` and
 headers alone, so that a new route is never open by accident.
@@ -6,113 +6,31 @@ headers alone, so that a new route is never open by accident.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import ipaddress
 import re
 import secrets
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 
-from appliance.errors import AuthError, RequestError
-from appliance.server.errors import ForbiddenError, error_response
+from appliance.errors import RequestError
+from appliance.server.errors import FramingError, error_response
+from appliance.server.keys import KeyCheck
+from appliance.server.origins import Origins, check_site
 from appliance.server.page import DOCUMENTS, FILES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from appliance.config import ServerConfig
     from appliance.server.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/health", "/ready", *FILES, *DOCUMENTS})
+PREFLIGHT_SECONDS = 600  # for which a browser need not ask again
 
 _KEY_NAME = "key_name"  # in the state of a request
-_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
-_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen on can be reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def check_origin(host: str, origins: Iterable[str], *, only_loopback: bool) -> None:
-    """Refuse what a web page of somebody else's, or a name of somebody else's, brings here.
-
-    Args:
-        host: the Host header.
-        origins: all Origin headers.
-        only_loopback: whether the server listens for this machine alone.
-
-    Raises:
-        ForbiddenError: one of them is wrong.
-    """
-    host = host.lower()
-    match = _HOST.fullmatch(host)
-    if only_loopback and (match is None or match["name"] not in _LOOPBACK_NAMES):
-        raise ForbiddenError(
-            "this server answers to localhost, 127.0.0.1 and [::1] only; start it with --host "
-            "to serve under another name",
-            code="host_not_allowed",
-        )
-    for origin in origins:
-        if origin.lower() not in {f"http://{host}", f"https://{host}"}:
-            raise ForbiddenError(
-                "requests from web pages of other origins are not accepted",
-                code="origin_not_allowed",
-            )
-
-
-class KeyCheck:
-    """Knows keys by their digests; where there are none, everything is right.
-
-    Args:
-        keys: name to key.
-    """
-
-    def __init__(self, keys: Mapping[str, str]) -> None:
-        self._digests = [(name, _digest(key.encode())) for name, key in keys.items()]
-
-    def check(self, authorization: Sequence[str], api_keys: Sequence[str]) -> str:
-        """Compare what was given with every key, in the same time whichever it is.
-
-        Args:
-            authorization: all Authorization headers.
-            api_keys: all X-API-Key headers.
-
-        Returns:
-            The name of the key; empty where none is wanted.
-
-        Raises:
-            AuthError: none was given, or one is wrong.
-        """
-        if not self._digests:
-            return ""
-        keys = [*map(_bearer_key, authorization), *api_keys]
-        if not keys:
-            raise AuthError("an API key is needed: send it as Authorization: Bearer KEY")
-        # Every one must be right, and of the same holder: a second header is no second guess.
-        holders = {self._holder(_digest(_raw(key))) for key in keys}
-        holder = holders.pop()
-        if not holder or holders:
-            raise AuthError("the API key is wrong")
-        return holder
-
-    def _holder(self, digest: bytes) -> str:
-        found = ""
-        for name, known in self._digests:
-            if hmac.compare_digest(digest, known):
-                found = name
-        return found
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{0,1000}")
 
 
 def key_name(scope: Scope) -> str:
@@ -133,7 +51,7 @@ class Door:
     def __init__(self, app: ASGIApp, *, config: ServerConfig, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._only_loopback = is_loopback(config.host)
+        self._origins = Origins(config)
         self._keys = KeyCheck(config.keys())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,24 +63,34 @@ class Door:
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
+        foreign: str | None = None
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                response = MutableHeaders(scope=message)
+                response["x-request-id"] = request_id
+                if foreign is not None:
+                    response["access-control-allow-origin"] = foreign
+                    response["access-control-expose-headers"] = "x-request-id, retry-after"
+                    response.add_vary_header("origin")
                 # Only known routes get a name: a stranger's paths would fill the metrics.
                 route = getattr(scope.get("route"), "path", "none")
                 self._metrics.count_response(route, message["status"])
             await send(message)
 
         try:
-            check_origin(
-                headers.get("host", ""),
-                headers.getlist("origin"),
-                only_loopback=self._only_loopback,
-            )
+            _check_framing(headers)
+            foreign = self._origins.check(headers.get("host", ""), headers.getlist("origin"))
+            if foreign is not None and _is_preflight(scope, headers):
+                await _preflight(headers)(scope, receive, send_with_id)
+                return
             if scope["path"] not in OPEN_PATHS:
+                if foreign is None:
+                    check_site(headers.getlist("sec-fetch-site"))
                 name = self._keys.check(
-                    headers.getlist("authorization"), headers.getlist("x-api-key")
+                    headers.getlist("authorization"),
+                    headers.getlist("x-api-key"),
+                    scope["client"][0] if scope.get("client") else "",
                 )
                 scope.setdefault("state", {})[_KEY_NAME] = name
         except RequestError as error:
@@ -171,14 +99,24 @@ class Door:
             await self._app(scope, receive, send_with_id)
 
 
-def _bearer_key(value: str) -> str:
-    scheme, _, key = value.partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+def _check_framing(headers: Headers) -> None:
+    """Refuse a body of two lengths: a proxy in front may believe the other one."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise FramingError("the request has both Content-Length and Transfer-Encoding; send one")
 
 
-def _raw(value: str) -> bytes:
-    return value.encode("latin-1")  # as headers are decoded
+def _is_preflight(scope: Scope, headers: Headers) -> bool:
+    return scope["method"] == "OPTIONS" and "access-control-request-method" in headers
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _preflight(headers: Headers) -> Response:
+    """What a browser asks before it lets a page of an allowed origin call."""
+    wanted = headers.get("access-control-request-headers", "")
+    allowed = {
+        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": wanted if _HEADER_NAMES.fullmatch(wanted) else "",
+        "access-control-max-age": str(PREFLIGHT_SECONDS),
+    }
+    if "access-control-request-private-network" in headers:
+        allowed["access-control-allow-private-network"] = "true"
+    return Response(status_code=204, headers=allowed)

@@ -14,8 +14,7 @@ from appliance.errors import (
     EngineDiedError,
     EngineError,
     EngineUnavailableError,
-    QueueFullError,
-    QueueTimeoutError,
+    QuarantinedError,
     RequestError,
 )
 
@@ -47,6 +46,35 @@ class MediaTypeError(RequestError):
     status = 415
 
 
+class FramingError(RequestError):
+    """It is not certain where the request ends, so its connection does."""
+
+
+class TooManyWrongKeysError(RequestError):
+    """Somebody tries keys; `retry_after` is in seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(
+            "too many wrong API keys came from this address; try again later",
+            code="too_many_wrong_keys",
+        )
+        self.retry_after = retry_after
+
+
+class TooManyConnectionsError(RequestError):
+    """More connections than are accepted at once; `retry_after` is in seconds."""
+
+    status = 503
+    type = "server_error"
+    retry_after = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{message}; try again in a moment", code="too_many_connections")
+
+
 class ErrorDetail(msgspec.Struct, frozen=True):
     """The inside of an error body."""
 
@@ -67,8 +95,12 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
     match error:
         case RequestError():
             headers = {}
-            if isinstance(error, QueueFullError | QueueTimeoutError):
-                headers["retry-after"] = str(math.ceil(error.retry_after))
+            if (seconds := getattr(error, "retry_after", None)) is not None:
+                headers["retry-after"] = str(math.ceil(seconds))
+            if isinstance(error, QuarantinedError):
+                headers["x-should-retry"] = "false"  # OpenAI's clients would, as of any 500
+            if isinstance(error, FramingError):
+                headers["connection"] = "close"
             if error.status == 401:
                 headers["www-authenticate"] = "Bearer"
             return error.status, _body(error.message, error.type, error.param, error.code), headers
@@ -77,7 +109,8 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             return 400, body, {}
         case EngineDiedError() | EngineUnavailableError():
             body = _body(str(error), "server_error", None, "engine_unavailable")
-            return 503, body, {"retry-after": str(RETRY_AFTER)}
+            seconds = RETRY_AFTER + (getattr(error, "retry_after", None) or 0.0)
+            return 503, body, {"retry-after": str(math.ceil(seconds))}
         case HTTPException():
             code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
             body = _body(str(error.detail), "invalid_request_error", None, code)

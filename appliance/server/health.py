@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from appliance.server.state import ServerState
 
 
-class Health(msgspec.Struct):
+class Health(msgspec.Struct, omit_defaults=True):
     """Answer of /health and /ready."""
 
     status: str
+    restarts: int = 0  # of the engine; left out where there were none
+    quarantined: int = 0  # requests that are refused for a while, because engines died of them
 
 
 def health_router(state: ServerState) -> APIRouter:
@@ -30,15 +32,22 @@ def health_router(state: ServerState) -> APIRouter:
     async def health() -> Response:
         """200 while the engine works, also while the server drains; else 503, in a word why."""
         why = state.not_working
+        engine = state.engine
         if why is None:
-            return json_response(Health("ok"))
+            return json_response(Health("ok", engine.restarts, engine.quarantined))
         # Open to all, so it does not tell the reason of a failure.
-        return error_response(EngineUnavailableError(f"the engine is {why}"))
+        seconds = engine.seconds_to_start
+        when = f"; restart {engine.restarts + 1} begins in {seconds:.0f} s" if seconds > 0 else ""
+        return error_response(
+            EngineUnavailableError(f"the engine is {why}{when}", retry_after=seconds or None)
+        )
 
     @router.get("/ready", **describes(None, Health))
     async def ready() -> Response:
         """200 if a request that comes now would be accepted."""
         why = state.unavailable
+        if why is None and state.doubtful:
+            why = "waiting for the engine, which does not respond"
         if why is None and not state.has_room():
             why = "busy: the queue is full"
         if why is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -9,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from appliance.errors import RequestError
 from appliance.server import unsupported
 from appliance.server.answer import Answer
+from appliance.server.answer_size import OFF_LOOP_LOGPROBS, check_answer, most_tokens
 from appliance.server.beams import prepare_beams
 from appliance.server.body import note_ignored, read_json
 from appliance.server.chat import chat_frames, whole_chat
@@ -26,10 +29,11 @@ from appliance.server.stream import EventStream, unless_disconnected
 from appliance.server.terms import Terms, salt_of
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable
 
     import msgspec
 
+    from appliance.server.answer import Whole
     from appliance.server.schema import SamplingFields
     from appliance.server.state import ServerState
 
@@ -67,7 +71,7 @@ def openai_router(state: ServerState) -> APIRouter:
         if body.stream:
             frames = chat_frames(exchange, answer, include_usage=_include_usage(body))
             return EventStream(frames, on_close=answer.close)
-        return await _whole(request, answer, whole_chat(exchange, answer))
+        return await _whole(request, answer, partial(whole_chat, exchange, answer))
 
     @router.post("/v1/completions", **describes(CompletionRequest, Completion, streams=True))
     async def completions(request: Request) -> Response:
@@ -80,7 +84,7 @@ def openai_router(state: ServerState) -> APIRouter:
         prompts = await completion_prompts(state, body.prompt)
         if body.echo and body.logprobs is not None:
             scoring = Scoring.begin(state, body, prompts, owner=key_name(request.scope))
-            return await _whole(request, scoring.answer, scoring.completion())
+            return await _whole(request, scoring.answer, scoring.completion)
         texts = [""] * len(prompts)
         if body.echo:
             texts = prompt_text(body.prompt, state.serving()[1])
@@ -101,7 +105,7 @@ def openai_router(state: ServerState) -> APIRouter:
                 exchange, answer, include_usage=_include_usage(body), echo=echo
             )
             return EventStream(frames, on_close=answer.close)
-        return await _whole(request, answer, whole_completion(exchange, answer, echo=echo))
+        return await _whole(request, answer, partial(whole_completion, exchange, answer, echo=echo))
 
     def card() -> ModelCard:
         info, _ = state.serving()
@@ -151,6 +155,10 @@ async def _submit(
     info, _ = state.serving()
     exchange = Exchange.begin(state, prefix, logprobs=logprobs is not None)
     terms = Terms.of(body, state, owner)
+    choices = max(body.n or 1, body.best_of or 1)
+    if not body.stream:
+        most = most_tokens(len(prompts), choices, logprobs)
+        default = most if default is None else min(default, most)
     requests = [
         terms.request(
             f"{exchange.id}-{number}" if len(prompts) > 1 else exchange.id,
@@ -167,16 +175,23 @@ async def _submit(
         )
         for number, prompt in enumerate(prompts)
     ]
+    if not body.stream:
+        tokens = max(request.sampling.max_tokens or 1 for request in requests)
+        check_answer(len(prompts), choices, tokens, logprobs, param="max_tokens")
     requests = await prepare_beams(state, requests)
     state.check_queue(owner, len(requests))
     return Answer(state, requests), exchange
 
 
 async def _whole(
-    request: Request, answer: Answer, work: Coroutine[Any, Any, msgspec.Struct]
+    request: Request, answer: Answer, build: Callable[[list[Whole]], msgspec.Struct]
 ) -> Response:
     try:
-        return json_response(await unless_disconnected(request.receive, work))
+        wholes = await unless_disconnected(request.receive, answer.whole())
+        logprobs = sum(1 + len(token.top) for whole in wholes for token in whole.tokens)
+        if logprobs > OFF_LOOP_LOGPROBS:
+            return await asyncio.to_thread(lambda: json_response(build(wholes)))
+        return json_response(build(wholes))
     finally:
         answer.close()
 

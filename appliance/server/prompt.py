@@ -1,4 +1,4 @@
-"""From messages or prompts to token ids; long texts are tokenized in a thread."""
+"""From messages or prompts to token ids; chats and long texts in a thread."""
 
 from __future__ import annotations
 
@@ -42,9 +42,13 @@ async def chat_prompt(state: ServerState, messages: list[Message], salt: str) ->
             param="messages",
             code="no_chat_template",
         )
-    turns = [_turn(message, f"messages[{number}]") for number, message in enumerate(messages)]
-    length = sum(len(turn["content"]) for turn in turns)
-    return await _run(state, length, partial(tokenizer.encode_chat, turns, salt=salt))
+
+    def encode() -> list[int]:
+        turns = [_turn(message, f"messages[{number}]") for number, message in enumerate(messages)]
+        return tokenizer.encode_chat(turns, salt=salt)
+
+    # However short its texts are, a chat can have a great deal beside them.
+    return await _off_loop(state, encode)
 
 
 async def completion_prompts(
@@ -66,7 +70,8 @@ async def completion_prompts(
     for one in prompts:
         if isinstance(one, str):
             encode = partial(tokenizer.encode, one, add_special_tokens=True)
-            ids = await _run(state, len(one), encode)
+            at_once = len(one) < _OFF_LOOP_CHARACTERS and not tokenizer.is_isolated
+            ids = encode() if at_once else await _off_loop(state, encode)
         else:
             ids = one
             _check_ids(ids, info)
@@ -147,7 +152,5 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
     return "\n".join(texts)
 
 
-async def _run(state: ServerState, length: int, work: Callable[[], ResultT]) -> ResultT:
-    if length < _OFF_LOOP_CHARACTERS:
-        return work()
+async def _off_loop(state: ServerState, work: Callable[[], ResultT]) -> ResultT:
     return await asyncio.get_running_loop().run_in_executor(state.text_pool, work)

@@ -22,7 +22,6 @@ from appliance.engine.request import (
     MAX_TIMEOUT,
 )
 
-MAX_MESSAGES = 256
 MAX_SALT = 1024  # characters
 MAX_TOKENS = 2**31 - 1
 
@@ -106,7 +105,8 @@ class Message(msgspec.Struct, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    # As many as a body has room for: agents send hundreds.
+    messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from appliance.engine.request import SamplingParams
 from appliance.errors import RequestError
 from appliance.server.answer import Answer
+from appliance.server.answer_size import check_answer
 from appliance.server.completions import completion_logprobs
 from appliance.server.exchange import Exchange
 from appliance.server.prompt import prompt_text
@@ -26,6 +27,8 @@ from appliance.server.sampling import completion_budget
 from appliance.server.terms import Terms
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from appliance.server.answer import Whole
     from appliance.server.schema import CompletionRequest
     from appliance.server.state import ServerState
@@ -81,6 +84,8 @@ class Scoring:
                 "echo together with logprobs is not streamed; leave stream out", param="stream"
             )
         info, tokenizer = state.serving()
+        longest = max(map(len, prompts)) + generated
+        check_answer(len(prompts), 1, longest, body.logprobs, param="prompt")
         exchange = Exchange.begin(state, "cmpl", logprobs=True)
         terms = Terms.of(body, state, owner)
         requests = []
@@ -105,9 +110,8 @@ class Scoring:
         texts = prompt_text(body.prompt, tokenizer)
         return cls(exchange, Answer(state, requests), prompts, texts, generated)
 
-    async def completion(self) -> Completion:
-        """Prompts with their scores, and what was generated after them."""
-        wholes = await self.answer.whole()
+    def completion(self, wholes: Sequence[Whole]) -> Completion:
+        """Prompts with their scores, and what was generated after them, of choices that ended."""
         choices = [self._choice(number, whole) for number, whole in enumerate(wholes)]
         read, made = sum(map(len, self.prompts)), self.generated * len(self.prompts)
         return Completion(

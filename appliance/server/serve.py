@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -18,14 +19,14 @@ from appliance.config import jobs_dir
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.client import EngineClient
 from appliance.errors import EngineUnavailableError
-from appliance.log import RecentWarnings
+from appliance.log import RecentWarnings, Sparing
 from appliance.sampling_defaults import choose_defaults
-from appliance.server.listener import HttpProtocol, bind, url_of
+from appliance.server.connection import protocol_of
+from appliance.server.listener import bind, url_of
 from appliance.server.memory import settle
 from appliance.server.metrics import Metrics
 from appliance.server.state import ServerState
 from appliance.tokenizer import Tokenizer
-from appliance.tokenizer.template_probe import probe
 
 if TYPE_CHECKING:
     import socket
@@ -117,6 +118,7 @@ def run_server(
         ApplianceError: the model cannot be loaded.
     """
     sock = bind(settings.server)
+    _allow_descriptors(settings.server.max_connections)
     with sock:
         engine_config = msgspec.structs.replace(settings.engine, model=str(model.path))
         engine = EngineClient(engine_config, command=engine_command)
@@ -186,6 +188,8 @@ class _Server:
             web.force_exit = self._stop_now.is_set()
             await serving
             self._state.text_pool.shutdown(wait=False, cancel_futures=True)
+            if self._state.tokenizer is not None:
+                self._state.tokenizer.close()
 
     def _web_server(self) -> uvicorn.Server:
         from appliance.server.app import create_app  # slow to import
@@ -193,10 +197,11 @@ class _Server:
         log = logging.getLogger("uvicorn")
         log.handlers[:] = logging.getLogger("appliance").handlers
         log.setLevel(logging.WARNING)
+        logging.getLogger("uvicorn.error").filters[:] = [Sparing()]  # strangers make it speak
         return _WebServer(
             uvicorn.Config(
                 create_app(self._state),
-                http=HttpProtocol,
+                http=protocol_of(self._state.config.max_connections),
                 ws="none",
                 loop="asyncio",
                 lifespan="off",
@@ -213,7 +218,7 @@ class _Server:
         tokenizer = await asyncio.to_thread(Tokenizer.from_path, self._model.path)
         info, _ = await asyncio.gather(
             self._engine.start(tokenizer.eos_token_ids, on_progress),
-            asyncio.to_thread(_try_template, tokenizer),
+            asyncio.to_thread(tokenizer.isolate_template),
         )
         self._state.sampling = choose_defaults(
             self._generation_config, tokenizer.sampling, self._model.sampling
@@ -254,9 +259,13 @@ class _WebServer(uvicorn.Server):
         yield
 
 
-def _try_template(tokenizer: Tokenizer) -> None:
-    if tokenizer.chat_template is not None:
-        probe(tokenizer.chat_template)
+def _allow_descriptors(connections: int) -> None:
+    """Room for that many connections, as far as the system gives it; 1024 is usual, and close."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + 256
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 async def _first_of(*tasks: asyncio.Task[Any]) -> None:

@@ -94,6 +94,11 @@ class ServerState:
         return "draining" if self.draining else self.not_working
 
     @property
+    def doubtful(self) -> bool:
+        """Whether the engine shows no signs of life, for a time that may still be an accident."""
+        return self.engine.state is EngineState.READY and not self.engine.responsive
+
+    @property
     def not_working(self) -> str | None:
         """In a word why nothing is computed, if nothing is."""
         if self.engine.state is EngineState.READY and self.tokenizer is not None:
@@ -113,7 +118,10 @@ class ServerState:
             return info, tokenizer
         reason = f" ({self.engine.reason})" if self.engine.reason else ""
         retry = "" if self.engine.state is EngineState.FAILED else "; try again in a moment"
-        raise EngineUnavailableError(f"the server is not ready: {why}{reason}{retry}")
+        raise EngineUnavailableError(
+            f"the server is not ready: {why}{reason}{retry}",
+            retry_after=self.engine.seconds_to_start or None,
+        )
 
     def check_model(self, name: str | None) -> None:
         """Accept the served model only.

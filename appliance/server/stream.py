@@ -18,8 +18,8 @@ import msgspec
 from starlette.responses import Response
 
 from appliance.errors import ApplianceError
+from appliance.server.connection import CHUNKS
 from appliance.server.errors import describe, error_response
-from appliance.server.listener import CHUNKS
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

@@ -5,10 +5,12 @@ Each browser tab is one process of the terminal dashboard. Needs the extra `web`
 
 from __future__ import annotations
 
+import hashlib
 import html
 import secrets
 import shlex
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,8 @@ from aiohttp import web
 from textual_serve.server import Server
 
 from appliance.errors import RequestError
-from appliance.server.door import KeyCheck, check_origin, is_loopback
+from appliance.server.keys import KeyCheck
+from appliance.server.origins import Origins, check_site
 from appliance.server.page import FOLDER
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from appliance.config import ServerConfig
 
 MAX_SESSIONS = 8  # a process of some 60 MiB each
+MAX_TICKETS = 64
+TICKET_SECONDS = 12 * 3600
 COOKIE = "appliance_dashboard"
 # What textual-serve sends has scripts and styles in its markup, and asks a public host for a font.
 POLICY = (
@@ -42,6 +47,31 @@ KEY_FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><title>applia
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class Tickets:
+    """What browsers show after they have shown the key: each for some hours, and not too many.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ends: dict[bytes, float] = {}  # digest to when it ends, oldest first
+
+    def issue(self) -> str:
+        """A new one."""
+        ticket, now = secrets.token_urlsafe(32), self._clock()
+        self._ends = {digest: end for digest, end in self._ends.items() if end > now}
+        if len(self._ends) >= MAX_TICKETS:
+            del self._ends[next(iter(self._ends))]
+        self._ends[_digest(ticket)] = now + TICKET_SECONDS
+        return ticket
+
+    def knows(self, ticket: str) -> bool:
+        """Whether it was issued, and has not ended."""
+        return self._ends.get(_digest(ticket), 0.0) > self._clock()
+
+
 class WebDashboard(Server):
     """Serves the dashboard of one server to browsers.
 
@@ -54,9 +84,9 @@ class WebDashboard(Server):
         command = [sys.executable, "-P", "-m", "appliance", "top", *arguments]
         super().__init__(shlex.join(command), host=config.host, port=config.port)
         self.title = "appliance top"
-        self._only_loopback = is_loopback(config.host)
+        self._origins = Origins(config)
         self._keys = KeyCheck(config.keys())
-        self._tickets: set[str] = set()  # of browsers that have shown the key
+        self._tickets = Tickets()
         self._sessions = 0
 
     def run(self, sock: socket.socket) -> None:
@@ -100,53 +130,61 @@ class WebDashboard(Server):
 
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
-            check_origin(
-                request.headers.get("host", ""),
-                request.headers.getall("origin", []),
-                only_loopback=self._only_loopback,
+            self._origins.check(
+                request.headers.get("host", ""), request.headers.getall("origin", [])
             )
+            if request.path != "/":
+                check_site(request.headers.getall("sec-fetch-site", []))
         except RequestError as error:
             return web.Response(status=error.status, text=error.message)
-        if not (request.method == "POST" and request.path == "/"):
-            if (key := request.query.get("key")) is not None:
-                return self._admit(key)
-            if not self._knows(request):
-                return _key_form("This dashboard wants the API key.")
+        is_key = request.method == "POST" and request.path == "/"
+        if not is_key and not self._knows(request):
+            return _key_form("This dashboard wants the API key.")
         response = await handler(request)
         if not response.prepared:
             _harden(request, response)
         return response
 
     def _knows(self, request: web.Request) -> bool:
-        if request.cookies.get(COOKIE) in self._tickets:
+        if self._tickets.knows(request.cookies.get(COOKIE, "")):
             return True
         headers = request.headers
         given = headers.getall("authorization", []), headers.getall("x-api-key", [])
         try:
-            self._keys.check(*given)
+            self._keys.check(*given, request.remote or "")
         except RequestError:
             return False
         return True
 
     async def _take_key(self, request: web.Request) -> web.Response:
+        """A ticket for the right key, which is never part of an address."""
         form = await request.post()
-        return self._admit(str(form.get("key", "")))
-
-    def _admit(self, key: str) -> web.Response:
-        """A ticket for the right key, and the page without the key in its address."""
         try:
-            self._keys.check([], [key])
-        except (RequestError, UnicodeEncodeError):
+            self._keys.check([], [str(form.get("key", ""))], request.remote or "")
+        except UnicodeEncodeError:
             return _key_form("The key is wrong.")
-        ticket = secrets.token_urlsafe(32)
-        self._tickets.add(ticket)
+        except RequestError as error:
+            return _key_form(f"{error.message[:1].upper()}{error.message[1:]}.")
         response = web.Response(status=303, headers={"location": "/", "cache-control": "no-store"})
-        response.set_cookie(COOKIE, ticket, httponly=True, samesite="Strict", path="/")
+        response.set_cookie(
+            COOKIE,
+            self._tickets.issue(),
+            max_age=TICKET_SECONDS,
+            httponly=True,
+            samesite="Strict",
+            secure=request.secure,
+            path="/",
+        )
         return response
 
 
 async def _send_icon(request: web.Request) -> web.Response:
     return web.Response(body=(FOLDER / "icon.svg").read_bytes(), content_type="image/svg+xml")
+
+
+def _digest(ticket: str) -> bytes:
+    # Looked up by what nobody can foretell, so that no comparison tells how much is right.
+    return hashlib.sha256(ticket.encode(errors="replace")).digest()
 
 
 def _key_form(reason: str) -> web.Response:

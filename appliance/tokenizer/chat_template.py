@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError
 
-from appliance.errors import ChatTemplateError
+from appliance.errors import ChatTemplateError, RequestError
 from appliance.tokenizer.sandbox import BUDGET, Budget, TemplateEnvironment
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,25 @@ class ChatTemplate:
                 f"the model's chat template does not accept these messages: {reason}"
             ) from error
         return "".join(pieces)
+
+
+def check_nesting(value: Any, nesting: int = 0) -> None:
+    """Refuse messages or tools that are nested so deeply that walking them is a risk.
+
+    Raises:
+        RequestError: they are.
+    """
+    if nesting > MAX_NESTING:
+        raise RequestError(
+            f"the messages are nested more than {MAX_NESTING} deep; send flatter ones",
+            param="messages",
+        )
+    if isinstance(value, Mapping):
+        for item in value.values():
+            check_nesting(item, nesting + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_nesting(item, nesting + 1)
 
 
 def _compile(source: str) -> Template:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ from appliance.errors import CheckpointError, ModelError
 from appliance.files import read_json
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer.chat_template import ChatTemplate
-from appliance.tokenizer.source import TokenizerSource, with_end_of_turn
+from appliance.tokenizer.pre_tokenizers import unknown_patterns
+from appliance.tokenizer.source import TokenizerSource, new_separator, with_end_of_turn
+
+logger = logging.getLogger(__name__)
 
 MAX_TOKENIZER_BYTES = 128 * 2**20  # the largest in use have under 40 MiB
 
@@ -22,6 +27,23 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 def load_from_folder(path: Path) -> TokenizerSource:
     """Read tokenizer.json and the small files beside it.
+
+    Raises:
+        ModelError: tokenizer.json is missing or damaged, or its rules take too long.
+        ChatTemplateError: the chat template cannot be used.
+    """
+    patterns = unknown_patterns(_content_of(path))
+    if not patterns:
+        return read_folder(path)
+    from appliance.tokenizer.isolation import IsolatedEncoder
+
+    logger.info("%s splits texts by rules of its own, in a process with limits", path)
+    encoder = IsolatedEncoder(path, new_separator())  # first: reading may take without end, too
+    return replace(read_folder(path), encoder=encoder)
+
+
+def read_folder(path: Path) -> TokenizerSource:
+    """The same, whatever rules it has.
 
     Raises:
         ModelError: tokenizer.json is missing or damaged.
@@ -49,7 +71,7 @@ def load_from_folder(path: Path) -> TokenizerSource:
     )
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
+def _content_of(path: Path) -> bytes:
     file = path / "tokenizer.json"
     if not file.is_file():
         found = [name for name in ("tokenizer.model", "vocab.json") if (path / name).is_file()]
@@ -57,9 +79,15 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{path} has no tokenizer.json{f': {hint}' if hint else ''}; add it")
     if (size := file.stat().st_size) > MAX_TOKENIZER_BYTES:
         raise ModelError(f"{file} has {size >> 20} MiB, more than any tokenizer; download it again")
+    return file.read_bytes()
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    content = _content_of(path)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises nothing more specific
+        file = path / "tokenizer.json"
         raise ModelError(f"{file} is damaged: {error}; download it again") from error
     # Both would change a prompt without a word.
     backend.no_truncation()

@@ -19,6 +19,10 @@ from appliance.tokenizer.source import END_OF_TURN, TokenizerSource, with_end_of
 
 T = TypeVar("T")
 
+# Characters that are looked at to find all ways to make the pieces of others: the square of the
+# length of each. Gemma 3, with the largest vocabulary in use, has 11 million.
+MAX_SPLIT_CHARACTERS = 2**27
+
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of token_type
 
@@ -132,6 +136,11 @@ class _GGUFTokenizer:
         the order of their scores, and where a file breaks that order it is because user-defined
         tokens were given an arbitrary one; so the position is the better rank.
         """
+        if (total := sum(len(piece) ** 2 for piece in pieces)) > MAX_SPLIT_CHARACTERS:
+            raise self._damaged(
+                f"its tokens have up to {max(map(len, pieces))} characters, {total} by the sum of "
+                f"their squares where {MAX_SPLIT_CHARACTERS} are accepted"
+            )
         known = set(pieces)
         order: list[str] = pieces
         scores = self._get("scores", list, [])

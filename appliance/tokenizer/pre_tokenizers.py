@@ -1,10 +1,16 @@
-"""How byte-level vocabularies split text into words, by the name that GGUF files give it."""
+"""How vocabularies split text into words: by the name that GGUF files give it, and known rules.
+
+A regular expression of a stranger can take hours for a short text. Those that are known here take
+a time that grows as the text does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from tokenizers import Regex, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 
@@ -23,6 +29,59 @@ _TEKKEN = _CASED.replace("CONTRACTION", "").replace("NUMBER", r"\p{N}")
 _GPT4O = _CASED.replace("CONTRACTION", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?").replace(
     "NUMBER", r"\p{N}{1,3}"
 )
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_POSSESSIVE = (  # Phi-4's spelling of GPT-4's
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+# As they stand in the tokenizer.json of models in use.
+KNOWN_PATTERNS = frozenset(
+    {
+        *(_LLAMA3, _QWEN2, _TEKKEN, _GPT4O, _GPT2, _POSSESSIVE, _DEEPSEEK3),
+        *(r"\p{N}", r"\p{N}{1,3}", r"\s?\p{L}+", r"\s?\p{P}+", r"[\r\n]", r"\d", r"[0-9]"),
+        *(r" {2,}", r"\s+", r"\n", r" ", r"[0-9][0-9][0-9]"),
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",  # DeepSeek 3
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",  # DeepSeek 1 and 2
+    }
+)
+
+
+class _Rules(msgspec.Struct):
+    """Of a tokenizer.json what splits texts; the vocabulary is skipped."""
+
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+
+
+def unknown_patterns(tokenizer_json: bytes) -> list[str]:
+    """Regular expressions of a tokenizer that are not known to be harmless.
+
+    None of a file that is damaged: whoever reads it says so.
+    """
+    try:
+        rules = msgspec.json.decode(tokenizer_json, type=_Rules)
+    except (msgspec.MsgspecError, RecursionError):
+        return []
+    found = _patterns([rules.normalizer, rules.pre_tokenizer])
+    return [pattern for pattern in found if pattern not in KNOWN_PATTERNS]
+
+
+def _patterns(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        pattern = value.get("Regex")
+        if isinstance(pattern, str):
+            yield pattern
+        for item in value.values():
+            yield from _patterns(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _patterns(item)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 Sandboxed: no private attributes, no changes to what it is given. Bounded: loops, calls and
 recursion draw on one budget, and texts may not grow past a limit. Not bounded are single calls
-that ask for a huge result at once (a filter such as `center`); what such a template does is tried
-in a child process, see `template_probe`.
+that ask for a huge result at once (a filter such as `center`) or take long (one such as `replace`);
+a server renders in processes that the system ends, see `isolation`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from tokenizers import AddedToken
 
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 
@@ -26,11 +29,31 @@ END_OF_TURN = (
 )
 
 
+class Encoder(Protocol):
+    """Encodes texts elsewhere."""
+
+    separator: str  # a token by itself there, too
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text."""
+        ...
+
+    def close(self) -> None:
+        """End the process that does it; the next text would start one."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
     """A tokenizer as a file describes it.
 
-    `sampling` lies in the same files, which take a while to read a second time.
+    Attributes:
+        backend: the library's.
+        bos_token_id: the token that begins a text, if there is one.
+        eos_token_ids: tokens that end an answer.
+        chat_template: None for a base model.
+        sampling: as recommended; it lies in the same files, which take a while to read again.
+        encoder: takes the place of the backend's own, whose rules are not to be trusted.
     """
 
     backend: tokenizers.Tokenizer
@@ -38,6 +61,19 @@ class TokenizerSource:
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None
     sampling: SamplingDefaults = NOTHING_RECOMMENDED
+    encoder: Encoder | None = None
+
+
+def new_separator() -> str:
+    """A text that no other can contain."""
+    return f"\uf8ff{secrets.token_hex(16)}\uf8ff"
+
+
+def with_separator(backend: tokenizers.Tokenizer, separator: str) -> tokenizers.Tokenizer:
+    """The same backend, which finds that text and no control token in what it encodes."""
+    backend.encode_special_tokens = True
+    backend.add_tokens([AddedToken(separator, normalized=False, special=False)])
+    return backend
 
 
 def with_end_of_turn(backend: tokenizers.Tokenizer, named: Iterable[int | None]) -> tuple[int, ...]:

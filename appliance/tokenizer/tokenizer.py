@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import AddedToken
-
 from appliance.errors import ChatTemplateError, ModelError, RequestError
+from appliance.tokenizer.chat_template import check_nesting
 from appliance.tokenizer.control_tokens import ContentGuard, ControlTokens, Occurrence
 from appliance.tokenizer.from_folder import load_from_folder
 from appliance.tokenizer.from_gguf import load_from_gguf
 from appliance.tokenizer.known_texts import KnownTexts
 from appliance.tokenizer.pieces import Spelling, piece_bytes
+from appliance.tokenizer.source import new_separator, with_separator
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
+    from appliance.tokenizer.isolation import IsolatedTemplate
     from appliance.tokenizer.source import TokenizerSource
 
 
@@ -70,10 +72,11 @@ class Tokenizer:
 
         # The library finds control tokens in all of a text or in none of it. It is told: in none;
         # where they are wanted a separator stands in for them, which no text can contain.
-        self._separator = f"\uf8ff{secrets.token_hex(16)}\uf8ff"
-        self._backend.encode_special_tokens = True
-        self._backend.add_tokens([AddedToken(self._separator, normalized=False, special=False)])
+        self._encoder = source.encoder
+        self._separator = new_separator() if self._encoder is None else self._encoder.separator
+        with_separator(self._backend, self._separator)
         self._separator_id = self._backend.token_to_id(self._separator)
+        self._isolated: IsolatedTemplate | None = None
         # What follows a separator is tokenized as if nothing stood before it.
         self._known_texts = KnownTexts(self._encode_texts)
         self.add_bos = self.bos_token_id is not None and self.encode("", add_special_tokens=True)[
@@ -123,14 +126,16 @@ class Tokenizer:
 
         Raises:
             ChatTemplateError: the model has no chat template, or it refuses the messages.
-            RequestError: a message holds lone surrogates.
+            RequestError: a message is nested too deeply or holds lone surrogates.
         """
-        if self.chat_template is None:
+        template = self._isolated or self.chat_template
+        if template is None:
             raise ChatTemplateError(
                 "this model has no chat template; use completions with a prompt instead"
             )
+        check_nesting((messages, tools))
         guard = ContentGuard(self._control_tokens)
-        text = self.chat_template.render(
+        text = template.render(
             guard.hide(messages),
             tools=guard.hide(tools),
             add_generation_prompt=add_generation_prompt,
@@ -145,6 +150,30 @@ class Tokenizer:
             ids.append(occurrence.token_id)
             ids.extend(piece[1:])
         return ids
+
+    @property
+    def is_isolated(self) -> bool:
+        """Whether even a short text is encoded in another process."""
+        return self._encoder is not None
+
+    def isolate_template(self) -> None:
+        """Render chats in processes with limits from now on, and try that out.
+
+        Raises:
+            ChatTemplateError: the template uses up its limits for a short chat.
+        """
+        if self.chat_template is None:
+            return
+        from appliance.tokenizer.isolation import IsolatedTemplate
+
+        self._isolated = IsolatedTemplate(self.chat_template)
+        self._isolated.try_out()
+
+    def close(self) -> None:
+        """End the processes that work for it; the next text would start one."""
+        for elsewhere in (self._isolated, self._encoder):
+            if elsewhere is not None:
+                elsewhere.close()
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of a whole sequence, without control tokens."""
@@ -190,10 +219,17 @@ class Tokenizer:
     def _encode_texts(
         self, texts: Sequence[str], add_special_tokens: bool = False
     ) -> list[list[int]]:
-        # Batches, even of one, let other threads run meanwhile; a single text does not.
-        encodings = self._backend.encode_batch_fast(
-            list(texts), add_special_tokens=add_special_tokens
-        )
+        if self._encoder is not None:
+            return self._encoder.encode(texts, add_special_tokens)
+        try:
+            # Batches, even of one, let other threads run meanwhile; a single text does not.
+            encodings = self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, which cannot be imported
+                raise
+            raise RequestError("this model's tokenizer fails on this text") from error
         return [encoding.ids for encoding in encodings]
 
 
@@ -218,6 +254,8 @@ def _valid(text: str) -> str:
 def _spelling(decoder: Any) -> Spelling:
     """How the vocabulary writes bytes, judged by the decoder that would undo it."""
     steps = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()))
+    if '"Regex"' in steps:  # it would run on every answer
+        raise ModelError("the tokenizer's decoder has a regular expression; use another model")
     if '"ByteLevel"' in steps:
         return Spelling.BYTE_LEVEL
     if '"ByteFallback"' in steps or '"Metaspace"' in steps or "\\u2581" in steps:

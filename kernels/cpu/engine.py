@@ -36,6 +36,10 @@ class NativeEngine:
         """Bytes that steps have needed so far, at most."""
         return int(self.library.ap_workspace_bytes(self.handle))
 
+    def watch(self, progress: int) -> None:
+        """Count how far steps are in a 64-bit word, by its address, which stays where it is."""
+        self.library.ap_engine_watch(self.handle, progress)
+
     def close(self) -> None:
         """End the threads and free the workspace."""
         self._finalizer()

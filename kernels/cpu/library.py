@@ -57,6 +57,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_void_p, POINTER(structs.LinearStruct), _POINTER, c_int32, _POINTER),
     ),
     "ap_linear_rows": (c_int32, (POINTER(structs.LinearStruct), _POINTER, c_int32, _POINTER)),
+    "ap_engine_watch": (None, (c_void_p, c_void_p)),
     "ap_linear_pack": (
         c_int32,
         (

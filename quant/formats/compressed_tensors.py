@@ -9,6 +9,7 @@ compressed-tensors project.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -126,7 +127,7 @@ class CompressedTensorsWeights:
         if name not in self._packed:
             return self._folder.shape(name)
         shape = self._part(name, SHAPE).flatten().tolist()
-        if len(shape) != 2 or min(shape) < 1:
+        if any(type(size) is not int or size < 1 for size in shape):
             raise CheckpointError(f"{name}{SHAPE} holds {shape}, which is no shape of a matrix")
         return shape[0], shape[1]
 
@@ -179,6 +180,11 @@ class CompressedTensorsWeights:
     def _part(self, name: str, part: str) -> Tensor:
         if name + part not in self._stored:
             raise CheckpointError(f"{name + part} is missing; download or quantize the model again")
+        found = math.prod(self._folder.shape(name + part))
+        if part == SHAPE and found != 2:
+            raise CheckpointError(
+                f"{name + part} holds {found} numbers, which is no shape of a matrix"
+            )
         return self._folder.load(name + part)
 
 

@@ -151,7 +151,7 @@ def _float_scheme(weights: Mapping[str, Any], activations: object) -> Fp8Scheme:
     strategy = weights.get("strategy")
     if strategy not in ("channel", "tensor", "block"):
         raise _unsupported(f"strategy {strategy!r} of FP8 weights")
-    if strategy == "block" and list(weights.get("block_structure") or ()) != [BLOCK, BLOCK]:
+    if strategy == "block" and weights.get("block_structure") != [BLOCK, BLOCK]:
         raise _unsupported(f"FP8 blocks of {weights.get('block_structure')}")
     return Fp8Scheme(strategy == "block", quantized_inputs=activations is not None)
 

@@ -116,14 +116,16 @@ def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _check(config: Mapping[str, Any]) -> bool:
     """Refuse what is not read here; returns whether inputs are to be quantized as they come."""
     if config.get("quant_method") == MODELOPT:
-        algorithm = config.get("quant_algo", config.get("quantization", {}).get("quant_algo"))
+        nested = config.get("quantization")
+        algorithm = nested.get("quant_algo") if isinstance(nested, dict) else None
+        algorithm = config.get("quant_algo", algorithm)
         if algorithm != "FP8":
             raise _unsupported(f"quant_algo {algorithm!r}")
         return False
     if config.get("fmt", "e4m3") != "e4m3":
         raise _unsupported(f"numbers in {config['fmt']!r}")
     block = config.get("weight_block_size")
-    if block is not None and list(block) != [BLOCK, BLOCK]:
+    if block is not None and block != [BLOCK, BLOCK]:
         raise _unsupported(f"blocks of {block}")
     scheme = config.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):

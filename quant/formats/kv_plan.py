@@ -106,7 +106,7 @@ def read_plan(folder: Path, heads: Sequence[tuple[int, int]]) -> tuple[KVLayer, 
         raise CheckpointError(f"{path} is of another model; remove it or quantize again")
     try:
         return tuple(_layer(entry, *of) for entry, of in zip(layers, heads, strict=True))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); quantize the model again") from error
 
 
@@ -176,7 +176,9 @@ def _scales(weights: WeightReader, name: str, num_kv_heads: int) -> Tensor:
     scales = weights.load(name)
     assert isinstance(scales, torch.Tensor)
     scales = scales.float().flatten()
-    if scales.numel() not in (1, num_kv_heads) or not bool((scales > 0).all()):
+    if scales.numel() not in (1, num_kv_heads) or not bool(
+        ((scales > 0) & scales.isfinite()).all()
+    ):
         raise CheckpointError(
             f"{name} holds {scales.numel()} scales where 1 or {num_kv_heads} positive ones are"
             " expected; quantize the model again"

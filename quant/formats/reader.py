@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from appliance.kernels.weight import Weight
 
 
+METHODS = (compressed_tensors_config.METHOD, awq.METHOD, gptq.METHOD, fp8.METHOD, fp8.MODELOPT)
+
+
 class WeightReader(Protocol):
     """Tensors of a model by the names they have unquantized, each read when it is asked for."""
 
@@ -46,6 +49,11 @@ class WeightReader(Protocol):
     def notes(self) -> tuple[str, ...]:
         """What a person should know about what was loaded so far, one line each."""
         ...
+
+
+def is_read(config: object) -> bool:
+    """Whether a `quantization_config` is of a method that is read here."""
+    return isinstance(config, dict) and config.get("quant_method") in METHODS
 
 
 def open_weights(folder: SafetensorsFolder) -> WeightReader:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import httpx
 from appliance.errors import ConfigError, EngineUnavailableError, QuantizeError
 from appliance.quant.quality.card import TaskScore
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
+from appliance.runtime import child_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,7 @@ def run_tasks(
         options += ["--output_path", str(out)]
         options += [] if include is None else ["--include_path", str(include)]
         options += [] if limit is None else ["--limit", str(limit)]
-        environment = os.environ | {"OPENAI_API_KEY": api_key or "none"}
+        environment = child_environment(OPENAI_API_KEY=api_key or "none")
         done = subprocess.run(
             [*command, *options], env=environment, stdout=subprocess.PIPE, text=True, check=False
         )
@@ -103,7 +103,7 @@ def scores_of(results: dict[str, Any]) -> tuple[TaskScore, ...]:
 
 def _command() -> list[str]:
     if importlib.util.find_spec("lm_eval") is not None:
-        return [sys.executable, "-m", "lm_eval"]
+        return [sys.executable, "-P", "-m", "lm_eval"]
     if (program := shutil.which("lm_eval")) is not None:
         return [program]
     raise ConfigError(f"lm-eval is not installed: {_INSTALL}")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from appliance.errors import ApplianceError, MemoryPlanError, QuantizeError
+from appliance.runtime import child_environment
 
 if TYPE_CHECKING:
     from appliance.model.source import ModelSource
@@ -74,10 +75,11 @@ def sample_rows(
     left = 0 if max_ram is None else max(1, max_ram - own)
     numbers = [str(number) for number in (count, row_tokens, seed, left)]
     child = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(model_path.resolve()), device, *numbers],
+        [sys.executable, "-P", "-m", __name__, str(model_path.resolve()), device, *numbers],
         stdin=subprocess.PIPE,  # never written to: it closes when this process ends
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=child_environment(),
         text=True,
     )
     with child:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.beacon import Beacon
 
 CONTEXT, VOCABULARY, BLOCKS, BLOCK_SIZE = 32_768, 2**20, 4096, 16
 
@@ -145,6 +146,7 @@ def load(
     eos_token_ids: tuple[int, ...],
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
+    beacon: Beacon,
     steps_per_second: float,
 ) -> PacedEngine:
     return PacedEngine(1 / steps_per_second, eos_token_ids)

@@ -8,9 +8,11 @@ import torch
 from broken_logits import break_logits
 
 from appliance.config import EngineConfig
+from appliance.engine.beacon import Beacon, name_of
 from appliance.engine.engine import LLMEngine
 from appliance.engine.plan import Plan
 from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.run.model_runner import ModelRunner
 from appliance.errors import ContextLengthError, MemoryPlanError, RequestError
 
 EOS = 2
@@ -235,9 +237,53 @@ def test_what_can_never_run_is_refused(engine: LLMEngine, tiny_llama: Path) -> N
     with pytest.raises(RequestError, match="outside the vocabulary") as caught:
         engine.submit(request("bias", (3,), logit_bias={512: 1.0}))
     assert caught.value.param == "logit_bias"
+    with pytest.raises(RequestError, match="outside the vocabulary") as caught:
+        engine.submit(request("stop", (3,), stop_token_ids=(512,), min_tokens=1))
+    assert caught.value.param == "stop_token_ids"
     assert not engine.has_work
     with pytest.raises(MemoryPlanError, match="--kv-cache-memory"):
         load(tiny_llama, kv_cache_memory=2**16, kv_cache_dtype="fp32")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_signs_of_life_of_a_step(
+    tiny_llama: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=str(tiny_llama), threads=1, kernels=kernels)
+    beacon = Beacon()
+    engine = LLMEngine.load(
+        config,
+        eos_token_ids=(EOS,),
+        metadata=None,
+        on_progress=lambda stage, done, total: None,
+        beacon=beacon,
+    )
+    layers, names = 2, {name_of("a"), name_of("b")}
+    launch = ModelRunner.launch
+
+    def noted(runner: ModelRunner[Any], plan: Plan) -> None:
+        if plan.started:
+            assert beacon.started() == names, "before anything is computed for them"
+        launch(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    for name in ("a", "b"):
+        engine.submit(request(name, prompt(5), max_tokens=3))
+    while engine.has_work:
+        before = beacon.progress
+        engine.step()
+        assert beacon.progress >= before + layers + 1
+
+
+def test_an_end_that_only_the_tokenizer_knows_is_never_banned(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `min_tokens` its logit would be written, past the end of a row."""
+    monkeypatch.setattr(f"{__name__}.EOS", 10**9)
+    engine = load(tiny_llama)
+    assert engine.info.eos_token_ids == ()
+    answers = run(engine, request("r", prompt(5), min_tokens=3, ignore_eos=False))
+    assert len(answers["r", 0]) == 20
 
 
 def test_the_budget_of_a_step_holds_and_prompts_are_chunked(engine: LLMEngine) -> None:

@@ -226,3 +226,27 @@ def test_heads_of_an_odd_width_are_left_to_torch(
     reason = why_unsupported(open_model(save(make_model("qwen3", head_dim=12))))
     assert reason is not None
     assert "heads of 12 elements" in reason
+
+
+@pytest.mark.parametrize("rotary_dim", [-2, 15, 18, 32, 2**30])
+def test_a_rope_that_is_wider_than_a_head_is_refused(
+    rotary_dim: int, make_model: Callable[..., Any], save: Callable[[Any], Path]
+) -> None:
+    decoder = load(save(make_model("llama", head_dim=16)))
+    decoder.model.ropes[0].rotary_dim = rotary_dim
+    with pytest.raises(AssertionError, match="BAD_ARGUMENT"):
+        logits_of(decoder, [1, 2, 3])
+
+
+def test_a_step_counts_how_far_it_is_for_whoever_watches(
+    make_model: Callable[..., Any], save: Callable[[Any], Path]
+) -> None:
+    decoder = load(save(make_model("llama", head_dim=16)))
+    progress = ctypes.c_uint64(7)
+    decoder.engine.watch(ctypes.addressof(progress))
+    logits_of(decoder, [1, 2, 3])
+    assert progress.value >= 7 + len(decoder.spec.layers)
+    before = progress.value
+    decoder.engine.watch(0)
+    logits_of(decoder, [1, 2, 3])
+    assert progress.value == before

@@ -27,7 +27,8 @@ from appliance.config import EngineConfig, ServerConfig
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.supervisor import SupervisionLimits
 from appliance.server.app import create_app
-from appliance.server.listener import HttpProtocol, bind, url_of
+from appliance.server.connection import protocol_of
+from appliance.server.listener import bind, url_of
 from appliance.server.metrics import Metrics
 from appliance.server.state import ServerState
 from appliance.tokenizer import Tokenizer
@@ -143,7 +144,7 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
         web = QuietServer(
             uvicorn.Config(
                 create_app(state),
-                http=HttpProtocol,
+                http=protocol_of(config.max_connections),
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -11,7 +11,7 @@ from appliance import log
 from appliance.config import load_settings
 from appliance.errors import ApplianceError
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
-from appliance.server import listener
+from appliance.server import connection
 from appliance.server.serve import run_server
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def progress(stage: str, done: int, total: int) -> None:
 def main(folder: str, echo: str, port: str, knobs: str) -> int:
     log.configure()
     if knobs.startswith("header_seconds="):
-        listener.HEADER_SECONDS = float(knobs.partition("=")[2])
+        connection.HEADER_SECONDS = float(knobs.partition("=")[2])
     settings = load_settings({"port": int(port)})
     try:
         run_server(

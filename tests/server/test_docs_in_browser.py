@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from browser import DESK, chromium, opened
+from browser import chromium, opened
 
 from appliance.docs import NAMES, read
 
@@ -16,7 +16,7 @@ async def test_every_topic_is_shown_and_links_lead_from_one_to_the_next(serve: S
     async with (
         serve() as running,
         chromium() as browser,
-        opened(browser, running.url, **DESK) as (page, complaints),
+        opened(browser, running.url) as (page, complaints),
     ):
         await page.locator("a", has_text="Documentation").click()
         await page.locator("#topic h3").first.wait_for()

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from appliance.server.door import OPEN_PATHS, is_loopback
+from appliance.config import ServerConfig
+from appliance.errors import AuthError
+from appliance.server.door import OPEN_PATHS
+from appliance.server.errors import ForbiddenError, TooManyWrongKeysError
+from appliance.server.keys import BURST, SECONDS_PER_GUESS, GuessLimit, KeyCheck
+from appliance.server.origins import Origins, is_loopback
 
 if TYPE_CHECKING:
     from tests.server.conftest import Running, Serve
@@ -204,3 +209,173 @@ async def test_the_document_describes_what_is_there(serve: Serve) -> None:
 )  # fmt: skip
 def test_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+async def test_a_server_answers_to_the_address_that_it_listens_on(serve: Serve) -> None:
+    async with serve(server={"host": "127.0.0.2"}) as running:
+        assert running.url.startswith("http://127.0.0.2:")
+        assert (await running.http.get("/v1/models")).status_code == 200
+        other = await running.http.get("/v1/models", headers={"host": "127.0.0.3"})
+        assert other.status_code == 403
+        assert "127.0.0.2" in other.json()["error"]["message"]
+
+
+PROXY = {"allowed_hosts": "llm.example, other.example", "allowed_origins": "app://obsidian.md"}
+
+
+async def test_names_of_a_reverse_proxy_are_allowed_by_configuration(serve: Serve) -> None:
+    async with serve(server=PROXY) as running:
+        for host, status in (
+            ("llm.example", 200), ("LLM.example:443", 200), ("other.example", 200),
+            ("localhost", 200), ("evil.example", 403), ("llm.example.evil.example", 403),
+        ):  # fmt: skip
+            answer = await running.http.get("/v1/models", headers={"host": host})
+            assert answer.status_code == status, host
+        page = {"host": "llm.example", "origin": "https://llm.example"}
+        assert (await running.http.get("/v1/models", headers=page)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("config", "host", "expected"),
+    [
+        ({"host": "0.0.0.0"}, "anything.example", True),
+        ({"host": "0.0.0.0", "allowed_hosts": "llm.example"}, "anything.example", False),
+        ({"host": "0.0.0.0", "allowed_hosts": "llm.example"}, "localhost", True),
+        ({"host": "::1"}, "[::1]:8080", True),
+        ({"host": "::1"}, "[::2]", False),
+        ({"allowed_hosts": "*"}, "anything.example", True),
+        ({"allowed_hosts": " , "}, "anything.example", False),
+    ],
+)
+def test_which_hosts_are_known(config: dict[str, str], host: str, expected: bool) -> None:
+    origins = Origins(ServerConfig(**config))  # type: ignore[arg-type]
+    if expected:
+        assert origins.check(host, []) is None
+    else:
+        with pytest.raises(ForbiddenError, match="allowed_hosts"):
+            origins.check(host, [])
+
+
+async def test_an_app_of_an_allowed_origin_may_call_and_read(serve: Serve) -> None:
+    app = {"origin": "app://obsidian.md", "sec-fetch-site": "cross-site"}
+    async with serve(server={**PROXY, "api_key": KEY}) as running:
+        asks = await running.http.options(
+            "/v1/chat/completions",
+            headers=app
+            | {
+                "access-control-request-method": "POST",
+                "access-control-request-headers": "authorization, content-type",
+                "access-control-request-private-network": "true",
+            },
+        )
+        assert asks.status_code == 204
+        assert asks.headers["access-control-allow-origin"] == "app://obsidian.md"
+        assert asks.headers["access-control-allow-headers"] == "authorization, content-type"
+        assert "POST" in asks.headers["access-control-allow-methods"]
+        assert asks.headers["access-control-allow-private-network"] == "true"
+        for headers, status in (({}, 401), (RIGHT[0], 200)):
+            answer = await running.http.get("/v1/models", headers=app | headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "app://obsidian.md"
+            assert "origin" in answer.headers["vary"].lower()
+        two = [("origin", "app://obsidian.md"), ("origin", "http://evil.example")]
+        assert (await running.http.get("/v1/models", headers=two)).status_code == 403
+        own = await running.http.get("/v1/models", headers=RIGHT[0])
+        assert not any("access-control" in name for name in own.headers)
+
+
+async def test_images_of_foreign_pages_take_no_watchers(serve: Serve) -> None:
+    """A no-cors GET has no Origin; sixteen of them were all the watchers that there are."""
+    async with serve() as running:
+        for site in ("cross-site", "same-site", "nonsense"):
+            image = {"sec-fetch-site": site, "sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"}
+            for path in ("/admin/v1/events", "/v1/models", "/metrics"):
+                answer = await running.http.get(path, headers=image)
+                assert answer.status_code == 403
+                assert answer.json()["error"]["code"] == "site_not_allowed"
+            link = await running.http.get("/", headers={"sec-fetch-site": site})
+            assert link.status_code == 200, "a link to the page may stand anywhere"
+        for site in ("same-origin", "none"):
+            answer = await running.http.get("/v1/models", headers={"sec-fetch-site": site})
+            assert answer.status_code == 200
+
+
+async def test_a_body_of_two_lengths_ends_the_connection(serve: Serve) -> None:
+    async with serve() as running:
+        _, _, address = running.url.partition("//")
+        host, _, port = address.partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json"
+            b"\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+            b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert answer.count(b"HTTP/1.1") == 1
+        assert b"Transfer-Encoding" in answer
+
+
+async def test_who_tries_keys_has_to_wait(serve: Serve) -> None:
+    async with serve(server={"api_key": KEY}) as running:
+        for number in range(BURST):
+            wrong = {"authorization": f"Bearer guess-{number}"}
+            assert (await running.http.get("/v1/models", headers=wrong)).status_code == 401
+        for headers in ({"x-api-key": "guess-x"}, RIGHT[0]):
+            answer = await running.http.get("/v1/models", headers=headers)
+            assert answer.status_code == 429, "or the answer would tell which guess is right"
+            assert answer.json()["error"]["code"] == "too_many_wrong_keys"
+            assert 0 < int(answer.headers["retry-after"]) <= 6
+        assert (await running.http.get("/v1/models")).status_code == 401, "no key is no guess"
+        assert (await running.http.get("/health")).status_code == 200
+
+
+def guess(keys: KeyCheck, key: str, address: str) -> str:
+    try:
+        return keys.check([], [key], address) or "nobody"
+    except TooManyWrongKeysError:
+        return "wait"
+    except AuthError:
+        return "wrong"
+
+
+def test_a_program_with_a_wrong_key_shuts_nobody_out() -> None:
+    now = 0.0
+    keys = KeyCheck({"anna": "key-of-anna"}, GuessLimit(clock=lambda: now))
+    for _ in range(1000):
+        assert guess(keys, "an old key", "10.0.0.1") == "wrong"
+    assert guess(keys, "key-of-anna", "10.0.0.1") == "anna"
+
+    tried = [guess(keys, f"guess {number}", "10.0.0.1") for number in range(100)]
+    assert tried == ["wrong"] * (BURST - 1) + ["wait"] * (101 - BURST)
+    assert guess(keys, "key-of-anna", "10.0.0.1") == "wait"
+    assert guess(keys, "key-of-anna", "10.0.0.2") == "anna", "another address is not concerned"
+    now += SECONDS_PER_GUESS
+    assert guess(keys, "key-of-anna", "10.0.0.1") == "anna"
+    assert guess(keys, "one more", "10.0.0.1") == "wrong"
+    assert guess(keys, "two more", "10.0.0.1") == "wait"
+    now += 3600
+    assert guess(keys, "key-of-anna", "10.0.0.1") == "anna"
+
+
+def test_an_address_of_ipv6_is_as_good_as_its_neighbours() -> None:
+    keys = KeyCheck({"anna": "key-of-anna"}, GuessLimit(clock=lambda: 0.0))
+    for number in range(BURST):
+        assert guess(keys, f"guess {number}", f"2001:db8::{number:x}") == "wrong"
+    assert guess(keys, "one more", "2001:db8::ffff") == "wait"
+    assert guess(keys, "one more", "2001:db8:0:1::1") == "wrong"
+    assert guess(keys, "one more", "::1") == "wrong"
+    for address in ("::ffff:10.0.0.1", "", "unix"):
+        assert guess(keys, "key-of-anna", address) == "anna"
+
+
+def test_addresses_are_not_remembered_without_end() -> None:
+    limit = GuessLimit(clock=lambda: 0.0)
+    for number in range(10_000):
+        limit.note(str(number), b"digest")
+    for number in range(1000):
+        limit.note("9999", str(number).encode())
+    assert len(limit._guessers) == 4096
+    assert len(limit._guessers["9999"].wrong) == 64

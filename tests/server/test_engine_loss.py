@@ -8,14 +8,17 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
+import openai
+import pytest
+
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 
 if TYPE_CHECKING:
-    import pytest
+    from pathlib import Path
 
     from tests.server.conftest import Running, Serve
 
-HANG, FAIL = 267, 268  # see echo_worker.py
+DIE, HANG, FAIL = 264, 267, 268  # see echo_worker.py
 
 
 async def stream_lines(running: Running, begun: asyncio.Event) -> list[str]:
@@ -61,7 +64,8 @@ async def test_kill_in_mid_stream(serve: Serve) -> None:
         for answer in await asyncio.gather(*queued):
             assert answer.status_code == 200
             assert answer.json()["choices"][0]["text"] == "xyzx"
-        assert (await running.http.get("/health")).json() == {"status": "ok"}
+        health = await running.http.get("/health")
+        assert health.json() == {"status": "ok", "restarts": 1}, "one death refuses nothing"
         assert (await running.complete("x", max_tokens=2)).json()["choices"][0]["text"] == "xx"
         metrics = (await running.http.get("/metrics")).text
         assert 'appliance_engine_restarts_total{model_name="echo"} 1.0' in metrics
@@ -78,29 +82,85 @@ async def test_a_whole_answer_that_is_lost_is_a_503(serve: Serve) -> None:
         assert answer.headers["retry-after"]
 
 
+HASTY = SupervisionLimits(hang_timeout=0.4, step_timeout=30.0, backoff=0.01)
+
+
 async def test_a_step_that_hangs_is_ended(serve: Serve) -> None:
-    limits = SupervisionLimits(step_timeout=0.3, backoff=0.01)
-    async with serve(limits=limits) as running:
+    async with serve(limits=HASTY) as running:
         answer = await running.complete([HANG], stream=True)
         assert answer.status_code == 503, "nothing was sent yet, so the status still tells"
         await running.until(lambda: running.state.engine.state is EngineState.READY)
         assert (await running.complete("x", max_tokens=2)).status_code == 200
 
 
-async def test_down_for_good_with_the_reason(serve: Serve) -> None:
-    limits = SupervisionLimits(step_timeout=30, max_deaths=1)
-    async with serve(limits=limits) as running:
-        assert running.state.engine.pid is not None
-        os.kill(running.state.engine.pid, signal.SIGKILL)
-        await running.until(lambda: running.state.engine.state is EngineState.FAILED)
+async def test_a_stopped_engine_is_not_ready_and_then_another_is(serve: Serve) -> None:
+    async with serve("step_seconds=0.01", limits=HASTY) as running:
+        assert (await running.http.get("/ready")).status_code == 200
+        pid = running.state.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await running.until(lambda: running.state.doubtful)
+        ready = await running.http.get("/ready")
+        assert ready.status_code == 503
+        assert "does not respond" in ready.json()["error"]["message"]
+        await running.until(lambda: running.state.engine.restarts == 1)
+        await running.until(lambda: running.state.engine.state is EngineState.READY)
+        assert (await running.http.get("/ready")).status_code == 200
+        assert (await running.http.get("/health")).json() == {"status": "ok", "restarts": 1}
+        assert (await running.complete("x", max_tokens=2)).status_code == 200
+
+
+async def test_an_engine_that_cannot_come_back_is_waited_for(serve: Serve, tmp_path: Path) -> None:
+    obstacle = tmp_path / "obstacle"
+    limits = SupervisionLimits(backoff=500.0, max_backoff=500.0)
+    async with serve(f"refuses_while={obstacle}", limits=limits) as running:
+        engine = running.state.engine
+        obstacle.touch()
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        await running.until(lambda: engine.seconds_to_start > 400)
         for path in ("/health", "/ready"):
             health = await running.http.get(path)
             assert health.status_code == 503
-            assert "failed" in health.json()["error"]["message"]
+            assert "restarting" in health.json()["error"]["message"]
+        health = await running.http.get("/health")
+        assert int(health.headers["retry-after"]) > 400
+        assert "restart 2 begins in" in health.json()["error"]["message"]
+        assert "memory" not in health.text, "it is open to all"
         answer = await running.complete("x")
         assert answer.status_code == 503
-        assert "SIGKILL" in answer.json()["error"]["message"]
+        assert int(answer.headers["retry-after"]) > 400
+        assert "not free yet" in answer.json()["error"]["message"]
         assert (await running.http.get("/metrics")).status_code == 200
+
+
+async def test_a_request_that_ends_engines_is_refused_and_the_others_are_served(
+    serve: Serve,
+) -> None:
+    """OpenAI's client repeats what failed, and three deaths used to be for good."""
+    async with serve() as running:
+        for _ in range(2):
+            lost = await running.complete([DIE, 1], max_tokens=2)
+            assert lost.status_code == 503
+            await running.until(lambda: running.state.engine.state is EngineState.READY)
+        for stream in (False, True):
+            refused = await running.complete([DIE, 1], max_tokens=2, stream=stream)
+            assert refused.status_code == 500
+            assert refused.headers["x-should-retry"] == "false"
+            error = refused.json()["error"]
+            assert error["code"] == "request_ends_engine"
+            assert error["type"] == "server_error"
+            assert "this request ends the engine" in error["message"]
+        several = await running.complete([[1], [DIE, 1]], max_tokens=2)
+        assert several.status_code == 500
+        client = running.openai.with_options(max_retries=2)
+        with pytest.raises(openai.InternalServerError, match="ends the engine"):
+            await client.completions.create(model="echo", prompt=[DIE, 1], max_tokens=2)
+        health = (await running.http.get("/health")).json()
+        assert health == {"status": "ok", "restarts": 2, "quarantined": 1}
+        assert (await running.complete("ab", max_tokens=2)).status_code == 200
+        await running.until(running.idle)
+        assert running.state.engine.restarts == 2
 
 
 async def test_a_request_that_fails_alone(serve: Serve) -> None:

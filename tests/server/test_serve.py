@@ -219,6 +219,19 @@ def test_addresses_that_are_accepted() -> None:
         assert not Path("/proc/net/if_inet6").exists() or not Path("/proc/net/if_inet6").read_text()
 
 
+def test_strangers_do_not_fill_the_log(tokenizer_folder: Path) -> None:
+    with server(tokenizer_folder) as running:
+        running.wait_until_ready()
+        host, _, port = running.url.removeprefix("http://").partition(":")
+        for sent in (b"GARBAGE\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n") * 20:
+            with socket.create_connection((host, int(port)), timeout=5) as stranger:
+                stranger.sendall(sent)
+                assert stranger.recv(1000).startswith(b"HTTP/1.1 400")
+        running.process.terminate()
+        _, errors = running.process.communicate(timeout=20)
+        assert errors.count("Invalid HTTP request") == 1, errors
+
+
 def test_silent_connections_are_closed(tokenizer_folder: Path) -> None:
     with server(tokenizer_folder, "header_seconds=0.3") as running:
         running.wait_until_ready()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.server.listener import CHUNKS
+from appliance.server.connection import CHUNKS
 from appliance.server.responses import ChatChunk, ChatChunkChoice, ChatDelta
 from appliance.server.stream import EventStream, FrameTemplate, data_frame
 

@@ -17,7 +17,7 @@ import pytest
 from browser import chromium, opened
 
 from appliance.config import ServerConfig
-from appliance.server.web_dashboard import COOKIE
+from appliance.server.web_dashboard import COOKIE, MAX_TICKETS, TICKET_SECONDS, Tickets
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,8 +63,10 @@ async def test_every_path_wants_the_key_and_a_ticket_is_as_good() -> None:
             response = await http.get(path)
             assert response.status_code == 401, path
             assert "password" in response.text
+        in_address = await http.get("/", params={"key": KEY})
+        assert in_address.status_code == 401, "it would stand in histories and logs"
+        assert "set-cookie" not in in_address.headers
         for wrong in ("wrong", "", "\N{SNOWMAN}"):
-            assert (await http.get("/", params={"key": wrong})).status_code == 401
             assert (await http.post("/", data={"key": wrong})).status_code == 401
         bearer = {"authorization": f"Bearer {KEY}"}
         assert (await http.get("/", headers=bearer)).status_code == 200
@@ -78,6 +80,7 @@ async def test_every_path_wants_the_key_and_a_ticket_is_as_good() -> None:
         assert "HttpOnly" in cookie
         assert "SameSite=Strict" in cookie
         assert KEY not in cookie
+        assert f"Max-Age={TICKET_SECONDS}" in cookie
         page = await http.get("/")
         assert page.status_code == 200
         assert f"ws://{url.removeprefix('http://')}/ws" in page.text
@@ -96,6 +99,27 @@ async def test_names_and_pages_of_others_are_refused() -> None:
             "sec-websocket-key": "AAAAAAAAAAAAAAAAAAAAAA==", "origin": "http://evil.example",
         }  # fmt: skip
         assert (await http.get("/ws", headers=upgrade)).status_code == 403
+        image = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+        assert (await http.get("/download/x", headers=image)).status_code == 403
+        assert (await http.get("/", headers=image)).status_code == 200, "a link to it works"
+
+
+def test_tickets_end_and_are_not_kept() -> None:
+    now = 0.0
+    tickets = Tickets(clock=lambda: now)
+    first = tickets.issue()
+    assert tickets.knows(first)
+    assert not any(map(tickets.knows, ("", "forged", first[:-1], "\N{SNOWMAN}", "\ud800")))
+    now = TICKET_SECONDS - 1
+    second = tickets.issue()
+    assert tickets.knows(first)
+    now = TICKET_SECONDS
+    assert not tickets.knows(first)
+    assert tickets.knows(second)
+    for _ in range(MAX_TICKETS):
+        tickets.issue()
+    assert not tickets.knows(second), "the oldest goes first"
+    assert len(tickets._ends) == MAX_TICKETS
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

@@ -228,3 +228,13 @@ def test_recommended_sampling_is_read(tmp_path: Path) -> None:
         "repetition_penalty": 1.1,
     }
     assert sampling.source == "the metadata of m.gguf"
+
+
+def test_a_token_of_a_million_characters_is_refused_before_it_is_taken_apart(
+    tmp_path: Path,
+) -> None:
+    fields = sentencepiece_fields()
+    fields["tokens"][-1] = "x" * 10**6
+    path = write(tmp_path / "model.gguf", **fields)
+    with pytest.raises(ModelError, match="1000000 characters"):
+        Tokenizer.from_path(path)

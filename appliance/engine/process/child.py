@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from appliance import log
-from appliance.config import KEY_VARIABLE, cache_dir
+from appliance.config import cache_dir
 from appliance.engine.messages import Shutdown
 from appliance.engine.process.connection import Connection
 from appliance.engine.process.entry import DUMP_STACKS_SIGNAL
-from appliance.engine.process.metadata import create_metadata, map_metadata
-from appliance.runtime import ALLOCATOR, OPENMP
+from appliance.engine.process.metadata import beacon_of, create_metadata, map_metadata
+from appliance.errors import EngineError
+from appliance.runtime import ALLOCATOR, OPENMP, child_environment
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
@@ -36,17 +37,33 @@ class EngineProcess:
 
     def __init__(self, process: Process, connection: Connection, metadata: memoryview) -> None:
         self.connection = connection
-        self.metadata = metadata  # (MAX_BLOCKS,) 64-bit words, written by the engine
+        self.metadata = metadata  # 64-bit words, written by the engine
+        self.beacon = beacon_of(metadata)
         self._process = process
 
     @classmethod
     async def spawn(cls, command: Sequence[str] = ENGINE_COMMAND) -> EngineProcess:
-        """Start a process; it then waits for a `Load`."""
+        """Start a process; it then waits for a `Load`.
+
+        Raises:
+            EngineError: the system has no more processes, descriptors or memory.
+        """
+        try:
+            return await cls._spawn(command)
+        except OSError as error:
+            reason = error.strerror or error
+            raise EngineError(f"the engine process cannot be started: {reason}") from error
+
+    @classmethod
+    async def _spawn(cls, command: Sequence[str]) -> EngineProcess:
         ours, theirs = socket.socketpair()
-        metadata = create_metadata()
         level, form = log.configured()
-        with theirs:
+        with contextlib.ExitStack() as undo:  # what was opened, should the system have no more
+            undo.enter_context(theirs)
             connection = await Connection.over(ours)
+            undo.callback(connection.close)
+            metadata = create_metadata()
+            undo.callback(os.close, metadata)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 *("--socket", str(theirs.fileno()), "--metadata", str(metadata)),
@@ -57,6 +74,8 @@ class EngineProcess:
                 env=_environment(),
                 start_new_session=True,  # Ctrl-C in the terminal is for the server alone
             )
+            undo.pop_all()
+            theirs.close()
         return cls(process, connection, map_metadata(metadata, writable=False))
 
     @property
@@ -78,6 +97,11 @@ class EngineProcess:
         """End the process after its current step, or after a few seconds by force."""
         self.connection.send(Shutdown())
         await self.wait()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of a process that has ended, negative if a signal ended it."""
+        return self._process.returncode
 
     async def wait(self) -> str:
         """Close the connection, wait for the end of the process; says how it ended."""
@@ -103,6 +127,4 @@ def _environment() -> dict[str, str]:
     Compiled kernels of a GPU are kept with our other derived files.
     """
     kernels = {"TRITON_CACHE_DIR": str(cache_dir() / "triton")}
-    environment = {**ALLOCATOR, **OPENMP, **kernels, **os.environ}
-    environment.pop(KEY_VARIABLE, None)
-    return environment
+    return {**ALLOCATOR, **OPENMP, **kernels, **child_environment()}

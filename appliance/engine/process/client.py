@@ -1,36 +1,37 @@
 """Requests in, deltas out: the engine as the API process sees it, whichever process runs it.
 
 When a process dies, requests that it had started end with an error and those that still waited
-are given to the next one.
+are given to the next one. Those that it died of are known, and come one by one if they come again,
+so that the one that ends engines takes no other with it (see `quarantine`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from appliance.engine.beacon import name_of
 from appliance.engine.messages import (
     Abort,
     FetchTable,
     Load,
-    SequenceDelta,
     StepReport,
     Submit,
     Table,
 )
 from appliance.engine.process.child import ENGINE_COMMAND
+from appliance.engine.process.generation import MAX_BACKLOG, Generation
+from appliance.engine.process.quarantine import Quarantine
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits, Supervisor
-from appliance.engine.request import FinishReason
 from appliance.errors import (
     EngineDiedError,
     EngineError,
     EngineUnavailableError,
-    QueueTimeoutError,
     RequestAbortedError,
-    RequestError,
 )
 from appliance.stats import EngineStats, SequenceView
 
@@ -41,98 +42,10 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
 
 # A request that waited is given to the next process this often. More would let one that kills the
-# engine before its first report take the server down with it.
+# engine before it is even started take the server down with it.
 MAX_SUBMISSIONS = 2
-MAX_BACKLOG = 4096  # deltas that a consumer may be behind
 
-
-class Generation(AsyncIterator[SequenceDelta]):
-    """The deltas of one request, as they come; submitted on construction.
-
-    Close it in every case: closing early aborts the request.
-    """
-
-    def __init__(self, client: EngineClient, request: Request) -> None:
-        self.request = request
-        self.started = False  # the engine has taken it from its queue
-        self.submissions = 1
-        self._client = client
-        self._open = set(range(request.sampling.num_choices))
-        self._arrived: deque[SequenceDelta] = deque()
-        self._error: Exception | None = None  # what comes after them
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def backlog(self) -> int:
-        """Deltas that have come and were not asked for yet."""
-        return len(self._arrived)
-
-    async def __anext__(self) -> SequenceDelta:
-        """The next delta of a choice that is open.
-
-        Raises:
-            RequestError: the engine refused the request.
-            EngineError: the engine failed on it, or died.
-        """
-        while self._open:
-            if (delta := self.ready()) is not None:
-                return delta
-            if self._error is not None:
-                raise self._error
-            if self._open:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
-        raise StopAsyncIteration
-
-    def ready(self) -> SequenceDelta | None:
-        """The next delta if it has come already; an error that has come is left to the iterator."""
-        while self._arrived and self._open:
-            delta = self._arrived.popleft()
-            if delta.index not in self._open:
-                continue
-            if delta.finish_reason is FinishReason.ABORT:
-                self._fail(EngineError("the engine aborted this request"))
-                return None
-            if delta.finish_reason is not None:
-                self._open.remove(delta.index)
-            return delta
-        return None
-
-    def close_choice(self, index: int) -> None:
-        """Stop one choice; the others go on."""
-        if index in self._open:
-            self._open.remove(index)
-            self._client.abort(self.request.request_id, index)
-
-    def close(self) -> None:
-        """Forget the request, and abort what the engine still does for it."""
-        self._client._forget(self, abort=bool(self._open))
-        self._open.clear()
-
-    async def aclose(self) -> None:
-        """The same, for `contextlib.aclosing`."""
-        self.close()
-
-    def _put(self, delta: SequenceDelta) -> None:
-        if delta.error is not None:
-            self._fail(_error_of(delta, delta.error))
-        elif self._error is None:
-            self._arrived.append(delta)
-            self._wake()
-
-    def _fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
-def _error_of(delta: SequenceDelta, message: str) -> Exception:
-    if delta.expired:
-        return QueueTimeoutError(message)
-    return RequestError(message) if delta.refused else EngineError(message)
+logger = logging.getLogger(__name__)
 
 
 class EngineClient:
@@ -157,6 +70,9 @@ class EngineClient:
         self.observers: list[Callable[[StepReport], None]] = []  # get every report with stats
         self._config = config
         self._generations: dict[str, Generation] = {}
+        self._quarantine = Quarantine()
+        self._on_trial: Generation | None = None  # the suspect that the engine was given
+        self._held: deque[Generation] = deque()  # suspects whose turn comes after it
         self._tables: dict[tuple[str, int], asyncio.Future[Table]] = {}
         self._supervisor = Supervisor(
             command,
@@ -164,7 +80,7 @@ class EngineClient:
             on_report=self._on_report,
             on_death=self._on_death,
             on_ready=self._on_ready,
-            on_failure=self._on_failure,
+            on_outage=self._on_outage,
             is_busy=lambda: bool(self._generations),
         )
 
@@ -177,6 +93,21 @@ class EngineClient:
     def reason(self) -> str:
         """Why the engine is not ready, if it failed or restarts."""
         return self._supervisor.reason
+
+    @property
+    def responsive(self) -> bool:
+        """Whether a process that is ready shows signs of life."""
+        return self._supervisor.responsive
+
+    @property
+    def seconds_to_start(self) -> float:
+        """Until another process is started; 0 if none is waited for."""
+        return self._supervisor.seconds_to_start
+
+    @property
+    def quarantined(self) -> int:
+        """Requests that are refused because engines died of them."""
+        return len(self._quarantine)
 
     @property
     def restarts(self) -> int:
@@ -246,14 +177,37 @@ class EngineClient:
 
         Raises:
             EngineUnavailableError: the engine is not ready.
+            QuarantinedError: engines died of this request.
         """
         if self.state is not EngineState.READY:
-            raise EngineUnavailableError(f"the engine is {self.state.value}")
+            raise EngineUnavailableError(
+                f"the engine is {self.state.value}", retry_after=self.seconds_to_start or None
+            )
         assert request.request_id not in self._generations
         generation = Generation(self, request)
+        generation.is_suspect = self._quarantine.is_suspect(request)
         self._generations[request.request_id] = generation
-        self._supervisor.send(Submit(request))
+        self._submit(generation)
         return generation
+
+    def _submit(self, generation: Generation) -> None:
+        """Give a request to the engine; a suspect only when none is on trial."""
+        if generation.is_suspect and self._on_trial is not None:
+            self._held.append(generation)
+            return
+        if generation.is_suspect:
+            self._on_trial = generation
+        self._supervisor.send(Submit(generation.request))
+
+    def _end_trial(self, generation: Generation) -> None:
+        """A suspect has got its first tokens, or is over: the next one's turn."""
+        if self._on_trial is not generation:
+            return
+        self._on_trial = None
+        while self._held and self._on_trial is None:
+            following = self._held.popleft()
+            if self._generations.get(following.request.request_id) is following:
+                self._submit(following)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop a request, or one choice of it, in whatever phase it is."""
@@ -297,14 +251,20 @@ class EngineClient:
 
     def _end(self, generation: Generation, error: Exception) -> None:
         del self._generations[generation.request.request_id]
-        generation._fail(error)
+        generation.fail(error)
+        self._end_trial(generation)
 
-    def _forget(self, generation: Generation, *, abort: bool) -> None:
+    def forget(self, generation: Generation, *, complete: bool) -> None:
+        """Its consumer wants no more of a request; what the engine still does for it ends."""
         request_id = generation.request.request_id
-        if self._generations.get(request_id) is generation:
-            del self._generations[request_id]
-            if abort:
-                self.abort(request_id)
+        if self._generations.get(request_id) is not generation:
+            return
+        del self._generations[request_id]
+        if complete:
+            self._quarantine.absolve(generation.request)
+        else:
+            self.abort(request_id)
+        self._end_trial(generation)
 
     def _on_report(self, report: StepReport) -> None:
         for request_id in report.started:
@@ -312,7 +272,9 @@ class EngineClient:
                 generation.started = True
         for delta in report.deltas:
             if generation := self._generations.get(delta.request_id):
-                generation._put(delta)
+                generation.put(delta)
+                if delta.token_ids or delta.error is not None:
+                    self._end_trial(generation)
                 if generation.backlog > MAX_BACKLOG:
                     self._end(generation, EngineError("the answer is read too slowly"))
                     self.abort(delta.request_id)
@@ -339,15 +301,30 @@ class EngineClient:
 
     def _on_death(self, error: EngineDiedError) -> None:
         self._forget_sequences()
-        for generation in list(self._generations.values()):
-            if generation.started or generation.submissions >= MAX_SUBMISSIONS:
+        self._on_trial, held = None, set(map(id, self._held))
+        self._held.clear()
+        process = self._supervisor.process
+        starting = set() if process is None else process.beacon.started()
+        # Of those that the engine was given, it worked on some, and others waited.
+        given = [one for one in self._generations.values() if id(one) not in held]
+        lost = {
+            one.request.request_id: one
+            for one in given
+            if one.started or name_of(one.request.request_id) in starting
+        }
+        if error.by_itself and lost:
+            logger.warning("the engine died while it worked on %s", ", ".join(lost))
+            self._quarantine.strike(one.request for one in lost.values())
+        for generation in given:
+            is_lost = generation.request.request_id in lost
+            if is_lost or generation.submissions >= MAX_SUBMISSIONS:
                 self._end(generation, error)
 
     def _on_ready(self) -> None:
-        for generation in self._generations.values():
+        for generation in list(self._generations.values()):
             generation.submissions += 1
-            self._supervisor.send(Submit(generation.request))
+            self._submit(generation)
 
-    def _on_failure(self, error: EngineUnavailableError) -> None:
+    def _on_outage(self, error: EngineUnavailableError) -> None:
         self._forget_sequences()
         self.fail_all(error)

@@ -1,4 +1,4 @@
-"""The block metadata that both processes see: an anonymous memory file, one 64-bit word per block.
+"""What both processes see: an anonymous memory file of a 64-bit word per block, and the beacon.
 
 The API process makes it before the engine knows how many blocks there will be, so it has room for
 many more; pages that nobody touches cost nothing. Its size is sealed: no access can ever fault.
@@ -10,8 +10,11 @@ import fcntl
 import mmap
 import os
 
+from appliance.engine.beacon import WORDS, Beacon
+
 MAX_BLOCKS = 2**23
 WORD_BYTES = 8
+_BYTES = (MAX_BLOCKS + WORDS) * WORD_BYTES
 # linux/fcntl.h; the fcntl module of Python 3.11 lacks some of them.
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
@@ -20,7 +23,7 @@ _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
 def create_metadata() -> int:
     """A new memory file, all zero; returns its descriptor."""
     descriptor = os.memfd_create("appliance-block-metadata", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, MAX_BLOCKS * WORD_BYTES)
+    os.ftruncate(descriptor, _BYTES)
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
     return descriptor
 
@@ -28,6 +31,11 @@ def create_metadata() -> int:
 def map_metadata(descriptor: int, *, writable: bool) -> memoryview:
     """The words of the file; lives as long as somebody holds it. The descriptor is closed."""
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-    mapping = mmap.mmap(descriptor, MAX_BLOCKS * WORD_BYTES, access=access)
+    mapping = mmap.mmap(descriptor, _BYTES, access=access)
     os.close(descriptor)
     return memoryview(mapping).cast("Q")
+
+
+def beacon_of(words: memoryview) -> Beacon:
+    """The beacon, in what `map_metadata` returned."""
+    return Beacon(words[MAX_BLOCKS:])

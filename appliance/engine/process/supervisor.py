@@ -1,6 +1,7 @@
 """Keeps one engine process alive: starts it, notices when it dies or hangs, starts another.
 
-Knows processes and reports, not requests; those belong to the client.
+No death is for good. What fails again and again is tried again ever more seldom, and the reason is
+known meanwhile. Knows processes and reports, not requests; those belong to the client.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from asyncio import sleep
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from appliance.engine.messages import Failed, Load, Progress, Ready, StepReport
 from appliance.engine.process.child import ENGINE_COMMAND, EngineProcess
 from appliance.engine.process.framing import FrameError
+from appliance.engine.process.watch import LOOKS_TO_HANG, Verdict, Watch, read_signs
 from appliance.errors import (
     ApplianceError,
     ConfigError,
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 
 ProgressCallback = Callable[[str, int, int], None]
 
-_TICKS_PER_TIMEOUT = 4
+_SHORT = 5.0  # seconds that requests may wait for another process; else they are told
 
 logger = logging.getLogger(__name__)
 
@@ -43,18 +47,47 @@ class EngineState(Enum):
     LOADING = "loading"  # for the first time
     READY = "ready"
     RESTARTING = "restarting"
-    FAILED = "failed"  # and will not be started again
+    FAILED = "failed"  # the first time, and so there is nothing to serve
     STOPPED = "stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisionLimits:
-    """When to give up on a process, and on restarting; times in seconds."""
+    """When to give up on a process, and how soon to start another; times in seconds."""
 
-    step_timeout: float = 60.0  # without a report while there is work
-    max_deaths: int = 3
-    death_window: float = 300.0
-    backoff: float = 1.0  # before the second restart in the window, then twice as long, ...
+    hang_timeout: float = 8.0  # in which a process that has work does nothing at all
+    step_timeout: float = 60.0  # in which it computes, but gets nowhere
+    backoff: float = 1.0  # before the second restart in the window, then 3, 7, ...
+    max_backoff: float = 60.0
+    death_window: float = 600.0
+
+    @property
+    def look(self) -> float:
+        """Between two looks at the process."""
+        return self.hang_timeout / LOOKS_TO_HANG
+
+
+@dataclass(slots=True)
+class Deaths:
+    """How often an engine died lately, and how long to wait before the next is started.
+
+    Attributes:
+        limits: of the supervision.
+        clock: monotonic seconds.
+    """
+
+    limits: SupervisionLimits
+    clock: Callable[[], float] = time.monotonic
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+
+    def count(self) -> float:
+        """Note a death; seconds to wait."""
+        now = self.clock()
+        self._times.append(now)
+        while now - self._times[0] > self.limits.death_window:
+            self._times.popleft()
+        delay: float = self.limits.backoff * (2 ** (len(self._times) - 1) - 1)
+        return min(delay, self.limits.max_backoff)
 
 
 class Supervisor:
@@ -64,9 +97,9 @@ class Supervisor:
         command: starts a process; see `entry.run_engine_process` for what is added to it.
         limits: when to give up.
         on_report: gets every report of the engine.
-        on_death: a process ended; the error says how. Another may follow.
+        on_death: a process ended; the error says how. Another follows.
         on_ready: a restarted engine accepts requests.
-        on_failure: there will be no other process; the error says why.
+        on_outage: a process could not be started again at once; the error says why.
         is_busy: whether the engine has been given work that is not finished.
     """
 
@@ -78,11 +111,12 @@ class Supervisor:
         on_report: Callable[[StepReport], None],
         on_death: Callable[[EngineDiedError], None],
         on_ready: Callable[[], None],
-        on_failure: Callable[[EngineUnavailableError], None],
+        on_outage: Callable[[EngineUnavailableError], None],
         is_busy: Callable[[], bool],
     ) -> None:
         self.state = EngineState.LOADING
         self.reason = ""
+        self.responsive = True  # a process that is ready shows signs of life
         self.restarts = 0
         self.info: EngineInfo | None = None
         self.process: EngineProcess | None = None
@@ -91,11 +125,18 @@ class Supervisor:
         self._on_report = on_report
         self._on_death = on_death
         self._on_ready = on_ready
-        self._on_failure = on_failure
+        self._on_outage = on_outage
         self._is_busy = is_busy
-        self._deaths: deque[float] = deque()
+        self._deaths = Deaths(self._limits)
+        self._next_start = 0.0  # monotonic
         self._heard = False
+        self._verdict = Verdict.ALIVE
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def seconds_to_start(self) -> float:
+        """Until the next process is started; 0 if none is waited for."""
+        return max(0.0, self._next_start - time.monotonic())
 
     async def prepare(self) -> None:
         """Start a process ahead of `start`, so that it imports while the rest is made ready."""
@@ -113,9 +154,7 @@ class Supervisor:
         except BaseException as error:
             self.reason = str(error)
             self.state = EngineState.FAILED
-            if self.process is not None:
-                self.process.kill()
-                await self.process.wait()
+            await self._end_process()
             raise
         self._task = asyncio.create_task(self._keep_alive(load), name="engine-supervisor")
         return info
@@ -133,16 +172,22 @@ class Supervisor:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self.process is not None:
-            if now or not was_ready:
+            if now or not was_ready or not self.responsive:
                 self.process.kill()  # loading may take long
             await self.process.stop()
             self.process = None
+
+    async def _end_process(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            await self.process.wait()
 
     async def _load(self, load: Load, on_progress: ProgressCallback) -> EngineInfo:
         await self.prepare()
         assert self.process is not None
         self.process.connection.send(load)
         while message := await self.process.connection.receive():
+            self._heard = True
             match message:
                 case Progress(stage, done, total):
                     on_progress(stage, done, total)
@@ -152,6 +197,7 @@ class Supervisor:
                 case Ready(info):
                     self.info = info
                     self.state = EngineState.READY
+                    self.responsive = True
                     self.reason = ""
                     return info
                 case StepReport():
@@ -163,57 +209,82 @@ class Supervisor:
         )
 
     async def _keep_alive(self, load: Load) -> None:
-        try:
-            while True:
-                error = await self._serve()
-                # The state comes first: whoever hears of the death must not submit to the dead.
-                self.state = EngineState.RESTARTING
-                self.reason = str(error)
-                self._on_death(error)
-                await self._restart(load, error)
-                logger.info("the engine is back, restart %d", self.restarts)
-                self._on_ready()
-        except ApplianceError as error:
-            self._fail(str(error))
-        except Exception as error:
-            logger.exception("the supervision of the engine failed")
-            self._fail(f"the supervision of the engine failed: {error!r}")
-
-    async def _restart(self, load: Load, error: EngineDiedError) -> None:
-        """Start processes until one is ready.
-
-        Raises:
-            ApplianceError: there were too many deaths, or the model cannot be loaded again.
-        """
         while True:
-            logger.error("%s", error)
-            deaths = self._count_death()
-            if deaths >= self._limits.max_deaths:
-                window = self._limits.death_window
-                raise EngineError(f"{error}; {deaths} ends in {window:.0f} s, so it stays down")
-            await asyncio.sleep(self._limits.backoff * (2 ** (deaths - 1) - 1))
+            error = await self._serve()
+            # The state comes first: whoever hears of the death must not submit to the dead.
+            self.state = EngineState.RESTARTING
+            self.reason = str(error)
+            self._on_death(error)
+            await self._restart(load, error)
+            logger.info("the engine is back, restart %d", self.restarts)
+            self._on_ready()
+
+    async def _restart(self, load: Load, error: Exception) -> None:
+        """Start processes until one is ready."""
+        while True:
+            delay = self._deaths.count()
+            self._next_start = time.monotonic() + delay
+            logger.error("%s; the engine is started again%s", error, _when(delay))
+            if delay > _SHORT:
+                self._tell_outage(error)
+            await sleep(delay)
             self.restarts += 1
             self.process = None
             try:
-                await self._load(load, lambda stage, done, total: None)
-            except EngineDiedError as death:
-                error = death
+                await self._load_watched(load)
+            except ApplianceError as failure:
+                error = failure
+            except Exception as failure:
+                logger.exception("the engine could not be started again")
+                error = failure
             else:
                 return
+            await self._end_process()
+            self._tell_outage(error)
+
+    def _tell_outage(self, error: Exception) -> None:
+        self.reason = str(error)
+        self._on_outage(
+            EngineUnavailableError(
+                f"the engine is restarting: {error}", retry_after=self.seconds_to_start
+            )
+        )
+
+    async def _load_watched(self, load: Load) -> None:
+        """Load as at first; a process that does nothing meanwhile is ended."""
+        await self.prepare()
+        assert self.process is not None
+        self._verdict = Verdict.ALIVE
+        watching = self._watch(self.process, busy=lambda: True, look=self._limits.look * 8)
+        watch = asyncio.create_task(watching, name="engine-watchdog")
+        try:
+            await self._load(load, lambda stage, done, total: None)
+        finally:
+            watch.cancel()
 
     async def _serve(self) -> EngineDiedError:
         """Pass on reports until the process ends."""
         assert self.process is not None
-        watch = asyncio.create_task(self._watch(self.process), name="engine-watchdog")
+        self._verdict = Verdict.ALIVE
+        watching = self._watch(self.process, busy=self._is_busy, look=self._limits.look)
+        watch = asyncio.create_task(watching, name="engine-watchdog")
         trouble = ""
         try:
             await self.process.connection.pass_on(self._take)
         except FrameError as error:
             trouble = f" after it sent {error}"
             self.process.kill()
+        except Exception as error:
+            logger.exception("a report of the engine could not be taken")
+            trouble = f" after a report that could not be taken: {error!r}"
+            self.process.kill()
         finally:
             watch.cancel()
-        return EngineDiedError(f"the engine process {await self.process.wait()}{trouble}")
+        how, told = await self.process.wait(), self._verdict
+        if told not in (Verdict.ALIVE, Verdict.DOUBTFUL):
+            trouble = f", as it {told.value}"
+        by_itself = self.process.exit_code != 0 and told is not Verdict.STOPPED
+        return EngineDiedError(f"the engine process {how}{trouble}", by_itself=by_itself)
 
     def _take(self, message: FromEngine) -> None:
         if not isinstance(message, StepReport):
@@ -221,34 +292,28 @@ class Supervisor:
         self._heard = True
         self._on_report(message)
 
-    async def _watch(self, process: EngineProcess) -> None:
-        """Kill a process that has work and reports nothing for too long."""
-        silent_ticks = 0
-        while silent_ticks <= _TICKS_PER_TIMEOUT:
-            await asyncio.sleep(self._limits.step_timeout / _TICKS_PER_TIMEOUT)
-            silent_ticks = 0 if self._heard or not self._is_busy() else silent_ticks + 1
-            self._heard = False
-        timeout = self._limits.step_timeout
-        logger.error("no step for %.1f s with work to do: ending the engine", timeout)
+    async def _watch(
+        self, process: EngineProcess, *, busy: Callable[[], bool], look: float
+    ) -> None:
+        """Kill a process that hangs."""
+        watch = Watch(patience=round(self._limits.step_timeout / self._limits.look))
+        read = partial(read_signs, process.pid, process.beacon)
+        while self._verdict in (Verdict.ALIVE, Verdict.DOUBTFUL):
+            await sleep(look)
+            heard, self._heard = self._heard, False
+            before = self._verdict
+            self._verdict = watch.look(heard=heard, busy=busy(), read=read)
+            self.responsive = self._verdict is Verdict.ALIVE
+            if self._verdict is not before:
+                logger.warning("the engine process: %s", self._verdict.value)
+        logger.error("the engine process %s: it is ended", self._verdict.value)
         process.dump_stacks()
-        await asyncio.sleep(min(1.0, timeout / _TICKS_PER_TIMEOUT))
+        await sleep(min(1.0, look))
         process.kill()
 
-    def _count_death(self) -> int:
-        """Note a death; how many there were lately."""
-        now = time.monotonic()
-        self._deaths.append(now)
-        while now - self._deaths[0] > self._limits.death_window:
-            self._deaths.popleft()
-        return len(self._deaths)
 
-    def _fail(self, reason: str) -> None:
-        logger.error("the engine is not started again: %s", reason)
-        if self.process is not None:
-            self.process.kill()
-        self.state = EngineState.FAILED
-        self.reason = reason
-        self._on_failure(EngineUnavailableError(reason))
+def _when(delay: float) -> str:
+    return f" in {delay:.0f} s" if delay >= 1 else ""
 
 
 def _failure(text: str, exit_code: int) -> ApplianceError:

@@ -34,11 +34,13 @@ from appliance.engine.messages import (
     ToEngine,
 )
 from appliance.engine.process.framing import FrameDecoder, encode_frame
+from appliance.engine.process.metadata import beacon_of
 from appliance.engine.request import FinishReason, Request
 from appliance.errors import ApplianceError, RequestError
 
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
+    from appliance.engine.beacon import Beacon
     from appliance.log import RecentWarnings
     from appliance.stats import EngineStats, SequenceView, StepView
 
@@ -101,6 +103,7 @@ class LoadEngine(Protocol):
         eos_token_ids: tuple[int, ...],
         metadata: memoryview | None,
         on_progress: Callable[[str, int, int], None],
+        beacon: Beacon,
     ) -> Engine:
         """Load a model; raises ApplianceError."""
         ...
@@ -149,7 +152,7 @@ def run_worker(
 
     Args:
         sock: the engine's end of the socket pair.
-        metadata: one word per block, shared with the other side.
+        metadata: one word per block and the beacon, shared with the other side.
         find_loader: imports what loads the engine. That takes a while, and goes on while the other
             side still prepares what to load.
         warnings: what this process has to say to people.
@@ -166,6 +169,7 @@ def run_worker(
             message.config,
             eos_token_ids=message.eos_token_ids,
             metadata=metadata,
+            beacon=beacon_of(metadata),
             on_progress=lambda stage, done, total: connection.send(Progress(stage, done, total)),
         )
     except ApplianceError as error:

@@ -23,6 +23,7 @@ from appliance.engine.tiers.block_file import (
     read_block_file,
     write_block_file,
 )
+from appliance.files import check_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -163,8 +164,9 @@ class DiskStore:
 
     def _make_folder(self) -> None:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_private(self.root)
         self.folder.mkdir(mode=0o700, exist_ok=True)
-        os.chmod(self.folder, 0o700)
+        check_private(self.folder, inside=True)
         temporary = self.folder / f".{ABOUT}.{os.getpid()}.tmp"
         temporary.write_text(json.dumps(self.about))
         temporary.replace(self.folder / ABOUT)

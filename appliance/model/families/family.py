@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from appliance.model.families.limits import check_spec
 from appliance.model.families.reader import ConfigReader
 from appliance.model.tensors import TensorNames
 
@@ -54,14 +55,19 @@ class Family:
     names: TensorNames = field(default_factory=TensorNames)
     gguf: GGUFMapping | None = None
 
-    def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+    def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> DecoderSpec:
         """The decoder that a Hugging Face config describes.
 
+        Args:
+            config: the settings.
+            origin: the file that they come from, for messages.
+
         Raises:
-            CheckpointError: a setting is missing or of the wrong type.
+            CheckpointError: a setting is missing, of the wrong type or out of range.
             UnsupportedModelError: a setting asks for arithmetic that no code here has.
         """
-        reader = ConfigReader(config, "config.json")
+        reader = ConfigReader(config, origin)
         spec = self.read(reader)
         reader.refuse_unread()
+        check_spec(spec, origin)
         return spec

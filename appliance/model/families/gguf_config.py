@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from appliance.errors import CheckpointError
+from appliance.model.families.limits import RANGES
 from appliance.model.families.reader import ConfigReader
 from appliance.model.tensors import TensorNames
 
@@ -59,7 +60,7 @@ def gguf_config(
     prefix = architecture + "."
     meta = ConfigReader(
         {key.removeprefix(prefix): v for key, v in file.metadata.items() if key.startswith(prefix)},
-        f"GGUF metadata {architecture}",
+        f"{file.path}: {architecture}",
     )
     config = _shared(meta, file) | extra(meta, file)
     meta.refuse_unread(_NEUTRAL)
@@ -77,6 +78,8 @@ def _shared(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
     if meta.integer("attention.value_length", head_dim) != head_dim:
         raise meta.refuse("attention.value_length", f"{head_dim}, as the keys have")
     rotary_dim = meta.integer("rope.dimension_count", head_dim)
+    if rotary_dim > head_dim:
+        raise meta.refuse("rope.dimension_count", f"at most {head_dim}, as a head has")
     config = {
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": hidden_size,
@@ -120,8 +123,19 @@ def rope_factors(
     """LongRoPE settings from the two tensors that hold the factors of the frequencies."""
     return {
         "rope_type": "longrope",
-        "short_factor": cast("Tensor", file.load(short)).tolist(),
-        "long_factor": cast("Tensor", file.load(long)).tolist(),
+        "short_factor": _factors(file, short),
+        "long_factor": _factors(file, long),
         "original_max_position_embeddings": original_context,
         "attention_factor": attention_factor,
     }
+
+
+def _factors(file: GGUFFile, name: str) -> list[float]:
+    shape = file.shape(name) if name in file.tensor_names() else None
+    if shape is None or len(shape) != 1 or shape[0] > RANGES["head_dim"].most:
+        got = "is missing" if shape is None else f"has shape {shape}"
+        raise CheckpointError(
+            f"{file.path}: tensor {name} {got}, but must have a factor for each pair of elements "
+            "of a head; fetch the model again"
+        )
+    return cast("Tensor", file.load(name)).tolist()

@@ -1,15 +1,15 @@
 """Typed access to a model's settings that remembers what was read.
 
 Settings that change the arithmetic are either read by a family, and so honoured, or refused by
-name. Knows no family.
+name. A number is in the range that `limits` has for its name. Knows no family.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
-from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.errors import UnsupportedModelError
+from appliance.model.families.limits import RANGES, in_words, short, wrong
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,60 +70,59 @@ class ConfigReader:
         value = self._values.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None) -> int:
         """A whole number."""
-        value = self.value(key, default)
+        value, usual = self.value(key, default), RANGES[key]
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self._wrong(key, value, f"a whole number from {least} up")
+        if not isinstance(value, int) or isinstance(value, bool) or value not in usual:
+            raise wrong(self.origin, key, value, f"a whole number {in_words(usual)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above zero."""
-        value = self.value(key, default)
-        usable = isinstance(value, int | float) and not isinstance(value, bool)
-        if not usable or not math.isfinite(value) or value <= 0:
-            raise self._wrong(key, value, "a number above 0")
+        """A number."""
+        value, usual = self.value(key, default), RANGES[key]
+        if isinstance(value, bool) or value not in usual:
+            raise wrong(self.origin, key, value, f"a number {in_words(usual)}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """A number above zero, or None where it is absent."""
+        """A number, or None where it is absent."""
         return None if self.value(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
         value = self.value(key, default)
         if not isinstance(value, bool):
-            raise self._wrong(key, value, "true or false")
+            raise wrong(self.origin, key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """A string."""
         value = self.value(key, default)
         if not isinstance(value, str):
-            raise self._wrong(key, value, "a string")
+            raise wrong(self.origin, key, value, "a string")
         return value
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
         """A list of so many numbers."""
-        value = self.value(key)
+        value, usual = self.value(key), RANGES[key]
         fits = isinstance(value, list) and len(value) == length
-        if not fits or not all(isinstance(item, int | float) for item in value):
-            raise self._wrong(key, value, f"a list of {length} numbers")
+        if not fits or any(isinstance(item, bool) or item not in usual for item in value):
+            raise wrong(self.origin, key, value, f"a list of {length} numbers {in_words(usual)}")
         return tuple(float(item) for item in value)
 
     def section(self, key: str) -> ConfigReader:
         """The settings nested under a key; empty where it is absent."""
         value = self.value(key, {})
         if not isinstance(value, dict):
-            raise self._wrong(key, value, "an object")
+            raise wrong(self.origin, key, value, "an object")
         return ConfigReader(value, f"{self.origin}: {key}")
 
     def refuse(self, key: str, supported: str) -> UnsupportedModelError:
         """The error for a value that no code here covers."""
         return UnsupportedModelError(
-            f"{self.origin}: {key} = {self._values.get(key)!r} is not supported; "
+            f"{self.origin}: {key} = {short(self._values.get(key))} is not supported; "
             f"supported is {supported}"
         )
 
@@ -140,9 +139,3 @@ class ConfigReader:
         for key in sorted(self._values.keys() - self._read - harmless):
             if self._values[key] is not None:
                 raise self.refuse(key, "only a model without it")
-
-    def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
-        got = "is missing" if value is None else f"is {value!r}"
-        return CheckpointError(
-            f"{self.origin}: {key} {got}, but must be {expected}; fetch the model again"
-        )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from appliance.errors import UnsupportedModelError
 from appliance.model.spec import RopeScaling, RopeSpec
 
 if TYPE_CHECKING:
@@ -63,9 +62,9 @@ def scaled_rope(
         head_dim: elements of a head.
         partial: whether the family may rotate only part of a head.
     """
-    kind = section.value("rope_type") or section.value("type") or "default"
+    key = "rope_type" if section.value("rope_type") else "type"
+    kind = section.text(key, "default")
     if kind not in _SCALINGS:
-        key = "rope_type" if "rope_type" in section else "type"
         raise section.refuse(key, ", ".join(_SCALINGS))
     section.refuse_unknown(_KNOWN_KEYS)
     share = section.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
@@ -73,11 +72,6 @@ def scaled_rope(
         owner = section if "partial_rotary_factor" in section else config
         raise owner.refuse("partial_rotary_factor", "1.0 with this architecture")
     rotary_dim = int(head_dim * share)
-    if rotary_dim % 2:
-        raise UnsupportedModelError(
-            f"{config.origin}: {rotary_dim} elements of each head would rotate; RoPE pairs them, "
-            "so their number must be even"
-        )
     scaling = _SCALINGS[kind]
     return RopeSpec(
         theta=section.number("rope_theta", theta),

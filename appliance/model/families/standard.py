@@ -126,6 +126,6 @@ def read_layer_types(config: ConfigReader, usual: Sequence[bool]) -> list[bool]:
         raise CheckpointError(
             f"{config.origin}: layer_types must list {len(usual)} layers; fetch the model again"
         )
-    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+    if any(kind not in ("full_attention", "sliding_attention") for kind in layer_types):
         raise config.refuse("layer_types", "full_attention and sliding_attention")
     return [kind == "sliding_attention" for kind in layer_types]

@@ -123,6 +123,8 @@ void ap_engine_destroy(ap_engine *engine) {
 
 int64_t ap_workspace_bytes(const ap_engine *engine) { return engine->workspace_bytes; }
 
+void ap_engine_watch(ap_engine *engine, uint64_t *progress) { engine->progress = progress; }
+
 #ifdef AP_CHECKED
 #include <sanitizer/asan_interface.h>
 

@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 2  /* changes with every change of a struct or a signature below */
+#define AP_ABI 3  /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 
 typedef enum { AP_OK = 0, AP_NO_MEMORY = 1, AP_BAD_ARGUMENT = 2, AP_UNSUPPORTED_ISA = 3 } ap_status;
@@ -193,6 +193,9 @@ int32_t ap_current_isa(void);         /* the best supported one, until ap_use_is
 ap_engine *ap_engine_create(int32_t threads, int64_t max_workspace_bytes); /* NULL: no memory */
 void ap_engine_destroy(ap_engine *engine);
 int64_t ap_workspace_bytes(const ap_engine *engine);
+/* From now on `ap_step` adds to *progress as it goes on, some times a layer, so that who watches can
+ * tell a long step from one that hangs; NULL: nobody watches. */
+void ap_engine_watch(ap_engine *engine, uint64_t *progress);
 
 /* ---- the whole step: logits (num_rows, vocab_size) ---- */
 int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,

@@ -13,7 +13,13 @@ struct ap_engine {
     int64_t workspace_bytes;     /* what is allocated */
     int64_t workspace_used;
     char *workspace;
+    uint64_t *progress; /* somebody else's, who watches; or NULL */
 };
+
+/* Tell whoever watches that the step goes on. */
+static inline void ap_advance(ap_engine *engine) {
+    if (engine->progress) __atomic_fetch_add(engine->progress, 1, __ATOMIC_RELAXED);
+}
 
 /* With sanitizers, a gap that must not be touched follows each claim. */
 #ifdef AP_CHECKED

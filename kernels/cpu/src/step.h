@@ -143,6 +143,13 @@ static ap_status claim_buffers(step_state *s) {
     return AP_OK;
 }
 
+/* Whether what rotates is pairs inside a head. */
+static bool rope_fits(const ap_model *model, const ap_attention *a) {
+    if (a->rope < 0 || a->rope >= model->num_ropes) return false;
+    int32_t rotary_dim = model->ropes[a->rope].rotary_dim;
+    return rotary_dim >= 0 && rotary_dim % 2 == 0 && rotary_dim <= a->head_dim;
+}
+
 static ap_status check_batch(const ap_model *model, const ap_cache *cache, const ap_batch *batch) {
     int64_t slots = (int64_t)cache->num_blocks * cache->block_size;
     for (int32_t i = 0; i < batch->num_tokens; i++) {
@@ -159,7 +166,8 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
         }
     }
     for (int32_t i = 0; i < model->num_layers; i++) {
-        if (!attention_supported(&model->layers[i].attention, cache, i)) return AP_BAD_ARGUMENT;
+        const ap_attention *a = &model->layers[i].attention;
+        if (!attention_supported(a, cache, i) || !rope_fits(model, a)) return AP_BAD_ARGUMENT;
         if (is_sealed(cache->layers[i].format) && !open_pages_fit(cache, batch))
             return AP_BAD_ARGUMENT;
     }
@@ -345,14 +353,18 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
         const ap_attention *a = &s.layer->attention;
         bool is_last = s.index == model->num_layers - 1;
         run_qkv(&s, post_norm);
+        ap_advance(engine);
         for_rows(engine, rotate_and_write_row, &s, s.rows);
         if (s.num_full && is_sealed(cache->layers[s.index].format))
             kv_seal(engine, a, cache, s.index, s.num_full, s.full_pages, s.full_blocks);
         if (is_last && batch->rows && !batch->num_rows) return AP_OK;
         attend(engine, s.attention, a, cache, s.index, batch, s.qkv, qkv_width(a), s.attended);
+        ap_advance(engine);
         if (is_last && batch->rows) select_rows(&s);
         run_into_stream(&s, &a->output, s.attended, &s.layer->attention_post_norm);
+        ap_advance(engine);
         run_mlp(&s);
+        ap_advance(engine);
         post_norm = &s.layer->mlp_post_norm;
     }
     run_head(&s, post_norm, logits);

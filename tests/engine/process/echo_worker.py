@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.beacon import Beacon
     from appliance.engine.process.worker import LoadEngine
 
 VOCAB_SIZE = 272
@@ -45,7 +46,8 @@ REFUSE = 265  # submit raises RequestError
 BREAK = 266  # submit raises something else
 HANG = 267  # the step never ends
 FAIL = 268  # the request ends with an error delta
-TRIGGERS = {DIE, REFUSE, BREAK, HANG, FAIL}
+BUSY = 269  # the step computes for `busy_seconds`, and says so on the way if `advances=1`
+TRIGGERS = {DIE, REFUSE, BREAK, HANG, FAIL, BUSY}
 
 given_knobs: str | None = None
 
@@ -68,10 +70,13 @@ class EchoEngine:
         config: EngineConfig,
         eos_token_ids: tuple[int, ...],
         metadata: memoryview | None,
+        beacon: Beacon,
         text: str,
     ) -> None:
         knobs = dict(pair.split("=") for pair in text.split() if "=" in pair)
         self.step_seconds = float(knobs.get("step_seconds", "0"))
+        self.busy_seconds = float(knobs.get("busy_seconds", "1000"))
+        self.advances = "advances" in knobs
         self.chunk = config.max_num_batched_tokens
         self.max_running = config.max_num_seqs
         self.eos = set(eos_token_ids)
@@ -79,6 +84,7 @@ class EchoEngine:
         self.num_blocks = int(knobs.get("num_blocks", "256"))
         self.context = config.max_model_len or 512
         self.metadata = BlockMetadata(metadata, num_blocks=self.num_blocks)
+        self.beacon = beacon
         self.free = list(reversed(range(self.num_blocks)))
         self.waiting: deque[EchoSequence] = deque()
         self.running: list[EchoSequence] = []
@@ -138,6 +144,7 @@ class EchoEngine:
             self.running.append(sequence)
             prompt = sequence.request.prompt_token_ids
             if DIE in prompt:
+                self.beacon.start([*started, sequence.request.request_id])
                 os.kill(os.getpid(), signal.SIGKILL)
             self.prompt_tokens += len(prompt)
             content = (sequence.request.cache_salt, prompt)
@@ -145,6 +152,8 @@ class EchoEngine:
             self.seen.add(content)
             if sequence.request.request_id not in started:
                 started.append(sequence.request.request_id)
+        if started:
+            self.beacon.start(started)
         deltas = tuple(
             delta for sequence in list(self.running) if (delta := self.advance(sequence))
         )
@@ -174,6 +183,11 @@ class EchoEngine:
         prompt = request.prompt_token_ids
         if HANG in prompt:
             time.sleep(1000)
+        if BUSY in prompt:
+            end = time.monotonic() + self.busy_seconds
+            while time.monotonic() < end:
+                if self.advances:
+                    self.beacon.advance()
         sequence.computed = min(len(prompt), sequence.computed + self.chunk)
         while len(sequence.blocks) * self.block_size < sequence.computed + sequence.output + 1:
             block = self.free.pop()
@@ -282,6 +296,7 @@ def load(
     eos_token_ids: tuple[int, ...],
     metadata: memoryview | None,
     on_progress: Callable[[str, int, int], None],
+    beacon: Beacon,
 ) -> EchoEngine:
     text = config.model if given_knobs is None else given_knobs
     if "does_not_fit" in text:
@@ -292,9 +307,11 @@ def load(
         os._exit(7)
     if "slow_load" in text:
         time.sleep(1000)
+    if "refuses_while=" in text and os.path.exists(text.partition("refuses_while=")[2].split()[0]):
+        raise MemoryPlanError("the memory of the engine before is not free yet")
     on_progress("reading weights", 1, 2)
     on_progress("reading weights", 2, 2)
-    return EchoEngine(config, eos_token_ids, metadata, text)
+    return EchoEngine(config, eos_token_ids, metadata, beacon, text)
 
 
 def find_loader() -> LoadEngine:

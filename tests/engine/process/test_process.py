@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import signal
@@ -13,6 +14,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -21,14 +23,23 @@ from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.client import MAX_BACKLOG, EngineClient
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 from appliance.engine.request import Request, SamplingParams
-from appliance.errors import EngineDiedError, EngineError, MemoryPlanError, RequestError
+from appliance.errors import (
+    EngineDiedError,
+    EngineError,
+    EngineUnavailableError,
+    MemoryPlanError,
+    QuarantinedError,
+    RequestError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from appliance.engine.messages import StepReport
+
 ECHO = (sys.executable, str(Path(__file__).parent / "echo_worker.py"))
 EOS = 256
-DIE, REFUSE, BREAK, HANG, FAIL = 264, 265, 266, 267, 268  # see echo_worker.py
+DIE, REFUSE, BREAK, HANG, FAIL, BUSY = 264, 265, 266, 267, 268, 269  # see echo_worker.py
 LIMITS = SupervisionLimits(step_timeout=30.0, backoff=0.01)
 ids = itertools.count()
 
@@ -223,27 +234,158 @@ async def test_kill_fails_what_runs_and_serves_what_waits() -> None:
         assert not psutil.pid_exists(first_process)
 
 
-async def test_a_request_that_kills_engines_is_not_tried_forever() -> None:
-    async with running() as client:
+async def test_a_request_that_kills_engines_is_tried_by_itself_and_then_refused() -> None:
+    async with running(max_num_seqs=4) as client:
+        killer = request(DIE)
+        again = msgspec.structs.replace(killer, request_id="again")
+        third = msgspec.structs.replace(killer, request_id="third")
+        other = request(1, 2, max_tokens=4)
         with pytest.raises(EngineDiedError):
-            await tokens(client, request(DIE))
+            await tokens(client, killer)
+        await until(lambda: client.state is EngineState.READY)
+        assert client.restarts == 1, "it is known from its first step on, and not tried again"
+        assert client.quarantined == 0
+        with pytest.raises(EngineDiedError):
+            await tokens(client, again)
         await until(lambda: client.state is EngineState.READY)
         assert client.restarts == 2
-        assert await tokens(client, request(1, max_tokens=2)) == [1, 1]
+        assert client.quarantined == 1
+        with pytest.raises(QuarantinedError, match="this request ends the engine"):
+            client.generate(third)
+        assert client.restarts == 2
+        assert await tokens(client, other) == [1, 2, 1, 2]
 
 
-async def test_three_deaths_and_it_stays_down_with_the_reason() -> None:
+async def test_who_was_there_at_a_death_comes_back_one_by_one() -> None:
+    """So that the second death is one request's, and not that of all who happen to run."""
+    async with running("step_seconds=0.01", max_num_seqs=8) as client:
+        innocent = [request(n, max_tokens=40) for n in (1, 2, 3)]
+        streams = [client.generate(one) for one in innocent]
+        for stream in streams:
+            await anext(stream)
+        with pytest.raises(EngineDiedError):
+            await tokens(client, request(DIE))
+        for stream in streams:
+            with pytest.raises(EngineDiedError):
+                async for _ in stream:
+                    pass
+            await stream.aclose()
+        await until(lambda: client.state is EngineState.READY)
+        # All come again, the killer among the first.
+        killer = asyncio.create_task(tokens(client, request(DIE)))
+        await asyncio.sleep(0)
+        back = [
+            asyncio.create_task(
+                tokens(client, msgspec.structs.replace(one, request_id=f"{one.request_id}-again"))
+            )
+            for one in innocent
+        ]
+        with pytest.raises(EngineDiedError):
+            await killer
+        for task in back:
+            assert len(await task) == 40
+        assert client.quarantined == 1
+        assert client.restarts == 2
+        assert not client._held
+        assert client._on_trial is None
+        assert not client._quarantine._strikes or client.quarantined == len(
+            client._quarantine._strikes
+        ), "who came to the end is no suspect any more"
+
+
+async def test_a_suspect_that_gives_up_makes_way_for_the_next() -> None:
+    async with running("step_seconds=0.02", max_num_seqs=1) as client:
+        first, second = request(1, max_tokens=400), request(2, max_tokens=3)
+        for one in (first, second):
+            client._quarantine.strike([one])
+        trial = client.generate(first)
+        held = client.generate(second)
+        assert list(client._held) == [held]
+        await trial.aclose()
+        assert sum([len(delta.token_ids) async for delta in held]) == 3
+        await held.aclose()
+        waiting, gone = client.generate(first), client.generate(request(3))
+        await gone.aclose()
+        await waiting.aclose()
+        await until(lambda: idle(client))
+
+
+async def test_no_number_of_deaths_is_for_good() -> None:
     async with running() as client:
-        for _ in range(3):
-            await until(lambda: client.state is EngineState.READY)
+        for number in range(1, 7):
             assert client.pid is not None
             os.kill(client.pid, signal.SIGKILL)
             await until(lambda: client.state is not EngineState.READY)
-        await until(lambda: client.state is EngineState.FAILED)
-        assert "SIGKILL" in client.reason
-        assert "stays down" in client.reason
-        with pytest.raises(EngineError, match="failed"):
-            client.generate(request(1))
+            assert "SIGKILL" in client.reason
+            with pytest.raises(EngineUnavailableError, match="restarting"):
+                client.generate(request(1))
+            await until(lambda: client.state is EngineState.READY)
+            assert client.restarts == number
+        assert await tokens(client, request(1, max_tokens=1)) == [1]
+
+
+async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
+    """Such as for memory that the process before has not given back yet."""
+    obstacle = tmp_path / "obstacle"
+    model = f"step_seconds=0.01 refuses_while={obstacle}"
+    async with running(model, max_num_seqs=1) as client:
+        running_one, waiting = (
+            client.generate(request(1, max_tokens=400)),
+            client.generate(request(2)),
+        )
+        await anext(running_one)
+        obstacle.touch()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        for generation, kind in ((running_one, EngineDiedError), (waiting, EngineUnavailableError)):
+            with pytest.raises(kind):
+                async for _ in generation:
+                    pass
+            await generation.aclose()
+        await until(lambda: client.restarts >= 3)
+        assert client.state is EngineState.RESTARTING
+        assert "not free yet" in client.reason
+        obstacle.unlink()
+        await until(lambda: client.state is EngineState.READY)
+        assert client.reason == ""
+        assert await tokens(client, request(3, max_tokens=1)) == [3]
+
+
+async def test_a_system_without_descriptors_is_only_a_reason_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running() as client:
+        spawn, failures = asyncio.create_subprocess_exec, 0
+
+        async def no_more(*arguments: Any, **options: Any) -> Any:
+            nonlocal failures
+            failures += 1
+            if failures <= 3:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return await spawn(*arguments, **options)
+
+        before = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", no_more)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: client.restarts == 4 and client.state is EngineState.READY)
+        await asyncio.sleep(0)
+        assert len(os.listdir("/proc/self/fd")) <= before + 1, "nothing is left of what failed"
+        assert await tokens(client, request(1, max_tokens=1)) == [1]
+
+
+async def test_a_report_that_cannot_be_taken_costs_a_process_and_not_the_supervision() -> None:
+    async with running() as client:
+
+        def fails(report: StepReport) -> None:
+            client.observers.remove(fails)
+            raise ValueError("a bug in an observer")
+
+        await until(lambda: client.stats_time > 0)
+        client.observers.append(fails)
+        assert await tokens(client, request(1, max_tokens=1)) == [1]
+        await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
+        assert await tokens(client, request(2, max_tokens=1)) == [2]
 
 
 async def test_sigterm_ends_the_process_in_order() -> None:
@@ -256,28 +398,71 @@ async def test_sigterm_ends_the_process_in_order() -> None:
         assert await tokens(client, request(1, max_tokens=1)) == [1]
 
 
-async def test_a_stopped_process_is_replaced() -> None:
-    limits = SupervisionLimits(step_timeout=0.4, backoff=0.01)
-    async with running("step_seconds=0.01", limits) as client:
-        generation = client.generate(request(1, max_tokens=400))
+HASTY = SupervisionLimits(hang_timeout=0.4, step_timeout=30.0, backoff=0.01)
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+async def test_a_stopped_process_is_replaced(busy: bool) -> None:
+    async with running("step_seconds=0.01", HASTY) as client:
+        stopped, generation = client.pid, client.generate(request(1, max_tokens=400))
         await anext(generation)
-        assert client.pid is not None
-        os.kill(client.pid, signal.SIGSTOP)
-        with pytest.raises(EngineDiedError):
-            async for _ in generation:
-                pass
-        await generation.aclose()
-        await until(lambda: client.state is EngineState.READY)
+        if not busy:
+            await generation.aclose()
+            await until(lambda: idle(client))
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        await until(lambda: not client.responsive)
+        if busy:
+            with pytest.raises(EngineDiedError, match="was stopped"):
+                async for _ in generation:
+                    pass
+            await generation.aclose()
+        await until(lambda: client.state is EngineState.READY and client.restarts == 1)
+        assert client.responsive
+        assert client.pid != stopped
+        assert len(client._quarantine._strikes) == 0, "no request has done it"
         assert await tokens(client, request(1, max_tokens=2)) == [1, 1]
 
 
-async def test_a_step_that_never_ends_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
-    async with running("", SupervisionLimits(step_timeout=0.3, backoff=0.01)) as client:
+async def test_a_process_that_goes_on_in_time_is_kept() -> None:
+    limits = SupervisionLimits(hang_timeout=40.0, step_timeout=300.0)  # a look every 5 s
+    async with running("step_seconds=0.01", limits) as client:
+        pid, generation = client.pid, client.generate(request(1, max_tokens=50))
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGCONT)
+        assert sum([len(delta.token_ids) async for delta in generation]) == 50
+        assert client.pid == pid
+
+
+async def test_a_step_that_does_nothing_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
+    async with running("", HASTY) as client:
         await asyncio.sleep(0.7)
         assert client.restarts == 0, "idle is not hung"
-        with pytest.raises(EngineDiedError):
+        with pytest.raises(EngineDiedError, match="does nothing, with work to do"):
             await tokens(client, request(HANG))
     assert "in advance" in capfd.readouterr().err, "the stack of the hung step was dumped"
+
+
+async def test_a_step_that_computes_for_long_is_left_alone() -> None:
+    async with running("busy_seconds=1.5", HASTY) as client:
+        pid = client.pid
+        assert await tokens(client, request(BUSY, max_tokens=1)) == [BUSY]
+        assert client.pid == pid
+
+
+@pytest.mark.parametrize("advances", [True, False])
+async def test_a_step_that_computes_without_getting_anywhere_is_ended(advances: bool) -> None:
+    limits = SupervisionLimits(hang_timeout=0.4, step_timeout=0.6, backoff=0.01)
+    model = "busy_seconds=2 advances=1" if advances else "busy_seconds=1000"
+    async with running(model, limits) as client:
+        if advances:
+            assert await tokens(client, request(BUSY, max_tokens=1)) == [BUSY]
+            assert client.restarts == 0
+            return
+        with pytest.raises(EngineDiedError, match="without getting anywhere"):
+            await tokens(client, request(BUSY, max_tokens=1))
 
 
 @pytest.mark.parametrize(

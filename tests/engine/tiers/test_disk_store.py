@@ -133,6 +133,44 @@ def test_a_file_that_is_gone_is_a_miss_and_no_damage(tmp_path: Path) -> None:
     assert content_of(1) not in store
 
 
+def test_a_planted_link_opens_no_other_folder(tmp_path: Path) -> None:
+    """Its target was made readable for its owner alone, whoever else was to read it."""
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o755)
+    root = tmp_path / "kv"
+    root.mkdir(mode=0o700)
+    (root / MODEL.hex()).symlink_to(victim)
+    with pytest.raises(OSError, match="is a link"):
+        opened(root)
+    assert victim.stat().st_mode & 0o777 == 0o755
+    assert list(victim.iterdir()) == []
+
+
+def test_a_folder_that_others_write_to_is_refused(tmp_path: Path) -> None:
+    for mode in (0o777, 0o770, 0o1777):
+        folder = tmp_path / oct(mode)
+        folder.mkdir()
+        folder.chmod(mode)
+        with pytest.raises(OSError, match=r"others may write .* chmod 700"):
+            opened(folder)
+        assert list(folder.iterdir()) == []
+    closed = tmp_path / "readable"
+    closed.mkdir(mode=0o755)
+    assert opened(closed).folder.is_dir()
+    link = tmp_path / "link"
+    link.symlink_to(closed)
+    assert opened(link).folder.is_dir(), "one's own folder may lie on another disk"
+
+
+def test_a_folder_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(OSError, match="belongs to another user"):
+        store.open()
+
+
 def test_the_oldest_files_of_all_models_go_first(tmp_path: Path) -> None:
     other = opened(tmp_path, model=OTHER)
     write(other, 0, 9)  # 0 was used first of all, 9 last

@@ -22,6 +22,7 @@ from appliance.kernels.cpu import build
 from appliance.kernels.cpu.structs import Isa
 
 HERE = Path(__file__).parent
+DOOR = HERE.parents[1] / "model" / "test_config_door.py"
 FILES = sorted(set(HERE.glob("test_*.py")) - {HERE / "test_library.py", Path(__file__)})
 CASES = 6
 FLAGS = (
@@ -44,7 +45,9 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return build.build(tmp_path_factory.mktemp("sanitized") / "library.so", FLAGS)
 
 
-def run(arguments: Sequence[str | Path], **variables: str) -> subprocess.CompletedProcess[str]:
+def run(
+    arguments: Sequence[str | Path], seconds: float = 250, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python with the runtimes; a report goes to standard error and ends the process."""
     runtimes = [
         subprocess.check_output(["gcc", f"-print-file-name={name}"], text=True).strip()
@@ -61,7 +64,7 @@ def run(arguments: Sequence[str | Path], **variables: str) -> subprocess.Complet
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=250,
+        timeout=seconds,
     )
 
 
@@ -79,6 +82,31 @@ def test_the_c_tests_pass_with_sanitizers(sanitized: Path, tmp_path: Path) -> No
     passed = {case.get("classname") for case in cases if not len(case)}
     ran = {name.rpartition(".")[2] for name in passed if name}
     assert ran == {path.stem for path in FILES}, "a file has no test with the library of conftest"
+
+
+@pytest.mark.timeout(0)  # what it starts has a limit of its own
+def test_settings_of_a_stranger_reach_nothing_out_of_bounds(
+    sanitized: Path, request: pytest.FixtureRequest
+) -> None:
+    """Of --header-cases, of which 50000 take an hour or so."""
+    cases = request.config.getoption("header_cases")
+    finished = run(
+        [
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "--capture=sys",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=0",
+            DOOR,
+        ],
+        seconds=250 + cases,
+        APPLIANCE_TEST_CPU_LIBRARY=str(sanitized),
+        APPLIANCE_TEST_HEADER_CASES=str(cases),
+    )
+    assert finished.returncode == 0, finished.stdout[-20_000:]
 
 
 PLANTED_OVERFLOW = """

@@ -1,0 +1,121 @@
+"""One request that is under way: its deltas as they come, an error after them, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Protocol
+
+from appliance.engine.messages import SequenceDelta
+from appliance.engine.request import FinishReason
+from appliance.errors import EngineError, QueueTimeoutError, RequestError
+
+if TYPE_CHECKING:
+    from appliance.engine.request import Request
+
+MAX_BACKLOG = 4096  # deltas that a consumer may be behind
+
+
+class Submitter(Protocol):
+    """Who has given the request to the engine."""
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Stop a request, or one choice of it."""
+        ...
+
+    def forget(self, generation: Generation, *, complete: bool) -> None:
+        """Its consumer wants no more; `complete` if there is no more."""
+        ...
+
+
+class Generation(AsyncIterator[SequenceDelta]):
+    """The deltas of one request, as they come; submitted on construction.
+
+    Close it in every case: closing early aborts the request.
+    """
+
+    def __init__(self, client: Submitter, request: Request) -> None:
+        self.request = request
+        self.started = False  # the engine has taken it from its queue
+        self.submissions = 1
+        self.is_suspect = False  # an engine died while it worked on such a request
+        self._client = client
+        self._open = set(range(request.sampling.num_choices))
+        self._arrived: deque[SequenceDelta] = deque()
+        self._error: Exception | None = None  # what comes after them
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def backlog(self) -> int:
+        """Deltas that have come and were not asked for yet."""
+        return len(self._arrived)
+
+    async def __anext__(self) -> SequenceDelta:
+        """The next delta of a choice that is open.
+
+        Raises:
+            RequestError: the engine refused the request.
+            EngineError: the engine failed on it, or died.
+        """
+        while self._open:
+            if (delta := self.ready()) is not None:
+                return delta
+            if self._error is not None:
+                raise self._error
+            if self._open:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+        raise StopAsyncIteration
+
+    def ready(self) -> SequenceDelta | None:
+        """The next delta if it has come already; an error that has come is left to the iterator."""
+        while self._arrived and self._open:
+            delta = self._arrived.popleft()
+            if delta.index not in self._open:
+                continue
+            if delta.finish_reason is FinishReason.ABORT:
+                self.fail(EngineError("the engine aborted this request"))
+                return None
+            if delta.finish_reason is not None:
+                self._open.remove(delta.index)
+            return delta
+        return None
+
+    def close_choice(self, index: int) -> None:
+        """Stop one choice; the others go on."""
+        if index in self._open:
+            self._open.remove(index)
+            self._client.abort(self.request.request_id, index)
+
+    def close(self) -> None:
+        """Forget the request, and abort what the engine still does for it."""
+        self._client.forget(self, complete=not self._open and self._error is None)
+        self._open.clear()
+
+    async def aclose(self) -> None:
+        """The same, for `contextlib.aclosing`."""
+        self.close()
+
+    def put(self, delta: SequenceDelta) -> None:
+        """Add what the engine reports."""
+        if delta.error is not None:
+            self.fail(_error_of(delta, delta.error))
+        elif self._error is None:
+            self._arrived.append(delta)
+            self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, after what has come already; the first one counts."""
+        self._error = self._error or error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _error_of(delta: SequenceDelta, message: str) -> Exception:
+    if delta.expired:
+        return QueueTimeoutError(message)
+    return RequestError(message) if delta.refused else EngineError(message)

@@ -1,0 +1,173 @@
+"""The door for the numbers of a model's settings, which come from a stranger's file.
+
+Each has a range that holds whatever the rest of the file says, and `check_spec` sees to what they
+mean together. All of it is done before anything is allocated for a number, and before one reaches
+the C library or a kernel, which take them as 32-bit integers and floats. Knows no family.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from appliance.errors import CheckpointError, UnsupportedModelError
+from appliance.model.spec import RopeScaling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from appliance.model.spec import DecoderSpec
+
+
+class Range(NamedTuple):
+    """The smallest and the largest value of a setting."""
+
+    least: float
+    most: float
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and self.least <= value <= self.most
+
+
+_VOCABULARY = Range(1, 2**22)  # the largest in use have under 2**19 tokens
+_WIDTH = Range(1, 2**17)
+_LAYERS = Range(1, 1024)
+_HEADS = Range(1, 1024)
+_HEAD_WIDTH = Range(1, 1024)
+_CONTEXT = Range(2, 2**24)  # RoPE scalings divide by its logarithm
+_ANY_COUNT = Range(1, 2**31 - 1)  # is compared with positions or layers, and nothing else
+_EPSILON = Range(1e-20, 1.0)
+_THETA = Range(1.5, 1e15)  # of 1 all frequencies would be the same
+_FACTOR = Range(1e-6, 1e6)
+
+# Names of config.json and, without the architecture in front, of GGUF metadata.
+RANGES: dict[str, Range] = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": _WIDTH,
+    "embedding_length": _WIDTH,
+    "intermediate_size": Range(1, 2**20),
+    "feed_forward_length": Range(1, 2**20),
+    "num_hidden_layers": _LAYERS,
+    "block_count": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "attention.head_count": _HEADS,
+    "num_key_value_heads": _HEADS,
+    "attention.head_count_kv": _HEADS,
+    "head_dim": _HEAD_WIDTH,
+    "attention.key_length": _HEAD_WIDTH,
+    "attention.value_length": _HEAD_WIDTH,
+    "rope.dimension_count": _HEAD_WIDTH,
+    "max_position_embeddings": _CONTEXT,
+    "original_max_position_embeddings": _CONTEXT,
+    "context_length": _CONTEXT,
+    "rope.scaling.original_context_length": _CONTEXT,
+    "sliding_window": _ANY_COUNT,
+    "attention.sliding_window": _ANY_COUNT,
+    "sliding_window_pattern": _ANY_COUNT,
+    "attention.sliding_window_pattern": _ANY_COUNT,
+    "max_window_layers": Range(0, 2**31 - 1),
+    "rms_norm_eps": _EPSILON,
+    "attention.layer_norm_rms_epsilon": _EPSILON,
+    "query_pre_attn_scalar": _FACTOR,
+    "attn_logit_softcapping": _FACTOR,
+    "final_logit_softcapping": _FACTOR,
+    "rope_theta": _THETA,
+    "rope_local_base_freq": _THETA,
+    "rope.freq_base": _THETA,
+    "rope.freq_base_swa": _THETA,
+    "partial_rotary_factor": Range(1e-3, 1.0),
+    "factor": _FACTOR,
+    "rope.scaling.factor": _FACTOR,
+    "low_freq_factor": _FACTOR,
+    "high_freq_factor": _FACTOR,
+    "short_factor": _FACTOR,
+    "long_factor": _FACTOR,
+    "attention_factor": _FACTOR,
+    "rope.scaling.attn_factor": _FACTOR,
+    "beta_fast": _FACTOR,
+    "beta_slow": _FACTOR,
+    "rope.scaling.yarn_beta_fast": _FACTOR,
+    "rope.scaling.yarn_beta_slow": _FACTOR,
+    "mscale": _FACTOR,
+    "mscale_all_dim": _FACTOR,
+}
+# Of `quantization_config`, wherever in it they stand; each a whole number or a list of them.
+QUANTIZATION_RANGES: dict[str, Range] = {
+    "bits": Range(1, 16),
+    "w_bit": Range(1, 16),
+    "num_bits": Range(1, 16),
+    "group_size": Range(-1, 2**17),  # -1 stands for all inputs
+    "q_group_size": Range(-1, 2**17),
+    "block_structure": Range(1, 2**17),
+    "weight_block_size": Range(1, 2**17),
+}
+_MAX_NESTING = 16  # of `quantization_config`
+
+
+def check_spec(spec: DecoderSpec, origin: str) -> None:
+    """Refuse numbers that do not go together.
+
+    Raises:
+        ModelError: names them, and the file in `origin`.
+    """
+    for attention in {layer.attention for layer in spec.layers}:
+        rope, width = attention.rope, attention.head_dim
+        if rope.rotary_dim % 2 or not 2 <= rope.rotary_dim <= width:
+            raise UnsupportedModelError(
+                f"{origin}: {rope.rotary_dim} elements of each head would rotate; RoPE pairs them, "
+                f"so their number must be even and from 2 to {width}, as many as a head has"
+            )
+        if rope.scaling is RopeScaling.LLAMA3 and not rope.low_freq_factor < rope.high_freq_factor:
+            raise CheckpointError(
+                f"{origin}: low_freq_factor is {rope.low_freq_factor:g} and high_freq_factor "
+                f"{rope.high_freq_factor:g}, but must be above it; fetch the model again"
+            )
+
+
+def check_quantization(config: Any, origin: str) -> None:
+    """Refuse a `quantization_config` with a number that no format has.
+
+    Raises:
+        CheckpointError: names it, and the file in `origin`.
+    """
+    for key, value in _named(config, origin, 0):
+        if key not in QUANTIZATION_RANGES or value is None:
+            continue
+        usual = QUANTIZATION_RANGES[key]
+        for item in value if isinstance(value, list) else [value]:
+            if type(item) is not int or item not in usual:
+                raise wrong(origin, key, value, f"a whole number {in_words(usual)}")
+
+
+def _named(value: Any, origin: str, nesting: int) -> Iterator[tuple[str, Any]]:
+    if nesting > _MAX_NESTING:
+        raise CheckpointError(
+            f"{origin}: quantization_config is nested more than {_MAX_NESTING} deep; fetch the "
+            "model again"
+        )
+    if isinstance(value, dict):
+        yield from value.items()
+        for item in value.values():
+            yield from _named(item, origin, nesting + 1)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _named(item, origin, nesting + 1)
+
+
+def in_words(usual: Range) -> str:
+    """Such as "from 1 to 1024"."""
+    return f"from {usual.least:g} to {usual.most:.7g}"
+
+
+def wrong(origin: str, key: str, value: Any, expected: str) -> CheckpointError:
+    """The error for a setting that is not what it must be."""
+    got = "is missing" if value is None else f"is {short(value)}"
+    return CheckpointError(f"{origin}: {key} {got}, but must be {expected}; fetch the model again")
+
+
+def short(value: Any) -> str:
+    """A value as a message can hold it."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"a number of {int(math.log10(abs(value))) + 1} digits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,215 @@
+"""One client's connection: HTTP/1.1 that gives every stranger a bounded time and share.
+
+Whatever a client sends or leaves unread, its connection ends: a request's head must come in some
+seconds, a body that nobody reads may not hold the connection, and an answer must be read at some
+pace. When there are too many connections, one without a request makes room, or the new one is told.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import h11
+import msgspec
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol, RequestResponseCycle
+
+from appliance.errors import RequestError
+from appliance.server.errors import TooManyConnectionsError, describe
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from starlette.types import Message, Receive, Scope, Send
+
+HEADER_SECONDS = 10.0  # for the head of a request, from its first byte on
+LINGER_SECONDS = 5.0  # for what is left of a body when its request is answered
+STALL_SECONDS = 60.0  # for a client that does not read what it is sent
+CHECK_SECONDS = 10.0
+LEAST_RATE = 1024  # bytes per second that count as reading
+# An ASGI extension: a function that writes a piece of a response that has begun and has no
+# content-length. False if that cannot be done at once; then the piece is to be sent as usual.
+CHUNKS = "appliance.chunks"
+# Bytes that may lie unsent in the kernel, and again as many before it. What reads slowly is given
+# less, as with a dashboard's feed, only if it is seen to: by default megabytes fit in between.
+_UNSENT_BYTES = 4 * 1024
+
+
+def protocol_of(max_connections: int) -> Callable[..., HttpProtocol]:
+    """What a server makes of each connection.
+
+    Args:
+        max_connections: of all clients together.
+    """
+    return partial(HttpProtocol, max_connections=max_connections)
+
+
+class HttpProtocol(H11Protocol):
+    """One connection.
+
+    h11 is strict and bounds what a stranger may send, but takes its time over every piece of a
+    stream. Responses may therefore write pieces past it, see `CHUNKS`.
+
+    Args:
+        max_connections: of all clients together.
+    """
+
+    def __init__(self, *args: Any, max_connections: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._application = self.app
+        self.app = self._serve
+        self._max_connections = max_connections
+        self._idle_since = 0.0
+        self._deadline: asyncio.TimerHandle | None = None  # of a head or of an unread body
+        self._deadline_of = ""
+        self._check: asyncio.TimerHandle | None = None
+        self._unsent = 0  # bytes at the last check
+        self._stalled = 0.0  # seconds without progress
+        self._wrote = False  # since the last check
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of it is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Keep little unsent, start the clocks, and see that there is room."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=_UNSENT_BYTES)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        self._idle_since = self.loop.time()
+        self._check = self.loop.call_later(CHECK_SECONDS, self._check_progress)
+        self._set_deadline("head", HEADER_SECONDS)
+        self._make_room()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Stop the clocks."""
+        super().connection_lost(error)
+        self._unset_keepalive_if_required()
+        self._clear_deadline()
+        if self._check is not None:
+            self._check.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; what they begin must also end."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        self._watch_request()
+
+    def on_response_complete(self) -> None:
+        """A response was handed over; what comes next of the connection has its time again."""
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+        self._watch_request()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, in the shape of all errors, unless an answer has begun."""
+        error = sys.exc_info()[1]
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(RequestError("the request is not valid HTTP/1.1"), status)
+        self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: a request to speak another protocol may be answered in this one."""
+
+    def _refuse(self, error: Exception, status: int | None = None) -> None:
+        usual, body, headers = describe(error)
+        status, content = status or usual, msgspec.json.encode(body)
+        headers |= {
+            "content-type": "application/json",
+            "content-length": str(len(content)),
+            "connection": "close",
+        }
+        lines = [f"HTTP/1.1 {status} ".encode() + STATUS_PHRASES.get(status, b"")]
+        lines += [f"{name}: {value}".encode() for name, value in headers.items()]
+        self.transport.write(b"\r\n".join([*lines, b"", content]))
+
+    def _make_room(self) -> None:
+        """End the connection that has been without a request for longest, if there are too many."""
+        if len(self.connections) <= self._max_connections:
+            return
+        open_ones = [one for one in self.connections if not one.transport.is_closing()]
+        if len(open_ones) <= self._max_connections:
+            return
+        others = [one for one in open_ones if one is not self and isinstance(one, HttpProtocol)]
+        idle = [one for one in others if one.is_idle and not one._has_unsent]
+        if idle:
+            min(idle, key=lambda one: one._idle_since).transport.close()
+            return
+        self.logger.warning(
+            "%d connections are open and all in use; the next is refused", len(open_ones) - 1
+        )
+        self._refuse(TooManyConnectionsError(f"{len(open_ones) - 1} connections are open already"))
+        self.transport.close()
+
+    @property
+    def _has_unsent(self) -> bool:
+        return self.transport.get_write_buffer_size() > 0
+
+    def _watch_request(self) -> None:
+        """Give a head that has begun, or a body that nobody reads, a time to end in."""
+        if self.transport.is_closing() or not self.is_idle:
+            self._clear_deadline()
+        elif self.conn.their_state is h11.SEND_BODY:
+            self._set_deadline("body", LINGER_SECONDS)
+        elif self.cycle is None or self.conn.trailing_data[0]:
+            self._set_deadline("head", HEADER_SECONDS)
+        else:
+            self._clear_deadline()
+            if self.timeout_keep_alive_task is None:  # the last byte of an unread body ended it
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
+
+    def _set_deadline(self, of: str, seconds: float) -> None:
+        """Keep the one there is, if it is of the same: more bytes win no time."""
+        if self._deadline is None or self._deadline_of != of:
+            self._clear_deadline()
+            self._deadline = self.loop.call_later(seconds, self.transport.close)
+            self._deadline_of = of
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _check_progress(self) -> None:
+        """End a connection whose client reads nothing, also one that is being closed."""
+        unsent = self.transport.get_write_buffer_size()
+        read = self._wrote or not unsent or unsent < self._unsent - LEAST_RATE * CHECK_SECONDS
+        self._stalled = 0.0 if read else self._stalled + CHECK_SECONDS
+        self._unsent, self._wrote = unsent, False
+        if self._stalled >= STALL_SECONDS:
+            self.logger.info("a client read nothing for %.0f s", self._stalled)
+            self.transport.abort()
+        else:
+            self._check = self.loop.call_later(CHECK_SECONDS, self._check_progress)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+            scope["extensions"] = {CHUNKS: partial(self._write_chunk, self.cycle)}
+
+        async def send_noted(message: Message) -> None:
+            await send(message)
+            self._wrote = True
+
+        await self._application(scope, receive, send_noted)
+
+    def _write_chunk(self, cycle: RequestResponseCycle, piece: bytes) -> bool:
+        if not (piece and cycle.response_started) or cycle.response_complete:
+            return False  # an empty chunk would be the end
+        if self.flow.write_paused:
+            return False
+        if not cycle.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            self._wrote = True
+        return True

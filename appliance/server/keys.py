@@ -1,0 +1,157 @@
+"""API keys as a server sees them: known by their digests, and not to be found by trying."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.errors import AuthError
+from appliance.log import Sparing
+from appliance.server.errors import TooManyWrongKeysError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+BURST = 10  # different wrong keys that an address may try at once
+SECONDS_PER_GUESS = 6.0  # for each one more
+_MAX_ADDRESSES = 4096
+_MAX_REMEMBERED = 64  # wrong keys of an address
+
+logger = logging.getLogger(__name__)
+logger.addFilter(Sparing(600.0))
+
+
+@dataclass(slots=True)
+class _Guesser:
+    left: float  # guesses
+    when: float  # monotonic seconds of that
+    wrong: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # digests, latest last
+
+
+class GuessLimit:
+    """How often an address may be wrong.
+
+    Only different keys count: a program that was set up with a wrong one asks with it again and
+    again, and must not shut out the others on its machine.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._guessers: OrderedDict[str, _Guesser] = OrderedDict()
+
+    def check(self, address: str) -> None:
+        """Whether an address may try now.
+
+        Raises:
+            TooManyWrongKeysError: it has tried too often.
+        """
+        guesser = self._guessers.get(address)
+        if guesser is not None and self._left(guesser) < 1:
+            raise TooManyWrongKeysError((1 - guesser.left) * SECONDS_PER_GUESS)
+
+    def note(self, address: str, digest: bytes) -> None:
+        """An address tried a key that is wrong."""
+        guesser = self._guessers.pop(address, None) or _Guesser(BURST, self._clock())
+        self._guessers[address] = guesser  # the latest
+        if len(self._guessers) > _MAX_ADDRESSES:
+            self._guessers.popitem(last=False)
+        if digest in guesser.wrong:
+            guesser.wrong.move_to_end(digest)
+            return
+        guesser.wrong[digest] = None
+        if len(guesser.wrong) > _MAX_REMEMBERED:
+            guesser.wrong.popitem(last=False)
+        guesser.left = self._left(guesser) - 1
+        if guesser.left < 1:
+            logger.warning("%s tries API keys; it has to wait between two", address)
+
+    def _left(self, guesser: _Guesser) -> float:
+        now = self._clock()
+        guesser.left = min(BURST, guesser.left + (now - guesser.when) / SECONDS_PER_GUESS)
+        guesser.when = now
+        return guesser.left
+
+
+class KeyCheck:
+    """Knows keys by their digests; where there are none, everything is right.
+
+    Args:
+        keys: name to key.
+        limit: of wrong ones.
+    """
+
+    def __init__(self, keys: Mapping[str, str], limit: GuessLimit | None = None) -> None:
+        self._digests = [(name, _digest(key.encode())) for name, key in keys.items()]
+        self._limit = limit or GuessLimit()
+
+    def check(self, authorization: Sequence[str], api_keys: Sequence[str], address: str) -> str:
+        """Compare what was given with every key, in the same time whichever it is.
+
+        Args:
+            authorization: all Authorization headers.
+            api_keys: all X-API-Key headers.
+            address: where they come from; empty if that is not known.
+
+        Returns:
+            The name of the key; empty where none is wanted.
+
+        Raises:
+            AuthError: none was given, or one is wrong.
+            TooManyWrongKeysError: there were too many wrong ones before.
+        """
+        if not self._digests:
+            return ""
+        keys = [*map(_bearer_key, authorization), *api_keys]
+        if not keys:
+            raise AuthError("an API key is needed: send it as Authorization: Bearer KEY")
+        network = _network(address)
+        self._limit.check(network)
+        digests = [_digest(_raw(key)) for key in keys]
+        # Every one must be right, and of the same holder: a second header is no second guess.
+        holders = {digest: self._holder(digest) for digest in digests}
+        if len(found := set(holders.values())) == 1 and (holder := found.pop()):
+            return holder
+        for digest, name in holders.items():
+            if not name:
+                self._limit.note(network, digest)
+        raise AuthError("the API key is wrong")
+
+    def _holder(self, digest: bytes) -> str:
+        found = ""
+        for name, known in self._digests:
+            if hmac.compare_digest(digest, known):
+                found = name
+        return found
+
+
+def _network(address: str) -> str:
+    """An address, or of IPv6 the network: one machine has billions in it."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    return str(parsed.ipv4_mapped or ipaddress.IPv6Network((int(parsed), 64), strict=False))
+
+
+def _bearer_key(value: str) -> str:
+    scheme, _, key = value.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _raw(value: str) -> bytes:
+    return value.encode("latin-1")  # as headers are decoded
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,105 @@
+"""Hosts, origins and sites: what keeps web pages of others from talking to this server.
+
+A browser on this machine reaches it as its owner does. So a name that is not the server's own is
+refused, as it may have been made to point here, and so is what a page of another origin sends.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import TYPE_CHECKING
+
+from appliance.server.errors import ForbiddenError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from appliance.config import ServerConfig
+
+_HOST = re.compile(r"(?P<name>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "[::1]"}
+_OWN_SITES = {"same-origin", "none"}  # none: typed, or from a bookmark
+_ANY = "*"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Origins:
+    """The names under which a server answers, and the origins that it answers to.
+
+    Args:
+        config: address, allowed hosts and allowed origins of the server.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        hosts, self._allowed = _words(config.allowed_hosts), _words(config.allowed_origins)
+        own = config.host.lower()
+        # Who listens for other machines has many names, and a key that a foreign page lacks.
+        any_host = _ANY in hosts or not (hosts or is_loopback(own))
+        own_names = {*_LOOPBACK_NAMES, f"[{own}]" if ":" in own else own}
+        self._hosts = None if any_host else own_names | hosts
+
+    def check(self, host: str, origins: Iterable[str]) -> str | None:
+        """Refuse a name or a web page of somebody else's.
+
+        Args:
+            host: the Host header.
+            origins: all Origin headers.
+
+        Returns:
+            The foreign origin that is allowed, if the request came from one.
+
+        Raises:
+            ForbiddenError: one of them is wrong.
+        """
+        host = host.lower()
+        match = _HOST.fullmatch(host)
+        if self._hosts is not None and (match is None or match["name"] not in self._hosts):
+            raise ForbiddenError(
+                f"this server answers to {', '.join(sorted(self._hosts))} only; name others in "
+                "allowed_hosts, such as that of a reverse proxy",
+                code="host_not_allowed",
+            )
+        foreign = None
+        for origin in origins:
+            if origin.lower() in {f"http://{host}", f"https://{host}"}:
+                continue
+            if not self._allowed & {_ANY, origin.lower()}:
+                raise ForbiddenError(
+                    "requests from web pages of other origins are not accepted; name in "
+                    "allowed_origins those that may call",
+                    code="origin_not_allowed",
+                )
+            foreign = origin
+        return foreign
+
+
+def check_site(sites: Iterable[str]) -> None:
+    """Refuse what a page of another site makes a browser fetch, as images and scripts are.
+
+    Such a request carries no Origin, and its page cannot read the answer, but what it holds open is
+    held all the same.
+
+    Args:
+        sites: all Sec-Fetch-Site headers; only browsers send one.
+
+    Raises:
+        ForbiddenError: it comes from another site.
+    """
+    if not _OWN_SITES.issuperset(sites):
+        raise ForbiddenError(
+            "requests that web pages of other sites make are not accepted", code="site_not_allowed"
+        )
+
+
+def _words(text: str) -> set[str]:
+    return {word.strip().lower() for word in text.split(",") if word.strip()}

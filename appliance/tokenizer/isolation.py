@@ -1,0 +1,166 @@
+"""A chat template and an encoder whose work is done in processes with limits, see `worker`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import ChatTemplateError, ModelError, RequestError
+from appliance.tokenizer.worker import WorkerEndedError, Workers
+
+if TYPE_CHECKING:
+    from appliance.tokenizer.chat_template import ChatTemplate
+
+CPU_SECONDS = 5.0  # of one chat
+MEMORY_BYTES = 1 << 30
+MOST_WORKERS = 2  # that render at once
+
+ENCODE_SECONDS = 5.0  # of some texts, and
+CHARACTERS_PER_SECOND = 100_000  # more of the processor for each so many: ten times what is usual
+ENCODE_MEMORY_BYTES = 4 << 30
+
+_USER = {"role": "user", "content": "What is the weather in Paris?"}
+_ANSWER = {"role": "assistant", "content": "I do not know."}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Current weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+_CHATS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
+    ([_USER], None),
+    ([{"role": "system", "content": "Be brief."}, _USER, _ANSWER, _USER], None),
+    ([_USER], [_TOOL]),
+)
+
+
+class IsolatedTemplate:
+    """Renders a chat template in processes of its own.
+
+    The sandbox bounds what a template can do step by step; this bounds single steps that ask for
+    gigabytes or minutes, such as a filter on a long text.
+
+    Args:
+        template: what to render.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        setup = {
+            "source": template.source,
+            "variables": template.variables,
+            "tool_source": template.tool_source,
+        }
+        self._workers = Workers(
+            {"template": setup},
+            cpu_seconds=CPU_SECONDS,
+            memory_bytes=MEMORY_BYTES,
+            most=MOST_WORKERS,
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The chat as one text; arguments as of `ChatTemplate.render`.
+
+        Raises:
+            ChatTemplateError: the template refuses the messages, fails, or takes too much.
+        """
+        request = {
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            answer = self._workers.ask(request, cpu_seconds=CPU_SECONDS)
+        except WorkerEndedError as error:
+            raise TemplateLimitError(
+                f"the model's chat template needs more than {CPU_SECONDS:.0f} s or "
+                f"{MEMORY_BYTES >> 20} MiB for this chat; send less, or replace the template"
+            ) from error
+        if "refused" in answer:
+            raise ChatTemplateError(answer["refused"])
+        text: str = answer["text"]
+        return text
+
+    def try_out(self) -> None:
+        """Render three short chats; a template may refuse a chat, but not use up its limits.
+
+        Raises:
+            ChatTemplateError: it did.
+        """
+        try:
+            for messages, tools in _CHATS:
+                try:
+                    self.render(messages, tools=tools)
+                except TemplateLimitError:
+                    raise
+                except ChatTemplateError:
+                    continue
+        finally:
+            self.close()  # who only completes texts needs none
+
+    def close(self) -> None:
+        """End the processes; the next chat starts one."""
+        self._workers.close()
+
+
+class TemplateLimitError(ChatTemplateError):
+    """A chat template used up its time or its memory."""
+
+
+class IsolatedEncoder:
+    """Encodes texts in a process of its own, with a tokenizer.json whose rules are not known.
+
+    Args:
+        folder: that holds it.
+        separator: a text that becomes a token by itself, see `Tokenizer`.
+
+    Raises:
+        ModelError: it cannot even be read within the limits.
+    """
+
+    def __init__(self, folder: Path, separator: str) -> None:
+        self.separator = separator
+        self._workers = Workers(
+            {"tokenizer": str(folder.resolve()), "separator": separator},
+            cpu_seconds=60.0,  # the largest take a few
+            memory_bytes=ENCODE_MEMORY_BYTES,
+            most=1,
+        )
+        try:
+            self._ask([""], add_special_tokens=False)
+        except WorkerEndedError as error:
+            raise ModelError(
+                f"{folder / 'tokenizer.json'} is damaged, or takes too much time or memory; use "
+                "another model"
+            ) from error
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text.
+
+        Raises:
+            RequestError: it takes too long, or the tokenizer fails.
+        """
+        try:
+            return self._ask(texts, add_special_tokens=add_special_tokens)
+        except WorkerEndedError as error:
+            raise RequestError(
+                "this model's tokenizer fails on this text, or takes too long; send another text"
+            ) from error
+
+    def close(self) -> None:
+        """End the process; the next text starts one."""
+        self._workers.close()
+
+    def _ask(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        seconds = ENCODE_SECONDS + sum(map(len, texts)) / CHARACTERS_PER_SECOND
+        request = {"texts": list(texts), "add_special_tokens": add_special_tokens}
+        found: list[list[int]] = self._workers.ask(request, cpu_seconds=seconds)
+        return found

@@ -1,0 +1,244 @@
+"""A process in which a model's own code runs on texts: its chat template, its regular expressions.
+
+Both came from a stranger, and either can ask for hours or gigabytes in one step that nobody can
+interrupt. Here the system ends the process when it has used its time or its memory, and the next
+text gets a new one. It loads no torch, and ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from appliance.errors import ChatTemplateError
+from appliance.runtime import child_environment
+from appliance.tokenizer.chat_template import ChatTemplate
+
+WALL_FACTOR = 10  # seconds that may pass for one of the processor's: the machine may be busy
+START_SECONDS = 60.0  # for Python to start, on a busy machine
+_LENGTH = struct.Struct("<I")
+
+Handler = Callable[[dict[str, Any]], Any]
+
+
+class WorkerEndedError(Exception):
+    """The process ended, by itself or because it used up what it may use."""
+
+
+class Worker:
+    """One process; used by one thread at a time.
+
+    Args:
+        setup: what it is for: `template` or `tokenizer`, see `_handler`.
+        cpu_seconds: of the processor, for the setup.
+        memory_bytes: of its address space.
+    """
+
+    def __init__(self, setup: Mapping[str, Any], *, cpu_seconds: float, memory_bytes: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(memory_bytes)],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=child_environment(TOKENIZERS_PARALLELISM="false", RUST_BACKTRACE="0"),
+                start_new_session=True,  # Ctrl-C in the terminal is for the server alone
+            )
+        self._socket = ours
+        try:
+            self.ask(setup, cpu_seconds=cpu_seconds, wall_seconds=START_SECONDS)
+        except BaseException:
+            self.kill()
+            raise
+
+    def ask(
+        self, request: Mapping[str, Any], *, cpu_seconds: float, wall_seconds: float = 0.0
+    ) -> Any:
+        """Its answer.
+
+        Args:
+            request: JSON.
+            cpu_seconds: that it may take of the processor.
+            wall_seconds: that may pass besides.
+
+        Raises:
+            WorkerEndedError: it took more; the worker is of no use any more.
+        """
+        deadline = time.monotonic() + wall_seconds + WALL_FACTOR * cpu_seconds
+        frame = json.dumps([cpu_seconds, request]).encode()
+        try:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+            (size,) = _LENGTH.unpack(self._receive(_LENGTH.size, deadline))
+            return json.loads(self._receive(size, deadline))
+        except OSError as error:
+            raise WorkerEndedError(str(error)) from error
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _receive(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            piece = self._socket.recv(size - len(data))
+            if not piece:
+                raise WorkerEndedError(f"it ended with code {self._process.wait()}")
+            data += piece
+        return bytes(data)
+
+
+class Workers:
+    """Some processes for the same work, each started when it is first needed and then kept.
+
+    Safe to use from several threads; one more than there may be processes waits for its turn.
+
+    Args:
+        setup: see `Worker`.
+        cpu_seconds: of the processor, for the setup.
+        memory_bytes: of the address space of each.
+        most: of them.
+    """
+
+    def __init__(
+        self, setup: Mapping[str, Any], *, cpu_seconds: float, memory_bytes: int, most: int
+    ) -> None:
+        self._setup = setup
+        self._cpu_seconds = cpu_seconds
+        self._memory_bytes = memory_bytes
+        self._turn = threading.BoundedSemaphore(most)
+        self._lock = threading.Lock()
+        self._idle: list[Worker] = []
+        self._all: set[Worker] = set()
+        self.started = 0  # ever
+        weakref.finalize(self, _end_all, self._all)
+
+    def ask(self, request: Mapping[str, Any], *, cpu_seconds: float) -> Any:
+        """The answer of one of them.
+
+        Raises:
+            WorkerEndedError: it used up what it may use; the next one is another.
+        """
+        with self._turn:
+            worker = self._take()
+            try:
+                answer = worker.ask(request, cpu_seconds=cpu_seconds)
+            except BaseException:
+                self._drop(worker)
+                raise
+            with self._lock:
+                if worker in self._all:  # or `close` has ended it
+                    self._idle.append(worker)
+            return answer
+
+    def close(self) -> None:
+        """End all of them, also those at work."""
+        with self._lock:
+            self._idle.clear()
+            _end_all(self._all)
+
+    def _take(self) -> Worker:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        worker = Worker(self._setup, cpu_seconds=self._cpu_seconds, memory_bytes=self._memory_bytes)
+        with self._lock:
+            self.started += 1
+            self._all.add(worker)
+        return worker
+
+    def _drop(self, worker: Worker) -> None:
+        with self._lock:
+            self._all.discard(worker)
+        worker.kill()
+
+
+def _end_all(workers: set[Worker]) -> None:
+    while workers:
+        workers.pop().kill()
+
+
+# ---- in the process ----
+
+
+def _handler(setup: Mapping[str, Any]) -> Handler:
+    """What answers requests.
+
+    Args:
+        setup: `template`, arguments of a `ChatTemplate`; or `tokenizer`, the folder of one, and
+            `separator`, see `Tokenizer`.
+    """
+    if "template" in setup:
+        template = ChatTemplate(**setup["template"])
+
+        def render(request: dict[str, Any]) -> dict[str, str]:
+            try:
+                return {"text": template.render(request.pop("messages"), **request)}
+            except ChatTemplateError as error:
+                if isinstance(error.__cause__, MemoryError):
+                    raise
+                return {"refused": str(error)}
+
+        return render
+    from appliance.tokenizer.from_folder import read_folder
+    from appliance.tokenizer.source import with_separator
+
+    backend = with_separator(read_folder(Path(setup["tokenizer"])).backend, setup["separator"])
+
+    def encode(request: dict[str, Any]) -> list[list[int]]:
+        texts, special = request["texts"], request["add_special_tokens"]
+        return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=special)]
+
+    return encode
+
+
+def _serve(sock: socket.socket, memory_bytes: int) -> None:
+    """Answer until the other side goes away. The process is ended by what breaches a limit."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    handle: Handler | None = None
+    while (head := _exactly(sock, _LENGTH.size)) is not None:
+        content = _exactly(sock, *_LENGTH.unpack(head))
+        if content is None:
+            return
+        cpu_seconds, request = json.loads(content)
+        # Counts what all threads use, and its signal ends the process whatever it is doing.
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        if handle is None:
+            handle, answer = _handler(request), None
+        else:
+            answer = handle(request)
+        frame = json.dumps(answer).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sock.sendall(_LENGTH.pack(len(frame)) + frame)
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=0) as connection, contextlib.suppress(ConnectionError):
+        _serve(connection, int(sys.argv[1]))

@@ -1,0 +1,263 @@
+"""Templates and regular expressions of strangers, in processes that the system ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from appliance.errors import ChatTemplateError, ModelError, RequestError
+from appliance.tokenizer import ChatTemplate, Tokenizer, isolation, pre_tokenizers
+from appliance.tokenizer.isolation import IsolatedTemplate, TemplateLimitError
+from appliance.tokenizer.worker import Worker, WorkerEndedError, Workers
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}>{% endif %}"
+)
+# Single steps that the sandbox does not count: minutes, and gigabytes.
+LONG = "{% for i in range(90000) %}{% set x = ('a' * 60000) | replace('a', 'aa') %}{% endfor %}"
+LARGE = "{{ 'a' | center(10**10) }}"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+def _short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the processor's time, which a busy machine does not change."""
+    monkeypatch.setattr(isolation, "CPU_SECONDS", 1.0)
+    monkeypatch.setattr(isolation, "ENCODE_SECONDS", 1.0)
+
+
+@pytest.fixture
+def isolated() -> Iterator[Callable[[str], IsolatedTemplate]]:
+    made = []
+
+    def make(source: str) -> IsolatedTemplate:
+        made.append(IsolatedTemplate(ChatTemplate(source, {"bos_token": "<s>"})))
+        return made[-1]
+
+    yield make
+    for template in made:
+        template.close()
+
+
+def test_a_chat_reads_as_it_does_in_this_process(
+    isolated: Callable[[str], IsolatedTemplate],
+) -> None:
+    here, there = ChatTemplate(CHATML, {}), isolated(CHATML)
+    tool = {"type": "function", "function": {"name": "é\ud800", "parameters": {"a": [1, None]}}}
+    for messages in (HELLO, [{"role": "user", "content": "\N{SNOWMAN}\0\ud800" * 50_000}]):
+        for options in ({}, {"tools": [tool]}, {"add_generation_prompt": False}):
+            assert there.render(messages, **options) == here.render(messages, **options)
+    assert there._workers.started == 1, "it is kept"
+
+
+def test_a_template_that_refuses_a_chat_is_no_breach(
+    isolated: Callable[[str], IsolatedTemplate],
+) -> None:
+    template = isolated("{{ raise_exception('roles must alternate') }}")
+    template.try_out()
+    for _ in range(2):
+        with pytest.raises(ChatTemplateError, match="roles must alternate"):
+            template.render(HELLO)
+    assert template._workers.started == 2, "the one that tried it out is gone, the next is kept"
+
+
+@pytest.mark.parametrize("source", [LONG, LARGE], ids=["long", "large"])
+def test_a_template_that_uses_up_its_limits_is_refused(
+    source: str, isolated: Callable[[str], IsolatedTemplate]
+) -> None:
+    with pytest.raises(ChatTemplateError, match="needs more than 1 s or 1024 MiB"):
+        isolated(source).try_out()
+
+
+def test_one_chat_that_breaks_the_limits_costs_one_process(
+    isolated: Callable[[str], IsolatedTemplate],
+) -> None:
+    bomb = "{% if 'bomb' in messages[0].content %}" + LONG + "{% endif %}"
+    template = isolated(bomb + CHATML)
+    template.try_out()
+    expected = ChatTemplate(CHATML, {}).render(HELLO)
+    for number in range(2):
+        assert template.render(HELLO) == expected
+        with pytest.raises(TemplateLimitError):
+            template.render([{"role": "user", "content": "a bomb"}])
+        assert template._workers.started == 2 + number
+    assert template.render(HELLO) == expected
+
+
+def test_several_threads_share_some_processes(
+    isolated: Callable[[str], IsolatedTemplate],
+) -> None:
+    template = isolated(CHATML)
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda _: template.render(HELLO), range(64)))
+    assert set(texts) == {ChatTemplate(CHATML, {}).render(HELLO)}
+    assert 1 <= template._workers.started <= isolation.MOST_WORKERS
+
+
+def test_closing_ends_processes_at_work() -> None:
+    template = IsolatedTemplate(ChatTemplate(LONG, {}))
+    caught: list[Exception] = []
+
+    def render() -> None:
+        try:
+            template.render(HELLO)
+        except ChatTemplateError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=render)
+    thread.start()
+    while not template._workers._all:
+        assert thread.is_alive()
+    template.close()
+    thread.join()
+    assert len(caught) == 1
+
+
+SETUP: dict[str, Any] = {"template": {"source": CHATML, "variables": {}, "tool_source": None}}
+
+
+def test_a_process_that_is_killed_or_stopped_is_noticed() -> None:
+    worker = Worker(SETUP, cpu_seconds=5.0, memory_bytes=1 << 30)
+    worker._process.send_signal(signal.SIGKILL)
+    with pytest.raises(WorkerEndedError):
+        worker.ask({"messages": HELLO}, cpu_seconds=1.0)
+    worker.kill()
+    worker = Worker(SETUP, cpu_seconds=5.0, memory_bytes=1 << 30)
+    worker._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(WorkerEndedError, match="timed out"):
+        worker.ask({"messages": HELLO}, cpu_seconds=0.01)
+    worker.kill()
+
+
+PARENT = """
+import json, sys, time
+from appliance.tokenizer.worker import Worker
+worker = Worker(json.loads(sys.argv[1]), cpu_seconds=5.0, memory_bytes=1 << 30)
+print(worker._process.pid, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_process_ends_with_the_one_that_started_it() -> None:
+    command = [sys.executable, "-c", PARENT, json.dumps(SETUP)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker = psutil.Process(int(parent.stdout.readline()))
+        assert worker.is_running()
+        parent.kill()
+    psutil.wait_procs([worker], timeout=10)
+    assert not worker.is_running()
+
+
+def test_what_cannot_be_set_up_is_no_worker() -> None:
+    workers = Workers({"tokenizer": "/nowhere", "separator": "x"}, cpu_seconds=5.0,
+                      memory_bytes=1 << 30, most=1)  # fmt: skip
+    for _ in range(2):  # and the next one gets its turn
+        with pytest.raises(WorkerEndedError):
+            workers.ask({}, cpu_seconds=1.0)
+
+
+def with_rule(folder: Path, pattern: str, *, place: str = "pre_tokenizer") -> Path:
+    """Give a tokenizer one more rule, in the form of tokenizer.json."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    rule = {"pattern": {"Regex": pattern}}
+    if place == "pre_tokenizer":
+        split = {"type": "Split", **rule, "behavior": "Isolated", "invert": False}
+        both = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+        content["pre_tokenizer"] = both
+    else:
+        content[place] = {"type": "Replace", **rule, "content": "x"}
+    file.write_text(json.dumps(content))
+    return folder
+
+
+UNKNOWN = r"q[a-z]|\d\d"
+# For each place in a run of letters it tries every way to share the letters behind it between
+# three groups, and no digit comes: a few thousand letters take minutes.
+HOSTILE = r"[a-z]*[b-y]*[a-w]*\d"
+
+
+def test_rules_of_a_stranger_give_the_same_tokens_elsewhere(
+    tmp_path: Path, make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_rule(make_folder(tmp_path / "model"), UNKNOWN)
+    there = Tokenizer.from_path(folder)
+    assert there.is_isolated
+    monkeypatch.setattr(pre_tokenizers, "KNOWN_PATTERNS", frozenset({UNKNOWN}))
+    here = Tokenizer.from_path(folder)
+    assert not here.is_isolated
+    texts = ["the quick fox 12345", "", "quiz<|im_end|> qa", "\N{SNOWMAN}\0 \u3042" * 1000]
+    for text in texts:
+        for special in (True, False):
+            ids = [
+                tokenizer.encode(text, add_special_tokens=special, allow_special=special)
+                for tokenizer in (here, there)
+            ]
+            assert ids[0] == ids[1]
+    assert here.encode_chat(HELLO) == there.encode_chat(HELLO)
+    assert here.vocab_size == there.vocab_size
+
+
+@pytest.mark.parametrize("place", ["pre_tokenizer", "normalizer"])
+def test_a_rule_that_takes_without_end_is_stopped(
+    place: str, tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    tokenizer = Tokenizer.from_path(
+        with_rule(make_folder(tmp_path / "model"), HOSTILE, place=place)
+    )
+    for _ in range(2):
+        with pytest.raises(RequestError, match="takes too long"):
+            tokenizer.encode("c" * 5000, add_special_tokens=False)
+        assert tokenizer.encode("the", add_special_tokens=False)
+
+
+def test_a_rule_that_cannot_even_be_read_refuses_the_model(
+    tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    folder = with_rule(make_folder(tmp_path / "model"), r"(not closed")
+    with pytest.raises(ModelError, match=r"tokenizer\.json is damaged, or takes too much"):
+        Tokenizer.from_path(folder)
+
+
+def test_a_rule_for_answers_refuses_the_model(
+    tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    folder = make_folder(tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    rule = {"type": "Replace", "pattern": {"Regex": HOSTILE}, "content": "x"}
+    content["decoder"] = {"type": "Sequence", "decoders": [content["decoder"], rule]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="decoder has a regular expression"):
+        Tokenizer.from_path(folder)
+
+
+def test_a_panic_of_the_library_is_an_error_of_this_text(
+    tmp_path: Path, make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no Exception, and would pass all handlers of those."""
+    monkeypatch.setattr(pre_tokenizers, "KNOWN_PATTERNS", frozenset({"(a+)+$"}))
+    tokenizer = Tokenizer.from_path(with_rule(make_folder(tmp_path / "model"), "(a+)+$"))
+    assert not tokenizer.is_isolated
+    with pytest.raises(RequestError, match="fails on this text"):
+        tokenizer.encode("a" * 60 + "b", add_special_tokens=False)
+    assert tokenizer.encode("the", add_special_tokens=False)
+
+
+def test_rules_of_models_in_use_are_known(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    for pattern in pre_tokenizers.KNOWN_PATTERNS:
+        folder = with_rule(make_folder(tmp_path / "model"), pattern)
+        assert not Tokenizer.from_path(folder).is_isolated
+        found = pre_tokenizers.unknown_patterns((folder / "tokenizer.json").read_bytes())
+        assert found == []
