@@ -25,7 +25,7 @@ export function meet(event) {
   if (info.context_length) limit.placeholder = Math.min(USUAL_LIMIT, Math.floor(info.context_length / 4));
   byId("temperature").placeholder = info.sampling?.temperature ?? 1;
   box.dataset.hint = chats
-    ? `Ask ${info.model} something. What you say stays between this page and the server.`
+    ? `Ask ${info.model} something.`
     : `${info.model} has no chat template: it goes on with a text. Write a beginning.`;
   showSettings();
 }
@@ -40,13 +40,13 @@ function setMode(isChat) {
   box.classList.toggle("one-text", !chats);
 }
 
-const limitOf = () => Number(byId("limit").value || byId("limit").placeholder);
+const limitOf = () => Number(byId("limit").value || byId("limit").placeholder) || undefined;
 
 function showSettings() {
   const temperature = byId("temperature");
   byId("settings-now").textContent = [
     `temperature ${temperature.value || temperature.placeholder}`,
-    `at most ${number.format(limitOf())} tokens`,
+    limitOf() ? `at most ${number.format(limitOf())} tokens` : "",
     chats && byId("system").value.trim() ? "a system prompt" : "",
   ].filter(Boolean).join(" · ");
 }
