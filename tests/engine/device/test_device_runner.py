@@ -18,6 +18,8 @@ from appliance.engine.loading import load_parts
 from appliance.engine.messages import SequenceDelta
 from appliance.engine.request import FinishReason, Request, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch answers equally
+
 EOS = 2
 
 
