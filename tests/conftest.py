@@ -39,6 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if isa := os.environ.get("APPLIANCE_CPU_ISA"):  # for engines in this process too
+        from faces import leave_out
+
+        leave_out(isa)
     if hasattr(config, "workerinput"):  # a worker has a size set, which terminals would believe
         for name in ("COLUMNS", "LINES"):
             os.environ.pop(name, None)
