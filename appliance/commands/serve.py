@@ -82,7 +82,10 @@ def serve(
     ] = None,
     kernels: Annotated[
         str | None,
-        typer.Option(help="auto, torch (no C library) or reference (slow, to compare) [auto]."),
+        typer.Option(
+            help="auto; torch, without the C library: slower, and a seeded answer may change with"
+            " what else is in the batch; or reference: slow, to compare [auto]."
+        ),
     ] = None,
     cpu_isa: Annotated[
         str | None,
