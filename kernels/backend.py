@@ -17,7 +17,6 @@ from appliance.kernels.kv_seal import reference as reference_kv_seal
 from appliance.kernels.kv_write import reference as reference_kv_write
 from appliance.kernels.norm_rope import cpu as cpu_norm_rope
 from appliance.kernels.norm_rope import reference as reference_norm_rope
-from appliance.kernels.packed_matmul import cpu as cpu_matmul
 from appliance.kernels.packed_matmul import reference as reference_matmul
 from appliance.kernels.paged_attention import cpu as cpu_attention
 from appliance.kernels.paged_attention import reference as reference_attention
@@ -149,7 +148,7 @@ REFERENCE = Backend(
 CPU = replace(
     REFERENCE,
     name="cpu",
-    prepare_linear=cpu_matmul.prepare_linear,
+    prepare_linear=reference_matmul.dense_linear,
     rms_norm=cpu_norm_rope.rms_norm,
     add_rms_norm=cpu_norm_rope.add_rms_norm,
     rotary=cpu_norm_rope.rotary,

@@ -31,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="execute every case of the kernels' tests as compiled for every architecture",
     )
+    parser.addoption(
+        "--unlike-products",
+        action="store_true",
+        help="let torch's products differ with their shapes in a last bit, as on other processors",
+    )
 
     parser.addoption(
         "--header-cases",
@@ -41,6 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if isa := os.environ.get("APPLIANCE_CPU_ISA"):  # for engines in this process too
+        from faces import leave_out
+
+        leave_out(isa)
     if hasattr(config, "workerinput"):  # a worker has a size set, which terminals would believe
         for name in ("COLUMNS", "LINES"):
             os.environ.pop(name, None)
@@ -69,6 +78,35 @@ def _threads_are_given_back() -> Iterator[None]:
     yield
     if torch:
         torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _unlike_if_asked(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.config.getoption("--unlike-products"):
+        yield
+        return
+    import products
+
+    with products.unlike_products():
+        yield
+
+
+@pytest.fixture
+def unlike_products() -> Iterator[None]:
+    """torch's last bits differ with the rows, as on some processors: for tests of closeness."""
+    import products
+
+    with products.unlike_products():
+        yield
+
+
+@pytest.fixture
+def exact_products() -> Iterator[None]:
+    """torch's order of summation does not show: for tests of equal tokens."""
+    import products
+
+    with products.exact_products():
+        yield
 
 
 @pytest.fixture(scope="session")

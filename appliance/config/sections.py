@@ -52,7 +52,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kernels: Annotated[
         str,
         Setting(
-            "auto, torch (no C library) or reference (slow, to compare).",
+            "auto; torch, without the C library: slower, and a seeded answer may change with what"
+            " else is in the batch; or reference: slow, to compare.",
             Group.COMPUTE,
             choices=("auto", "torch", "reference"),
         ),

@@ -11,6 +11,7 @@ from appliance.kernels.backend import Backend, select_backend
 from appliance.kernels.cpu.cache import bytes_per_token
 from appliance.kernels.cpu.engine import NativeEngine
 from appliance.kernels.cpu.library import LibraryError, load_library, select_isa
+from appliance.kernels.cpu.structs import Isa
 from appliance.kernels.kv_cache import KVFormat, KVPages, LayerPrecision, precisions
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.penalties import cpu as penalties_on_cpu
@@ -34,6 +35,16 @@ if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
+
+SCALAR_NOTE = (
+    "this CPU has none of the vector instructions that the CPU library is written for (AVX2 or "
+    "later): it runs its plain C code, which is many times slower"
+)
+# The library sums in one order whatever the step holds; torch's products have no fixed order.
+TORCH_NOTE = (
+    "torch executes the model, not the CPU library: slower, with dense weights, and a seeded "
+    "answer may change with what else is in the batch"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +295,17 @@ def choose_execution(
         if reason is None:
             library = load_library()
             isa = select_isa(library, config.cpu_isa)
-            return NativeExecution(precision, NativeEngine(library, threads), isa.name), ()
+            if isa is Isa.SCALAR and config.cpu_isa == "auto":
+                logger.warning("%s", SCALAR_NOTE)
+                notes.append(SCALAR_NOTE)
+            engine = NativeEngine(library, threads)
+            return NativeExecution(precision, engine, isa.name), tuple(notes)
         if config.cpu_isa != "auto":
             raise ConfigError(f"--cpu-isa {config.cpu_isa} cannot be had: {reason}")
-        notes.append(f"torch executes the model, slower than the CPU library would: {reason}")
-        logger.warning("%s", notes[0])
+        logger.warning("%s: %s", TORCH_NOTE, reason)
+        notes.append(f"{TORCH_NOTE}: {reason}")
+    elif precision.device.type == "cpu":
+        notes.append(TORCH_NOTE)
     on_pages = not all(layer.format.has_elements for layer in precision.kv_of(num_layers))
     if on_pages and precision.block_size != PAGE_TOKENS:
         raise ConfigError(

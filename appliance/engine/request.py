@@ -56,7 +56,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set whose probabilities sum to this.
         min_p: drop tokens less likely than this share of the likeliest.
-        seed: same seed and prompt give the same tokens, whatever else is in the batch.
+        seed: same seed and prompt give the same tokens. Where the CPU library executes the model
+            this holds whatever else is in the batch; the sums of torch and of GPUs depend in
+            their last bits on how many rows there are, and now and then so does a token.
         repetition_penalty: divides (or multiplies, if negative) logits of tokens seen in prompt
             or answer.
         presence_penalty: subtracted from logits of tokens seen in the answer.

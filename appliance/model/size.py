@@ -26,13 +26,10 @@ _SCALE_BYTES_PER_WEIGHT = 8 / 32
 def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torch.dtype) -> int:
     """Bytes of all weights, rounded up where the layout is the backend's choice.
 
-    On a GPU all packed and FP8 weights stay so, on a CPU those of 4 bits with bfloat16 activations;
-    all other matrices are held in the activations' type, and a packed embedding in its codes too.
+    On a GPU packed and FP8 weights stay so, unless activations are float32; all other matrices are
+    held in the activations' type, and a packed embedding in its codes too.
     """
-    if device.type == "cpu":
-        stay_packed = {4} if dtype == torch.bfloat16 else set()
-    else:
-        stay_packed = {4, 8} if dtype != torch.float32 else set()
+    stay_packed = {4, 8} if device.type != "cpu" and dtype != torch.float32 else set[int]()
     total = 0.0
     for slot in source.slots():
         count = math.prod(slot.shape)
@@ -41,12 +38,12 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
             total += 4 * count
         elif source.weights.is_fp8(slot.name) and 8 in stay_packed:
             total += count * (1 + _FP8_SCALE_BYTES_PER_WEIGHT)
-        elif bits in stay_packed and (slot.is_linear or device.type != "cpu"):
+        elif bits in stay_packed:
             total += count * (bits / 8 + _PARAMS_BYTES_PER_WEIGHT)
         else:
             total += count * dtype.itemsize
-        if slot.role is Role.EMBEDDING and (bits is not None or source.spec.tied_head):
-            total += count * (bits or 8 * dtype.itemsize) / 8 * 1.25
+        if slot.role is Role.EMBEDDING and bits is not None:
+            total += count * bits / 8 * 1.25
     return math.ceil(total)
 
 

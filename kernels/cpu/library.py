@@ -12,7 +12,6 @@ Messages say what is wrong and what to do about it, in one line.
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -20,8 +19,6 @@ from pathlib import Path
 from appliance.kernels.cpu import structs
 from appliance.kernels.cpu.structs import Isa, Status
 from appliance.version import __version__
-
-logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).resolve().parent / "libappliance_cpu.so"
 
@@ -215,11 +212,6 @@ def select_isa(library: ctypes.CDLL, choice: str = "auto") -> Isa:
     names = [isa.name.lower() for isa in supported]
     if choice == "auto":
         isa = supported[-1]
-        if isa is Isa.SCALAR:
-            logger.warning(
-                "this CPU has none of the vector instructions that the CPU library is written "
-                "for (AVX2 or later): it runs its plain C code, which is many times slower"
-            )
     elif choice in names:
         isa = supported[names.index(choice)]
     else:

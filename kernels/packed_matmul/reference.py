@@ -1,4 +1,4 @@
-"""Packed matmul as it is defined: dequantize the weight, multiply in float32."""
+"""Packed matmul as it is defined: dequantize the weight, multiply."""
 
 from __future__ import annotations
 
@@ -51,5 +51,9 @@ def prepare_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> D
 
 
 def dense_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> DenseLinear:
-    """Dequantize a weight to `dtype` and multiply in it."""
+    """Lay a weight out for torch: dense, in the dtype of the activations.
+
+    torch chooses a product's order of summation by the number of rows, so that a row's last bits
+    may differ with the rows beside it.
+    """
     return DenseLinear(dense(weight, dtype), None if bias is None else bias.to(dtype))

@@ -1,7 +1,9 @@
-"""Paged attention on the CPU: gather a call's keys and values, then torch's flash kernel.
+"""Paged attention on the CPU: gather a call's keys and values, then torch's own attention.
 
 Reading blocks in place where they lie in a row gained at most a sixth for one sequence and lost
 for several: the gather is about a tenth of the time. Only slots that the batch owns are read.
+A row's last bits may differ with the rows beside it: torch's products choose their order of
+summation by their shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from appliance.kernels.paged_attention import reference
 from appliance.kernels.paged_attention.cpu_plan import (
     CpuAttentionWork,
     DecodeGroup,
-    PrefillSegment,
+    PrefillChunk,
     plan_attention,
 )
 
@@ -25,11 +27,6 @@ if TYPE_CHECKING:
     from appliance.kernels.decoder_cache import AnyLayerCache
 
 __all__ = ["paged_attention", "plan_attention"]
-
-# With fewer rows the matrix products take a path whose order of summation varies with the number
-# of rows and with where the operands happen to lie; from four on it is one and the same, so that
-# a token has the same bits whether it was decoded or is recomputed as part of a prompt.
-MIN_ROWS = 4
 
 
 def paged_attention(
@@ -77,11 +74,8 @@ def paged_attention(
             rows = _decode(query.index_select(0, group.rows), cache, group, scale, softcap)
             out.index_copy_(0, group.rows, rows.to(out.dtype))
     for chunk in layout.chunks:
-        keys, values = _gather(cache, chunk.slots, query.dtype)
-        for segment in chunk.segments:
-            out[segment.start : segment.stop] = _prefill(
-                query, keys[segment.keys], values[segment.keys], segment, scale, softcap
-            )
+        rows = query[chunk.start : chunk.stop]
+        out[chunk.start : chunk.stop] = _prefill(rows, cache, chunk, scale, softcap)
     return out
 
 
@@ -113,50 +107,38 @@ def _decode(
     heads = num_heads // num_kv_heads
     keys, values = _gather(cache, group.slots, query.dtype)
     shape = (size, -1, num_kv_heads, head_dim)
-    query = query.view(size, num_kv_heads, heads, head_dim)
-    if heads < MIN_ROWS:
-        query = functional.pad(query, (0, 0, 0, MIN_ROWS - heads))
     out = _attend(
-        query,
+        query.view(size, num_kv_heads, heads, head_dim),
         keys.view(shape).transpose(1, 2),
         values.view(shape).transpose(1, 2),
         group.mask,
         scale,
         softcap,
     )
-    return out[:, :, :heads].reshape(size, num_heads, head_dim)
+    return out.reshape(size, num_heads, head_dim)
 
 
 def _prefill(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    segment: PrefillSegment,
-    scale: float,
-    softcap: float | None,
+    query: Tensor, cache: KVBlocks, chunk: PrefillChunk, scale: float, softcap: float | None
 ) -> Tensor:
-    """The rows of a segment: (rows, num_heads, head_dim).
+    """The rows of a chunk: (rows, num_heads, head_dim), also the result.
 
     KV heads are the batch and their query heads the heads, so that keys are not repeated.
     """
-    rows, padded = segment.stop - segment.start, segment.mask.shape[0]
-    num_keys, num_kv_heads, head_dim = keys.shape
-    tiles = query[segment.start : segment.stop]
-    if rows < padded:
-        tail = padded - segment.lead - rows
-        tiles = functional.pad(tiles, (0, 0, 0, 0, segment.lead, tail))
-    heads = tiles.shape[1] // num_kv_heads
+    rows, num_heads, head_dim = query.shape
+    keys, values = _gather(cache, chunk.slots, query.dtype)
+    num_keys, num_kv_heads, _ = keys.shape
+    heads = num_heads // num_kv_heads
     shape = (num_kv_heads, heads, num_keys, head_dim)
     out = _attend(
-        tiles.view(padded, num_kv_heads, heads, head_dim).permute(1, 2, 0, 3),
+        query.view(rows, num_kv_heads, heads, head_dim).permute(1, 2, 0, 3),
         keys.transpose(0, 1).unsqueeze(1).expand(shape),
         values.transpose(0, 1).unsqueeze(1).expand(shape),
-        segment.mask,
+        chunk.mask,
         scale,
         softcap,
     )
-    out = out.permute(2, 0, 1, 3)[segment.lead : segment.lead + rows]
-    return out.reshape(rows, num_kv_heads * heads, head_dim)
+    return out.permute(2, 0, 1, 3).reshape(rows, num_heads, head_dim)
 
 
 def _attend(
@@ -164,11 +146,10 @@ def _attend(
 ) -> Tensor:
     """Softmax attention of (batch, heads, rows, head_dim) over (batch, heads, keys, head_dim)."""
     if softcap is None:
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale
-        )[0]
-        return out
-    # The flash kernel has no place between the scores and the softmax.
+        )
+    # torch's own has no place between the scores and the softmax.
     scores = torch.matmul(query.float(), key.float().transpose(-1, -2)).mul_(scale)
     weights = scores.div_(softcap).tanh_().mul_(softcap).add_(mask).softmax(dim=-1)
     return torch.matmul(weights, value.float()).to(query.dtype)

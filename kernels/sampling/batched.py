@@ -1,6 +1,6 @@
 """Sampling for a whole batch: no sort of the vocabulary unless a row's top-p reaches that deep.
 
-The result of a row depends on that row alone: every shortcut is taken, or not, by its own logits.
+Each shortcut is taken, or not, by a row's own logits, whatever rows stand beside it.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
 SCATTERED = (5, 2, 7)  # blocks of 45 tokens
 CUTS = [[45], [16, 16, 13], [7, 1, 9, 20, 1, 1, 6], [1] * 45]
 
+pytestmark = pytest.mark.usefixtures("unlike_products")
 both_backends = pytest.mark.parametrize("backend", [REFERENCE, CPU], ids=["reference", "cpu"])
 
 
@@ -50,24 +51,32 @@ def load(folder: Path, backend: Backend, dtype: torch.dtype = torch.float32) -> 
 
 
 @both_backends
-@pytest.mark.parametrize("format", [KVFormat.FP32, KVFormat.INT8])
 def test_chunked_prefill_and_decode_equal_whole_prefill(
-    folder: Path, backend: Backend, format: KVFormat, token_ids: list[int]
+    folder: Path, backend: Backend, token_ids: list[int]
 ) -> None:
     decoder = load(folder, backend)
-    whole = logits_of(decoder, token_ids, format=format)
+    whole = logits_of(decoder, token_ids)
     for chunks in CUTS:
-        cut = logits_of(decoder, token_ids, chunks=chunks, format=format, block_table=SCATTERED)
+        cut = logits_of(decoder, token_ids, chunks=chunks, block_table=SCATTERED)
         torch.testing.assert_close(cut, whole, atol=1e-4, rtol=0)
 
 
 @both_backends
-def test_an_int8_cache_costs_little(folder: Path, backend: Backend, token_ids: list[int]) -> None:
+def test_an_int8_cache_costs_little_however_a_prompt_is_cut(
+    folder: Path, backend: Backend, token_ids: list[int]
+) -> None:
     decoder = load(folder, backend)
-    exact = logits_of(decoder, token_ids).log_softmax(-1)
-    quantized = logits_of(decoder, token_ids, format=KVFormat.INT8).log_softmax(-1)
-    divergence = (exact.exp() * (exact - quantized)).sum(-1).mean().item()
+    exact = logits_of(decoder, token_ids)
+    whole = logits_of(decoder, token_ids, format=KVFormat.INT8)
+    log_exact, log_whole = exact.log_softmax(-1), whole.log_softmax(-1)
+    divergence = (log_exact.exp() * (log_exact - log_whole)).sum(-1).mean().item()
     assert 1e-7 < divergence < 5e-3
+    for chunks in CUTS:
+        cut = logits_of(
+            decoder, token_ids, chunks=chunks, format=KVFormat.INT8, block_table=SCATTERED
+        )
+        # Another last bit of a key can be another code, for a few elements in a thousand.
+        assert (cut - whole).norm() < 0.25 * (whole - exact).norm()
 
 
 @both_backends
@@ -187,7 +196,5 @@ def test_the_account_of_weights(folder: Path) -> None:
         assert decoder.weight_format == name
         count = sum(torch.Size(slot.shape).numel() for slot in source.slots())
         norms = sum(slot.shape[0] for slot in source.slots() if slot.role is Role.NORM)
-        expected = count * dtype.itemsize + norms * (4 - dtype.itemsize)
-        if source.spec.tied_head and backend is CPU:  # the head is laid out for oneDNN
-            expected += source.spec.vocab_size * source.spec.hidden_size * dtype.itemsize
-        assert decoder.weight_bytes == expected
+        # A head that is the embedding counts once.
+        assert decoder.weight_bytes == count * dtype.itemsize + norms * (4 - dtype.itemsize)

@@ -53,6 +53,7 @@ class Agreement:
     error: float  # largest difference of a logit
     same_top: float  # share of positions with the same likeliest token
     perplexity_ratio: float  # ours to theirs
+    divergence: float  # mean Kullback-Leibler divergence of ours from theirs
 
     @classmethod
     def of(cls, ours: Tensor, oracle: Oracle) -> Agreement:
@@ -63,7 +64,17 @@ class Agreement:
             error=(ours - oracle.logits).abs().max().item(),
             same_top=(ours.argmax(-1) == oracle.logits.argmax(-1)).float().mean().item(),
             perplexity_ratio=math.exp(loss - their_loss),
+            divergence=_mean_divergence(ours, oracle.logits),
         )
+
+
+def _mean_divergence(ours: Tensor, theirs: Tensor) -> float:
+    """A few positions at a time: there are many tokens."""
+    total = 0.0
+    for one, other in zip(ours.split(32), theirs.split(32), strict=True):
+        log_one, log_other = one.log_softmax(-1), other.log_softmax(-1)
+        total += float((log_other.exp() * (log_other - log_one)).sum())
+    return total / len(ours)
 
 
 @pytest.fixture(scope="module", params=["smollm2_gguf", "gemma3_gguf"])
@@ -100,16 +111,19 @@ def test_float32_equals_transformers(oracle: Oracle, backend: Backend) -> None:
     assert abs(result.perplexity_ratio - 1) <= (0.001 if exact else 0.003)
 
 
-def test_torch_in_bfloat16_stays_near_transformers(oracle: Oracle) -> None:
-    result = agreement(oracle, torch_decoder(oracle, CPU, torch.bfloat16))
-    assert result.same_top >= 0.95
-    assert abs(result.perplexity_ratio - 1) <= 0.005
-
-
-def test_an_int8_cache_in_torch_costs_little_quality(oracle: Oracle) -> None:
-    result = agreement(oracle, torch_decoder(oracle, CPU, torch.bfloat16), KVFormat.INT8)
-    assert result.same_top >= 0.93
-    assert abs(result.perplexity_ratio - 1) <= 0.02
+# Of 400 tokens the perplexity moves by half a percent with the last bits of bfloat16, whichever
+# they are; the divergence by a tenth.
+@pytest.mark.parametrize(
+    ("format", "same_top", "divergence"),
+    [(KVFormat.BF16, 0.95, 2.5e-3), (KVFormat.INT8, 0.93, 5e-3)],
+    ids=["bf16", "int8"],
+)
+def test_torch_in_bfloat16_stays_near_transformers(
+    oracle: Oracle, format: KVFormat, same_top: float, divergence: float
+) -> None:
+    result = agreement(oracle, torch_decoder(oracle, CPU, torch.bfloat16), format)
+    assert result.same_top >= same_top
+    assert result.divergence <= divergence, result
 
 
 @pytest.mark.parametrize(

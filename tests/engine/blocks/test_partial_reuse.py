@@ -59,6 +59,7 @@ def check_same(warm: Answer, cold: Answer, tolerance: float) -> None:
         assert one == pytest.approx(other, abs=tolerance)
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("kv", FORMATS)
 def test_a_hit_inside_a_block_changes_nothing_in_any_format(

@@ -97,6 +97,7 @@ def test_forks_answer_as_if_each_had_its_own_prompt(tiny_llama: Path, kv: str, l
     assert run(apart, request("n", length, n=4)) == forked
 
 
+@pytest.mark.usefixtures("exact_products")
 @sealed
 def test_torch_serves_sealed_blocks_too(tiny_llama: Path, kv: str) -> None:
     requests = [request(f"r{i}", 30 + 21 * i, seed=i, temperature=0.0) for i in range(4)]

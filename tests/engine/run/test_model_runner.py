@@ -18,6 +18,8 @@ from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.engine.run.cuda_graphs import GraphCache
 from appliance.engine.run.device import Device
 
+pytestmark = pytest.mark.usefixtures("exact_products")  # so that torch answers equally
+
 EOS = 2
 
 

@@ -104,6 +104,7 @@ def test_the_next_engine_goes_on_from_the_disk(tiny_llama: Path, tmp_path: Path,
         assert second.stats().kv_disk_read_total == stats.kv_disk_read_total, "it was in the cache"
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_a_runner_that_looks_ahead_reads_and_writes_too(tiny_llama: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"kernels": "torch", "dtype": "float32"}
     with running(tiny_llama, tmp_path, device=LateDevice(), **options) as first:

@@ -75,6 +75,7 @@ def test_swapped_sequences_answer_as_if_they_were_not(
     assert stats.kv_host_blocks == 0
 
 
+@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("kv", ["fp32", "int4"])
 def test_torch_swaps_too(tiny_llama: Path, kv: str) -> None:
     options: dict[str, Any] = {"kernels": "torch", "dtype": "float32"}
@@ -84,6 +85,7 @@ def test_torch_swaps_too(tiny_llama: Path, kv: str) -> None:
     assert small.stats().swapped_in_total > 0
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_a_runner_that_looks_ahead_swaps_too(tiny_llama: Path) -> None:
     options: dict[str, Any] = {"kernels": "torch", "dtype": "float32"}
     roomy = load(tiny_llama, "int8", **options)

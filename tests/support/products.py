@@ -1,0 +1,115 @@
+"""Other products for torch on the CPU, in all threads: unlike ones, and exact ones.
+
+torch and the libraries under it choose a product's kernel, and with it the order of its sums, by
+the shapes of the operands and by where they lie; on some processors every choice has its own last
+bits. `unlike_products` is such a processor, on any machine: a test of closeness has to pass under
+it. `exact_products` rounds once, so that no order shows: a test of what an engine does around the
+products may ask for equal tokens under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, get_kernel
+
+PRODUCTS = (
+    *("mm", "mm.out", "bmm", "bmm.out", "dot", "mv"),
+    *("addmm", "addmm.out", "addmm_", "addmv", "addmv.out", "addmv_"),
+    *("baddbmm", "baddbmm.out", "baddbmm_"),
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+CACHE_LINE = 64  # bytes; within it kernels mind where an operand begins
+ONE_IN = 64  # results of 16 bits that are rounded another way: far more than in truth
+PATTERN = 1 << 16  # elements before the unlike bits repeat
+
+Product = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def unlike_products() -> Iterator[None]:
+    """Within it a product's last bits differ with the shapes and the places of its operands.
+
+    Not in float64, where sums of products of narrower numbers are exact or nearly so.
+    """
+    with _replaced(_unlike):
+        yield
+
+
+@contextlib.contextmanager
+def exact_products() -> Iterator[None]:
+    """Within it products are computed in float64 and rounded once."""
+    with _replaced(_exact):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(replacement: Callable[[Product], Product]) -> Iterator[None]:
+    library = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # they say that kernels are replaced
+        for name in PRODUCTS:
+            kernel = get_kernel(f"aten::{name}", "CPU").call_boxed
+            library.impl(name, replacement(kernel), "CPU", with_keyset=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _unlike(kernel: Product) -> Product:
+    def product(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        places = [operand.data_ptr() % CACHE_LINE for operand in operands]
+        shapes = [size for operand in operands for size in operand.shape]
+        found = kernel(keys, *args, **kwargs)
+        result = found[0] if isinstance(found, tuple) else found
+        if result.is_floating_point() and result.dtype != torch.float64:
+            _nudge(result, hash((*shapes, *places)) % PATTERN)
+        return found
+
+    return product
+
+
+def _nudge(result: Tensor, start: int) -> None:
+    """Take results to the next number up or down; zeros and infinities stay."""
+    factors = _factors(result.dtype).roll(-start)
+    count = result.numel()
+    result.mul_(factors.repeat(-(-count // PATTERN))[:count].view(result.shape))
+
+
+@cache
+def _factors(dtype: torch.dtype) -> Tensor:
+    """What results are multiplied by, (PATTERN,): one, or a step of the dtype more or less."""
+    random = torch.Generator().manual_seed(0)
+    one_in = ONE_IN if dtype.itemsize == 2 else 1
+    moved = torch.randint(0, one_in, (PATTERN,), generator=random) == 0
+    step = 0.75 * torch.finfo(dtype).eps * torch.randn(PATTERN, generator=random).sign()
+    return (1 + moved * step.double()).to(torch.float32 if dtype.itemsize == 2 else dtype)
+
+
+def _exact(kernel: Product) -> Product:
+    def product(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = next(value.dtype for value in args if isinstance(value, Tensor))
+        wide = [_widened(value) for value in args]
+        named = {name: _widened(value) for name, value in kwargs.items()}
+        found = kernel(keys, *wide, **named)
+        result = found[0] if isinstance(found, tuple) else found
+        for given, widened in zip((*args, *kwargs.values()), (*wide, *named.values()), strict=True):
+            if widened is result:  # computed in place, or into `out`
+                return given.copy_(result)
+        narrow = result.to(dtype)
+        return (narrow, *found[1:]) if isinstance(found, tuple) else narrow
+
+    return product
+
+
+def _widened(value: Any) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.double() if is_float else value
