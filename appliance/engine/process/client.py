@@ -81,7 +81,7 @@ class EngineClient:
             on_death=self._on_death,
             on_ready=self._on_ready,
             on_outage=self._on_outage,
-            is_busy=lambda: bool(self._generations),
+            is_busy=self._is_busy,
         )
 
     @property
@@ -266,6 +266,10 @@ class EngineClient:
             self.abort(request_id)
         self._end_trial(generation)
 
+    def _is_busy(self) -> bool:
+        """Whether the engine owes something; what was held back, or is not read yet, is not its."""
+        return any(one.is_awaited for one in self._generations.values() if one not in self._held)
+
     def _on_report(self, report: StepReport) -> None:
         for request_id in report.started:
             if generation := self._generations.get(request_id):
@@ -306,7 +310,9 @@ class EngineClient:
         process = self._supervisor.process
         starting = set() if process is None else process.beacon.started()
         # Of those that the engine was given, it worked on some, and others waited.
-        given = [one for one in self._generations.values() if id(one) not in held]
+        given = [
+            one for one in self._generations.values() if id(one) not in held and one.is_awaited
+        ]
         lost = {
             one.request.request_id: one
             for one in given
@@ -322,8 +328,9 @@ class EngineClient:
 
     def _on_ready(self) -> None:
         for generation in list(self._generations.values()):
-            generation.submissions += 1
-            self._submit(generation)
+            if generation.is_awaited:  # else it is only read by and by
+                generation.submissions += 1
+                self._submit(generation)
 
     def _on_outage(self, error: EngineUnavailableError) -> None:
         self._forget_sequences()

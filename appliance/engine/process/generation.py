@@ -41,10 +41,16 @@ class Generation(AsyncIterator[SequenceDelta]):
         self.submissions = 1
         self.is_suspect = False  # an engine died while it worked on such a request
         self._client = client
-        self._open = set(range(request.sampling.num_choices))
+        self._open = set(range(request.sampling.num_choices))  # of which the consumer wants more
+        self._awaited = set(self._open)  # of which the engine owes more
         self._arrived: deque[SequenceDelta] = deque()
         self._error: Exception | None = None  # what comes after them
         self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the engine owes more of it, however much its consumer has yet to read."""
+        return bool(self._awaited) and self._error is None
 
     @property
     def backlog(self) -> int:
@@ -86,6 +92,7 @@ class Generation(AsyncIterator[SequenceDelta]):
         """Stop one choice; the others go on."""
         if index in self._open:
             self._open.remove(index)
+            self._awaited.discard(index)
             self._client.abort(self.request.request_id, index)
 
     def close(self) -> None:
@@ -102,6 +109,8 @@ class Generation(AsyncIterator[SequenceDelta]):
         if delta.error is not None:
             self.fail(_error_of(delta, delta.error))
         elif self._error is None:
+            if delta.finish_reason is not None:
+                self._awaited.discard(delta.index)
             self._arrived.append(delta)
             self._wake()
 

@@ -445,6 +445,23 @@ async def test_a_step_that_does_nothing_is_noticed(capfd: pytest.CaptureFixture[
     assert "in advance" in capfd.readouterr().err, "the stack of the hung step was dumped"
 
 
+async def test_an_answer_that_is_not_read_is_no_work_of_the_engine() -> None:
+    async with running("", HASTY) as client:
+        unread = client.generate(request(1, 2, max_tokens=3))
+        await until(lambda: unread.backlog == 3)
+        assert client.num_running == 1
+        assert not client._is_busy()
+        await asyncio.sleep(0.7)
+        assert client.restarts == 0
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        await until(lambda: client.restarts == 1 and client.state is EngineState.READY)
+        assert not client._quarantine._strikes
+        assert [delta.token_ids async for delta in unread] == [(1,), (2,), (1,)]
+        await unread.aclose()
+        await until(lambda: client.stats.generation_tokens_total == 0)
+
+
 async def test_a_step_that_computes_for_long_is_left_alone() -> None:
     async with running("busy_seconds=1.5", HASTY) as client:
         pid = client.pid
