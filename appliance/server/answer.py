@@ -25,7 +25,7 @@ from appliance.server.responses import PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
     from appliance.engine.messages import SequenceDelta
-    from appliance.engine.process.client import Generation
+    from appliance.engine.process.generation import Generation
     from appliance.engine.request import Request
     from appliance.server.state import ServerState
 

@@ -201,7 +201,7 @@ class _Server:
         return _WebServer(
             uvicorn.Config(
                 create_app(self._state),
-                http=protocol_of(self._state.config.max_connections),
+                http=protocol_of(self._state.config.max_connections),  # type: ignore[arg-type]
                 ws="none",
                 loop="asyncio",
                 lifespan="off",

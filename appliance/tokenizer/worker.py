@@ -51,7 +51,7 @@ class Worker:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(memory_bytes)],
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=child_environment(TOKENIZERS_PARALLELISM="false", RUST_BACKTRACE="0"),

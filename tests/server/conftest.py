@@ -144,7 +144,7 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
         web = QuietServer(
             uvicorn.Config(
                 create_app(state),
-                http=protocol_of(config.max_connections),
+                http=protocol_of(config.max_connections),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,

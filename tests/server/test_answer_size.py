@@ -74,7 +74,7 @@ async def test_a_large_answer_is_put_together_beside_the_event_loop(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
-    json_response = openai.json_response
+    json_response = openai.json_response  # type: ignore[attr-defined]
 
     def noted(content: Any) -> Any:
         threads.append(threading.get_ident())

@@ -31,7 +31,7 @@ def leave_out(name: str) -> None:
     def limited(isa: int) -> bool:
         return isa <= Isa[name.upper()] and bool(is_supported(isa))
 
-    loaded.ap_isa_supported = limited  # type: ignore[assignment]
+    loaded.ap_isa_supported = limited  # type: ignore[attr-defined]
 
 
 def main() -> None:

@@ -137,7 +137,7 @@ class EchoEngine:
         time.sleep(self.step_seconds)
         self.steps += 1
         expired = self.expire()
-        started = []
+        started: list[str] = []
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting.popleft()
             sequence.slot = self.slots.pop()

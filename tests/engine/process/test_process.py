@@ -20,7 +20,8 @@ import pytest
 
 from appliance.config import EngineConfig
 from appliance.engine.process.child import EngineProcess
-from appliance.engine.process.client import MAX_BACKLOG, EngineClient
+from appliance.engine.process.client import EngineClient
+from appliance.engine.process.generation import MAX_BACKLOG
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 from appliance.engine.request import Request, SamplingParams
 from appliance.errors import (
@@ -525,7 +526,7 @@ PARENT = """
 import asyncio, sys, time
 from appliance.config import EngineConfig
 from appliance.engine.process.child import EngineProcess
-from appliance.engine.process.client import MAX_BACKLOG, EngineClient
+from appliance.engine.process.client import EngineClient
 async def main():
     client = EngineClient(EngineConfig(model=sys.argv[2]), command=(sys.executable, sys.argv[1]))
     start = asyncio.create_task(client.start((1,), print))
