@@ -64,9 +64,11 @@ def test_reference_is_the_dequantized_product(bits: int, kind: OffsetKind) -> No
     assert (linear.in_features, linear.out_features) == (96, 40)
 
 
+# In any order of sums rounding the result costs at most 2^-8 of its norm in bfloat16, 2^-11 in
+# float16; weights and inputs are rounded too, in all directions.
 @pytest.mark.parametrize("bits", [4, 8, None])
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.bfloat16, 3e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)]
+    ("dtype", "bound"), [(torch.bfloat16, 5e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)]
 )
 def test_in_the_dtype_of_activations(bits: int | None, dtype: torch.dtype, bound: float) -> None:
     weight = torch.randn(48, 96) if bits is None else packed(48, 96, 32, bits=bits)
@@ -82,4 +84,4 @@ def test_in_the_dtype_of_activations(bits: int | None, dtype: torch.dtype, bound
 def test_rows_may_be_a_view() -> None:
     wide, weight = activations(8, 192, torch.bfloat16), packed(32, 96, 32)
     linear = reference.dense_linear(weight, None, torch.bfloat16)
-    assert relative_error(linear(wide[:, 96:]), exact(wide[:, 96:], weight)) < 3e-3
+    assert relative_error(linear(wide[:, 96:]), exact(wide[:, 96:], weight)) < 5e-3

@@ -42,9 +42,12 @@ class Precision:
 
 SMOLLM = Shape(3, 3, 64)
 SHAPES = [SMOLLM, Shape(3, 1, 64), Shape(2, 4, 128), Shape(1, 8, 80), Shape(1, 4, 256)]
+# In any order of sums rounding the result costs at most 2^-8 of its norm in bfloat16, 2^-11 in
+# float16; rounding the probabilities to 16 bits comes to about half of that. 2e-6 is the rounding
+# of as many float32 sums as there are keys, at random.
 BF16 = Precision(KVFormat.BF16, torch.bfloat16, 6e-3)
 FP32 = Precision(KVFormat.FP32, torch.float32, 2e-6)
-INT8 = Precision(KVFormat.INT8, torch.bfloat16, 3e-3)
+INT8 = Precision(KVFormat.INT8, torch.bfloat16, 4e-3)
 PRECISIONS = [BF16, FP32, INT8, Precision(KVFormat.FP16, torch.float16, 1e-3)]
 
 

