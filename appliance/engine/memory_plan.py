@@ -138,7 +138,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
 
     The estimate: the widest layer's activations for every row (residual, normed, q/k/v, attention
     output, gate and up, their product), and float32 logits with the three copies that sampling
-    makes.
+    makes; as much again lies scattered in the allocator, since steps differ in their rows.
     """
     if request.workspace_bytes is not None:
         return request.workspace_bytes + request.open_bytes
@@ -151,7 +151,7 @@ def workspace_bytes(request: MemoryRequest) -> int:
         for layer in spec.layers
     )
     rows = request.max_num_batched_tokens
-    logits = request.max_num_seqs * spec.vocab_size * 4 * 4
+    logits = request.max_num_seqs * spec.vocab_size * 4 * 8
     return rows * widest * request.activation_bytes + logits + request.open_bytes
 
 

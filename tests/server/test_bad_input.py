@@ -255,7 +255,7 @@ async def test_unknown_models_and_paths(serve: Serve) -> None:
             assert error["code"] == "model_not_found"
         for path in ("/v1/models/x", "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f"):
             check_error(await running.http.get(path), 404)
-        for path in ("/v1", "/v1/", "//v1/models", "/docs", "/v1/chat/completions/"):
+        for path in ("/v1", "/v1/", "//v1/models", "/redoc", "/v1/chat/completions/"):
             check_error(await running.http.get(path), 404)
 
 

@@ -13,6 +13,7 @@ from promtool import promtool
 from typer.testing import CliRunner
 
 from appliance.cli import app
+from appliance.docs import read
 from appliance.events import Gpu, Machine, QualityFact
 from appliance.monitoring import FILES, path_of
 from appliance.server.gpu import REASONS
@@ -143,9 +144,8 @@ def test_prometheus_is_told_the_configured_address(monkeypatch: pytest.MonkeyPat
     assert "8080" not in output
 
 
-def test_files_are_called_what_the_readme_calls_them() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    called = dict(re.findall(r"appliance monitoring (\w+) > (\S+)", readme))
+def test_files_are_called_what_the_documentation_calls_them() -> None:
+    called = dict(re.findall(r"appliance monitoring (\w+) > (\S+)", read("operations").text))
     assert called.keys() == FILES.keys()
     for name in FILES:
         mentioned = set(re.findall(r"[\w-]+\.yml", path_of(name).read_text()))

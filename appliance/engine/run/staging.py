@@ -188,7 +188,7 @@ class Staging:
                 name: memory[begin:end].view(parts[name][0])
                 for name, (begin, end) in shape.places().items()
             }
-            _keep(host.arrays, shape, found)
+            self._keep(host.arrays, shape, found)
         return found
 
     def send(self, shape: StepShape) -> StepTensors:
@@ -210,7 +210,7 @@ class Staging:
             }
             tables = views.pop("block_tables").view(shape.num_seqs, shape.table_width)
             found = StepTensors(**views, block_tables=tables)
-            _keep(self._tensors, shape, found)
+            self._keep(self._tensors, shape, found)
         return found
 
     def token_ids(self, shape: StepShape) -> Tensor:
@@ -222,8 +222,10 @@ class Staging:
         tokens = self._memory[: len(self.latest) * 8 + end].view(torch.int64)
         return tokens.index_select(0, tensors.sources)
 
-
-def _keep(known: dict[StepShape, Layout], shape: StepShape, layout: Layout) -> None:
-    if len(known) == MAX_SHAPES:
-        known.clear()
-    known[shape] = layout
+    def _keep(self, known: dict[StepShape, Layout], shape: StepShape, layout: Layout) -> None:
+        # Layouts lie scattered between the logits of steps in the memory of the host: where those
+        # are too, they would keep it from being used again.
+        if self._device.is_asynchronous:
+            if len(known) == MAX_SHAPES:
+                known.clear()
+            known[shape] = layout

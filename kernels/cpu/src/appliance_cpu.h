@@ -193,7 +193,7 @@ int32_t ap_current_isa(void);         /* the best supported one, until ap_use_is
 ap_engine *ap_engine_create(int32_t threads, int64_t max_workspace_bytes); /* NULL: no memory */
 void ap_engine_destroy(ap_engine *engine);
 int64_t ap_workspace_bytes(const ap_engine *engine);
-/* From now on `ap_step` adds to *progress as it goes on, some times a layer, so that who watches can
+/* From now on `ap_step` adds to *progress as it goes on, some times a layer, so that a watcher can
  * tell a long step from one that hangs; NULL: nobody watches. */
 void ap_engine_watch(ap_engine *engine, uint64_t *progress);
 

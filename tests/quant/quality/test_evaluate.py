@@ -204,7 +204,7 @@ def test_the_cache_that_a_checkpoint_declares_is_measured_as_it_is_served(
     mixed = (mixed[0], replace(mixed[1], format=KVFormat.INT4_SEALED))
     write_kv_plan(replace(plan, layers=mixed), path)
     caches, declared = caches_of(open_model(path), [KVFormat.FP8])
-    assert declared == "1 layers k8v4, 1 layers int4-sealed"
+    assert declared == "1 layer k8v4, 1 layer int4-sealed"
     assert list(caches) == ["fp8", declared]
     scales = [layer.head_scales for layer in caches["fp8"]]
     assert scales[0] is not None

@@ -228,7 +228,7 @@ def test_weights_are_kept_where_no_card_can_be_made(make_llama: MakeFolder, tmp_
     [
         (["--kv", "int3"], ConfigError, "KV cache 'int3' is not known"),
         (["--window", "3"], ConfigError, "too short"),
-        (["--device", "tpu"], ConfigError, "is not cpu or cuda"),
+        (["--device", "tpu"], ConfigError, "is not auto, cpu or cuda"),
         (["--text", "/nowhere.txt"], QuantizeError, "there is no text at /nowhere.txt"),
     ],
 )
