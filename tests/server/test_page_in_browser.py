@@ -218,7 +218,7 @@ async def test_an_answer_that_breaks_off_stays_and_can_be_asked_for_again(serve:
         await page.locator(".error", has_text="SIGKILL").wait_for()
         assert await page.locator(".assistant .text").inner_text() != ""
         # What the page shows may still be from before.
-        while running.state.engine.pid == killed or running.state.unavailable is not None:
+        while running.state.engine.pid == killed or running.state.unavailable:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         await page.get_by_role("button", name="Again").click()
         await page.locator("#again:not([disabled])").wait_for(timeout=30_000)
