@@ -1,0 +1,217 @@
+"""What the first start says, and what it leaves behind where it cannot succeed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from waiting import LIMIT, wait_until
+
+ROOT = Path(__file__).parent.parent
+TOOLS = (
+    *("bash", "sh", "sed", "sha256sum", "find", "rm", "mkdir", "touch", "grep", "awk", "cut"),
+    *("cat", "cp", "dirname", "sleep"),
+)
+# Stands for Python, of the system and in .venv: $PIP says what becomes of an installation.
+PYTHON = """#!/bin/sh
+case "$*" in
+*version_info*) exit 0 ;;
+--version) echo "Python 3.13.0" ;;
+"-m venv .venv") mkdir -p .venv/bin; cp "$0" .venv/bin/python; eval "${VENV:-}" ;;
+*"import torch"*) test -e .venv/torch ;;
+*"pip "*) echo "noise of pip: $*"; eval "${PIP:-}"; touch .venv/torch ;;
+*build.py*) eval "${BUILD:-}" ;;
+*) exit 99 ;;
+esac
+"""
+SHIM = """#!/bin/sh
+echo "shim: python3.13: command not found"
+echo "The python3.13 command exists in these versions:" >&2
+exit 127
+"""
+OFFLINE = (
+    "echo 'Traceback (most recent call last):';"
+    "echo 'NewConnectionError: Failed to establish a new connection'; exit 1"
+)
+FULL = "echo 'OSError: [Errno 28] No space left on device'; exit 1"
+
+Setup = Callable[..., tuple[int, list[str]]]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the script reads, and a PATH of its own."""
+    folder = tmp_path / "checkout"
+    (folder / "scripts").mkdir(parents=True)
+    (folder / "kernels" / "cpu" / "src").mkdir(parents=True)
+    (folder / "kernels" / "cpu" / "build.py").touch()
+    shutil.copy(ROOT / "scripts" / "setup", folder / "scripts")
+    (folder / "pyproject.toml").write_text("[project]\n")
+    (tmp_path / "bin").mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found is not None
+        (tmp_path / "bin" / tool).symlink_to(found)
+    program(tmp_path, "python3.12", PYTHON)
+    program(tmp_path, "df", "#!/bin/sh\necho head\necho 'disk 9 9 30000 1% /'\n")
+    program(tmp_path, "du", "#!/bin/sh\nprintf '1900\\t.venv\\n'\n")
+    return folder
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    path = folder / "bin" / name
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def start(checkout: Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [checkout / "scripts" / "setup"],
+        env={"PATH": str(checkout.parent / "bin"), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.fixture
+def setup(checkout: Path) -> Setup:
+    """Run it; its exit code and lines."""
+
+    def run(**environment: str) -> tuple[int, list[str]]:
+        process = start(checkout, **environment)
+        said, _ = process.communicate(timeout=LIMIT)
+        return process.returncode, said.splitlines()
+
+    return run
+
+
+def log_of(checkout: Path) -> str:
+    return (checkout / ".venv" / "setup.log").read_text()
+
+
+def test_the_first_start_says_what_it_does_how_large_it_is_and_how_long_it_took(
+    checkout: Path, setup: Setup
+) -> None:
+    code, (first, second, last) = setup()
+    assert code == 0
+    assert first.startswith("==> the first start installs PyTorch for the CPU")
+    assert "MB, of which" in first
+    assert first.endswith("with Python 3.13.0")
+    assert second == "==> installing the appliance"
+    assert last.startswith("==> installed in ")
+    assert last.endswith(" s; .venv takes 1900 MB")
+    assert "noise of pip" in log_of(checkout)
+    assert setup() == (0, []), "the next one says nothing"
+
+
+def test_a_gpu_takes_more(checkout: Path, setup: Setup) -> None:
+    program(checkout.parent, "nvidia-smi", "#!/bin/sh\necho 'GPU 0: one'\n")
+    code, lines = setup()
+    assert code == 0
+    assert "PyTorch with CUDA" in lines[0]
+    assert "8000 MB" in lines[0]
+    assert "+cpu" not in log_of(checkout)
+
+
+def test_a_shim_that_does_not_run_is_passed_over_in_silence(checkout: Path, setup: Setup) -> None:
+    program(checkout.parent, "python3.13", SHIM)
+    code, lines = setup()
+    assert code == 0
+    assert "shim" not in "".join(lines)
+    assert len(lines) == 3
+
+
+def test_without_a_python_one_line_says_what_to_install(checkout: Path, setup: Setup) -> None:
+    program(checkout.parent, "python3.12", SHIM)
+    code, (line,) = setup()
+    assert code == 1
+    assert "apt install python3 python3-venv" in line
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("knob", "does", "words"),
+    [
+        ("PIP", OFFLINE, "the package index cannot be reached: connect this machine"),
+        ("PIP", FULL, "the disk is full: free some space for"),
+        ("PIP", "exit 1", "PyTorch cannot be installed; the log is"),
+        ("PIP", 'case "$*" in *editable*) exit 1;; esac', "the appliance cannot be installed;"),
+        ("VENV", "exit 1", "apt install python3-venv"),
+        ("VENV", FULL, "the disk is full"),
+    ],
+    ids=["offline", "full", "torch", "appliance", "no venv", "full at once"],
+)
+def test_what_fails_is_one_line_with_the_fix_and_leaves_a_log_alone(
+    checkout: Path, setup: Setup, knob: str, does: str, words: str
+) -> None:
+    code, lines = setup(**{knob: does})
+    assert code == 1
+    assert words in lines[-1]
+    assert str(checkout / ".venv" / "setup.log") in lines[-1]
+    assert len([line for line in lines if "==>" not in line]) == 0, lines
+    assert [path.name for path in (checkout / ".venv").iterdir()] == ["setup.log"]
+    code, lines = setup()
+    assert code == 0, "and the next start begins as if there had been none"
+    assert lines[0].startswith("==> the first start")
+
+
+def test_too_small_a_disk_is_told_before_anything_is_downloaded(
+    checkout: Path, setup: Setup
+) -> None:
+    program(checkout.parent, "df", "#!/bin/sh\necho head\necho 'disk 9 9 700 1% /'\n")
+    code, (line,) = setup()
+    assert code == 1
+    assert "2000 MB are needed" in line
+    assert "700 MB are free: free some space" in line
+    assert not (checkout / ".venv").exists()
+
+
+def test_what_a_killed_start_left_is_not_trusted(checkout: Path, setup: Setup) -> None:
+    hangs = checkout / "hangs"
+    process = start(checkout, PIP=f"touch {hangs} .venv/torch; sleep 1000")
+    wait_until(hangs.exists)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert (checkout / ".venv" / "torch").exists()
+    code, lines = setup()
+    assert code == 0
+    assert "an installation was interrupted; it begins anew" in lines[0]
+    assert "noise of pip: -m pip --disable-pip-version-check install torch" in log_of(checkout)
+
+
+def test_an_update_that_fails_keeps_what_there_is(checkout: Path, setup: Setup) -> None:
+    assert setup()[0] == 0
+    (checkout / "pyproject.toml").write_text("[project]\nname = 'changed'\n")
+    code, lines = setup(PIP=OFFLINE)
+    assert code == 1
+    assert "the package index cannot be reached" in lines[-1]
+    assert (checkout / ".venv" / "torch").exists()
+    code, lines = setup()
+    assert (code, lines[0]) == (0, "==> installing the appliance"), "it is tried again"
+
+
+def test_without_a_compiler_one_line_says_what_to_install_and_says_it_once(setup: Setup) -> None:
+    missing = "echo 'no C compiler; for the library, install gcc' >&2; exit 1"
+    code, lines = setup(BUILD=missing)
+    assert code == 0
+    assert lines.count("==> no C compiler; for the library, install gcc") == 1
+    assert setup(BUILD=missing) == (0, [])
+
+
+def test_where_no_index_has_pytorch_for_the_cpu_uv_finds_it(checkout: Path, setup: Setup) -> None:
+    uv = checkout.parent / "bin" / "uv-to-be"
+    uv.write_text('#!/bin/sh\necho "uv was asked: $*"\ntouch .venv/torch\n')
+    uv.chmod(0o755)
+    code, _ = setup(
+        PIP=f'case "$*" in *+cpu) exit 1;; *"install uv"*) cp {uv} .venv/bin/uv; exit;; esac'
+    )
+    assert code == 0
+    assert "uv was asked: pip install" in log_of(checkout)
+    assert "--torch-backend cpu" in log_of(checkout)
