@@ -101,9 +101,9 @@ def test_the_first_start_says_what_it_does_how_large_it_is_and_how_long_it_took(
 ) -> None:
     code, (first, second, last) = setup()
     assert code == 0
-    assert first.startswith("==> the first start installs PyTorch for the CPU")
-    assert "MB, of which" in first
-    assert first.endswith("with Python 3.13.0")
+    assert first.startswith("==> the first start installs PyTorch (for the CPU: no NVIDIA GPU")
+    assert "about 450 MB to download, 1900 MB on the disk" in first
+    assert first.endswith("; Python 3.13.0")
     assert second == "==> installing the appliance"
     assert last.startswith("==> installed in ")
     assert last.endswith(" s; .venv takes 1900 MB")
@@ -115,7 +115,7 @@ def test_a_gpu_takes_more(checkout: Path, setup: Setup) -> None:
     program(checkout.parent, "nvidia-smi", "#!/bin/sh\necho 'GPU 0: one'\n")
     code, lines = setup()
     assert code == 0
-    assert "PyTorch with CUDA" in lines[0]
+    assert "PyTorch (with CUDA)" in lines[0]
     assert "8000 MB" in lines[0]
     assert "+cpu" not in log_of(checkout)
 
@@ -168,7 +168,7 @@ def test_too_small_a_disk_is_told_before_anything_is_downloaded(
     program(checkout.parent, "df", "#!/bin/sh\necho head\necho 'disk 9 9 700 1% /'\n")
     code, (line,) = setup()
     assert code == 1
-    assert "2000 MB are needed" in line
+    assert "1900 MB are needed" in line
     assert "700 MB are free: free some space" in line
     assert not (checkout / ".venv").exists()
 
