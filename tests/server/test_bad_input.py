@@ -124,12 +124,10 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
     ("functions", [{"name": "f"}]),
-    ("response_format", {"type": "json_object"}),
     ("audio", {"voice": "alloy"}),
     ("modalities", ["text", "audio"]),
     ("chat_template", "{{ 1 }}"),
     ("chat_template_kwargs", {"a": 1}),
-    ("guided_json", {"type": "object"}),
     ("add_generation_prompt", False),
     ("skip_special_tokens", False),
 ]
