@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gguf": {"kernels.packed"},
     "checkpoint": set(),
     "tokenizer": {"gguf", "sampling_defaults"},
+    "dialects": set(),
     "hub": {"config", "progress", "sampling_defaults"},
     "kernels": set(),
     "quant.scheme": {"kernels"},
@@ -50,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log"},
     "server": {
         "engine", "api_keys", "config", "tokenizer", "output", "best_of", "stop_pieces", "log",
-        "jobs", "sampling_defaults", "docs",
+        "jobs", "sampling_defaults", "docs", "dialects",
     },
     "tui": set(),
     "output": {"engine.request", "tokenizer"},
