@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "log": set(),
     "gguf": {"kernels.packed"},
     "checkpoint": set(),
-    "tokenizer": {"gguf", "sampling_defaults"},
+    "tokenizer": {"gguf", "sampling_defaults", "dialects"},
     "dialects": set(),
     "hub": {"config", "progress", "sampling_defaults"},
     "kernels": set(),

@@ -26,6 +26,7 @@ class Gemma:
         quote: on both sides of a string.
     """
 
+    marks: tuple[str, ...]
     short_ids = False
     framed = False
 
