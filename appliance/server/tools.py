@@ -68,6 +68,12 @@ class Tools:
             twice = next(name for name in names if names.count(name) > 1)
             raise RequestError(f"there are two tools of the name {twice!r}", param="tools")
         required = _required(body, tuple(schemas))
+        if required:
+            raise RequestError(
+                "tool_choice can be auto or none here; a call that has to be is not supported",
+                param="tool_choice",
+                code="unsupported_parameter",
+            )
         if not definitions or body.tool_choice == "none":
             return cls()
         return cls(

@@ -151,6 +151,7 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "f", "strict": "yes"}}]),
     ("tool_choice", "required"),  # without tools
     ("tool_choice", "any"),
+    ("tool_choice", 5),
     ("tool_choice", {"type": "function"}),
     ("tool_choice", {"type": "function", "function": {"name": "f"}}),
     ("tool_choice", {"type": "allowed_tools", "function": {"name": "f"}}),

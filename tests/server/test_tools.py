@@ -140,6 +140,14 @@ async def test_without_tools_calls_are_text(serve: Serve, tokenizer: Tokenizer) 
             assert answer["usage"]["prompt_tokens"] == prompt, "tools are left out of the prompt"
 
 
+async def test_a_call_that_has_to_be_is_refused(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer) as running:
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            answer = await running.http.post(CHAT, json=ask("hi", tool_choice=choice))
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "tool_choice"
+
+
 async def test_malformed_calls_are_content(serve: Serve, tokenizer: Tokenizer) -> None:
     text = "<tool_call>weather(Oslo)</tool_call>"
     async with serve(tokenizer=tokenizer) as running:
