@@ -72,6 +72,22 @@ def byte_tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer.from_path(tokenizer_folder)
 
 
+@pytest.fixture
+def tokenizer_with(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Tokenizer]:
+    """The byte tokenizer with another template and perhaps more control tokens."""
+
+    def make(template: str, *special: str) -> Tokenizer:
+        backend = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+        backend.add_special_tokens(list(special))
+        backend.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": "<eos>", "chat_template": template})
+        )
+        return Tokenizer.from_path(tmp_path)
+
+    return make
+
+
 @dataclass
 class Running:
     """A server that runs, and ways to talk to it."""

@@ -174,15 +174,20 @@ async def test_roles_and_content_in_every_accepted_form(serve: Serve) -> None:
                 "role": "user",
                 "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
             },
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f"}}],
+            },
             {"role": "tool", "content": "42", "tool_call_id": "1"},
             {"role": "assistant", "content": ""},
         ]
         prompt = "".join(
             f"<|im_start|>{role}\n{text}<|im_end|>\n"
             for role, text in [
-                ("system", "be brief"), ("user", "a\nb"), ("assistant", ""), ("tool", "42"),
-                ("assistant", ""),
+                ("system", "be brief"), ("user", "a\nb"),
+                ("assistant", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+                ("user", "<tool_response>\n42\n</tool_response>"), ("assistant", ""),
             ]
         )  # fmt: skip
         response = await running.http.post(CHAT, json={"messages": messages})

@@ -16,6 +16,7 @@ from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from playwright.async_api import Page
@@ -86,6 +87,26 @@ async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
         await page.get_by_role("button", name="New chat").click()
         assert await page.locator(".message").count() == 0
         assert complaints == []
+
+
+async def test_thoughts_are_folded_up_above_the_answer(
+    serve: Serve, tokenizer_with: Callable[..., Tokenizer]
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{# </think> #}"
+    async with (
+        chromium() as browser,
+        serve(tokenizer=tokenizer_with(template)) as running,
+        opened(browser, running.url) as (page, _),
+    ):
+        await page.locator("#state.ready").wait_for()
+        await say(page, "<think>Hm <b>x</b>.</think>Yes.")
+        await figures(page)
+        answer = page.locator(".message.assistant")
+        thoughts = answer.locator(".thoughts > div")
+        assert await answer.locator(".text").inner_text() == "Yes."
+        assert await thoughts.is_hidden()
+        await answer.get_by_text("Thoughts").click()
+        assert await thoughts.inner_text() == "Hm <b>x</b>."
 
 
 async def test_what_was_stopped_before_an_answer_came_can_be_said_again(
