@@ -15,6 +15,7 @@ from rich.console import COLOR_SYSTEMS
 from textual.app import App, SystemCommand
 from textual.drivers.linux_driver import LinuxDriver
 from textual.filter import ANSIToTruecolor
+from textual.widgets import Input
 
 from appliance.tui import palette
 from appliance.tui.console import PrivateConsole
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from textual.driver import Driver
+    from textual.events import Key
     from textual.filter import LineFilter
     from textual.screen import Screen
 
@@ -83,6 +85,9 @@ class DashboardApp(App[None]):
     TITLE = "appliance top"
     DEFAULT_MODE = "overview"
     NOTIFICATION_TIMEOUT = MESSAGE_SECONDS
+    CSS = f"""
+    Toast {{ background: {palette.FOCUSED}; color: {palette.TEXT}; padding: 0 1; }}
+    """
 
     def __init__(
         self,
@@ -132,6 +137,12 @@ class DashboardApp(App[None]):
         if self.session.controls is not None:
             self.run_worker(self._watch_table(self.session.controls), name="block table")
         self.set_interval(1 / FRAMES_PER_SECOND, self._frame)
+
+    def on_key(self, event: Key) -> None:
+        """Let nothing get lost that was typed before the field to type in had the focus."""
+        if isinstance(self.focused, Input) and event.is_printable and event.character:
+            self.focused.insert_text_at_cursor(event.character)
+            event.prevent_default()
 
     def on_unmount(self) -> None:
         """Write what is still held back."""

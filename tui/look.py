@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from appliance.stats import SequenceView
     from appliance.tui.state import DashboardState
 
+_BRIEF = 40  # letters
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceKey:
@@ -24,6 +26,12 @@ class SequenceKey:
     def of(cls, sequence: SequenceView) -> SequenceKey:
         """The key of a sequence."""
         return cls(sequence.request_id, sequence.index)
+
+    @property
+    def brief(self) -> str:
+        """The request in a message, whose other words matter more."""
+        name = self.request_id
+        return name if len(name) <= _BRIEF else f"{name[: _BRIEF - 1]}…"
 
 
 class Sort(Enum):

@@ -136,13 +136,14 @@ class Session:
         if self.state.reduced:
             return "Another make of server: it cannot be asked to abort a request."
         if sequence is None and (ended := self.look.ended) is not None:
-            return f"It has ended: there is nothing to abort of {ended.request_id}."
+            return f"It has ended: there is nothing to abort of {ended.brief}."
         if sequence is None:
             return "Choose a request first: tab or a click."
         if self.state.connection.phase is not Phase.LIVE:
             return "No connection: the server cannot be asked to abort a request."
-        if all(SequenceKey.of(one) != SequenceKey.of(sequence) for one in self.state.sequences):
-            return f"It has ended since: there is nothing to abort of {sequence.request_id}."
+        key = SequenceKey.of(sequence)
+        if all(SequenceKey.of(one) != key for one in self.state.sequences):
+            return f"It has ended since: there is nothing to abort of {key.brief}."
         if not sequence.yours:
             return (
                 f"Not yours: this request is of {sequence.owner or 'another key'}. A key ends its"

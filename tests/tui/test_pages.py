@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.cells import cell_len
+from textual.events import Key
 
 from appliance.events import Gpu, Job, Log, LogLine, Machine, QualityFact
 from appliance.tui.app import DashboardApp
@@ -33,6 +35,7 @@ from tests.tui.piloting import (
     SMALL,
     block_map_colors,
     dashboard,
+    screen_strips,
     screen_text,
     shown,
     until,
@@ -120,6 +123,23 @@ async def test_the_detail_of_a_request(event_server: EventServer) -> None:
         assert "99.1 %" in text, "1300 of 82 blocks of 16"
 
 
+async def test_wide_letters_keep_the_columns(event_server: EventServer) -> None:
+    wide = sequence(
+        1, request_id="世界" * 20, owner="安娜" * 9, model="模型" * 30, prompt="你好。" * 40
+    )
+    answer = Answer((INFO, snapshot(CELLS), sequences(wide, sequence(2)), STATS))
+    async with dashboard(event_server, LARGE, answer) as (app, pilot):
+        await until(pilot, lambda: app.session.state.stats)
+        await pilot.press("3", "tab")
+        await shown(app, pilot)
+        lines = screen_strips(app)
+        assert {line.cell_length for line in lines} == {LARGE[0]}
+        text = screen_text(app)
+        rows = [line for line in text.splitlines() if "running" in line and "■" in line]
+        assert len({cell_len(row[: row.index("running")]) for row in rows}) == 1
+        assert text.count("你") == 40, "wrapped, not cut"
+
+
 async def test_prompts_that_are_not_shown_are_not_shown(event_server: EventServer) -> None:
     async with dashboard(event_server, LARGE, WITH_THREE) as (app, pilot):
         await pilot.press("3")
@@ -153,6 +173,16 @@ async def test_a_request_is_aborted_after_a_question(
         await pilot.press("x", "y")
         await until(pilot, lambda: "Aborted chatcmpl-1" in screen_text(app))
         assert sum(path in request for request in event_server.requests) == 1
+
+
+async def test_keys_that_come_at_once_are_all_typed(event_server: EventServer) -> None:
+    async with dashboard(event_server, SMALL, WITH_THREE) as (app, pilot):
+        await pilot.press("3")
+        await until(pilot, lambda: app.session.state.stats)
+        for key in ("slash", *"codex"):
+            app.post_message(Key(key, "/" if key == "slash" else key))
+        await shown(app, pilot, lambda: app.session.look.query == "codex")
+        assert order(screen_text(app)) == ["2"]
 
 
 def told(app: DashboardApp) -> str:

@@ -20,8 +20,10 @@ class ModelPage(Page):
     """What is loaded, and its memory."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "scroll(-1)", "Up", show=False),
-        Binding("down,j", "scroll(1)", "Down", show=False),
+        Binding("c", "next_mode", "Colours", show=False),
+        Binding("tab", "focus_sequence(1)", "Next", show=False),
+        Binding("up,k", "scroll(-1)", "Up", key_display="↑"),
+        Binding("down,j", "scroll(1)", "Down", key_display="↓"),
         Binding("pageup", "scroll(-10)", "Far up", show=False),
         Binding("pagedown", "scroll(10)", "Far down", show=False),
     ]
@@ -48,6 +50,8 @@ class LogPage(Page):
     """Warnings and errors."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("c", "next_mode", "Colours", show=False),
+        Binding("tab", "focus_sequence(1)", "Next", show=False),
         Binding("up,k", "scroll(1)", "Older", key_display="↑"),
         Binding("down,j", "scroll(-1)", "Newer", key_display="↓"),
         Binding("pageup", "scroll(10)", "Much older", show=False),

@@ -35,6 +35,8 @@ class MapPage(Page):
         Binding("right,l", "move(1, 0)", "Right", show=False),
         Binding("up,k", "move(0, -1)", "Up", show=False),
         Binding("down,j", "move(0, 1)", "Down", show=False),
+        # Not shown here: narrow terminals have no room for all.
+        Binding("left_square_bracket", "rewind(5)", "Back", show=False),
         Binding("enter", "focus_owner", "Focus owner", show=False),
     ]
     DEFAULT_CSS = f"""

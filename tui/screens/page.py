@@ -40,7 +40,7 @@ class Page(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,ctrl+c", "app.quit", "Quit", key_display="q"),
-        Binding("1", "app.switch_mode('overview')", "Overview", show=False),
+        Binding("1", "app.switch_mode('overview')", "Pages", key_display="1-5"),
         Binding("2", "app.switch_mode('map')", "Map", show=False),
         Binding("3", "app.switch_mode('requests')", "Requests", show=False),
         Binding("4", "app.switch_mode('model')", "Model", show=False),
@@ -159,7 +159,7 @@ class Page(Screen[None]):
 
         self.app.push_screen(
             ConfirmScreen(
-                f"Abort {key.request_id}{of}?",
+                f"Abort {key.brief}{of}?",
                 "Its client is told that whoever runs the server ended it.",
             ),
             decided,
@@ -170,9 +170,9 @@ class Page(Screen[None]):
         try:
             await self.session.controls.abort(key.request_id)
         except ControlError as error:
-            self.say(f"Not aborted: {error} ({key.request_id})")
+            self.say(f"Not aborted: {error} ({key.brief})")
         else:
-            self.notify(f"Aborted {key.request_id}", markup=False)
+            self.notify(f"Aborted {key.brief}", markup=False)
 
     def on_sequence_chosen(self, message: SequenceChosen) -> None:
         """Bring out what was clicked, or all again."""

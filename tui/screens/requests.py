@@ -30,6 +30,7 @@ class Filter(Input):
 
     def action_leave(self) -> None:
         """Keep the filter and give the keys back to the table."""
+        self.set_class(bool(self.value), "-used")
         self.screen.set_focus(None)
 
     def action_clear(self) -> None:
@@ -51,6 +52,7 @@ class RequestsPage(Page):
         Binding("x", "abort", "Abort"),
         # Not shown here: narrow terminals have no room for all.
         Binding("c", "next_mode", "Colours", show=False),
+        Binding("tab", "focus_sequence(1)", "Next", show=False),
         Binding("left_square_bracket", "rewind(5)", "Back", show=False),
     ]
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012  (typed by Textual)
@@ -64,7 +66,7 @@ class RequestsPage(Page):
             padding: 0 1 !important; display: none;
             color: {palette.TEXT}; background: {palette.BACKGROUND}; background-tint: transparent;
         }}
-        Filter.-used, Filter:focus {{ display: block; }}
+        Filter.-used {{ display: block; }}
         StatusLine {{ display: none; }}
         &.-narrow #body {{ layout: vertical; }}
         &.-narrow RequestDetail {{ width: 100%; height: 12; display: none; }}
@@ -86,12 +88,13 @@ class RequestsPage(Page):
         super().paint(view, panels=panels, terminal=terminal)
 
     def action_filter(self) -> None:
-        """Let the person type."""
-        self.query_one(Filter).focus()
+        """Let the person type, from the next key on."""
+        field = self.query_one(Filter)
+        field.add_class("-used")
+        self.set_focus(field)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Show only requests that contain all words."""
-        event.input.set_class(bool(event.value), "-used")
         self.session.change(query=event.value)
 
     def action_show_all(self) -> None:

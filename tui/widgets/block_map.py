@@ -19,6 +19,7 @@ from appliance.tui.notice import notice
 from appliance.tui.raster import AGE_LIMITS, CURSOR, NONE, PAINT, ColorMode, letters, pixels
 from appliance.tui.viewport import Viewport
 from appliance.tui.widgets.lines import Lines, strip_of
+from appliance.tui.widgets.panel import wrapped
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,7 +61,7 @@ class BlockMap(Lines):
 
     def redraw(self, view: View, terminal: Driver | None) -> None:
         """Paint again only the cells that changed, past Textual where that may be."""
-        words = notice(view)
+        words = [line for part in notice(view) for line in _lines_of(part, self.size.width)]
         before, self._codes = self._codes, self._paint(view, self.size)
         if words != self._notice or before.shape != self._codes.shape:
             self._notice = words
@@ -190,7 +191,6 @@ class BlockMap(Lines):
     def _notice_line(self, words: str, *, bold: bool) -> Strip:
         width = self.size.width
         line = Text(words, style=Style(color=palette.BRIGHT if bold else palette.TEXT, bold=bold))
-        line.truncate(width, overflow="ellipsis")
         line.pad_left((width - line.cell_len) // 2)
         return strip_of(line, width, self.rich_style, self.app.console)
 
@@ -200,6 +200,11 @@ def _ink_on(color: str) -> Color:
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     light = 0.299 * red + 0.587 * green + 0.114 * blue > 110
     return _PAPER if light else Color.parse(palette.TEXT)
+
+
+def _lines_of(words: str, width: int) -> list[str]:
+    """At most `width` cells each; no words are an empty line."""
+    return [line.plain for line in wrapped(words, width, palette.TEXT)] or [""]
 
 
 def changed_regions(before: NDArray[np.uint32], after: NDArray[np.uint32]) -> list[Region]:
