@@ -127,3 +127,4 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float = 0.0  # generated, over the last second or two
     model: str = ""
     prompt: str = ""  # its beginning, only if the server was started to show prompts
+    yours: bool = True  # whether the key that watches may end it

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from appliance.stats import SequenceView
     from appliance.tui.state import DashboardState
 
+_BRIEF = 40  # letters
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceKey:
@@ -24,6 +26,12 @@ class SequenceKey:
     def of(cls, sequence: SequenceView) -> SequenceKey:
         """The key of a sequence."""
         return cls(sequence.request_id, sequence.index)
+
+    @property
+    def brief(self) -> str:
+        """The request in a message, whose other words matter more."""
+        name = self.request_id
+        return name if len(name) <= _BRIEF else f"{name[: _BRIEF - 1]}…"
 
 
 class Sort(Enum):
@@ -66,6 +74,7 @@ class Look:
     Attributes:
         mode: what the colours of the block map mean.
         focus: the sequence to bring out.
+        ended: the one that was brought out until it ended, if no other was chosen since.
         held: what is shown while the picture stands still.
         level: of the zoom into the map, 0 for all of it.
         cursor: physical block that is looked at.
@@ -74,11 +83,11 @@ class Look:
         query: what lines of that table must contain.
         log_back: lines that the log is scrolled back.
         facts_down: lines that the facts of the model page are scrolled down.
-        message: what to tell the person now.
     """
 
     mode: ColorMode = ColorMode.OWNER
     focus: SequenceKey | None = None
+    ended: SequenceKey | None = None
     held: Held | None = None
     level: int = 0
     cursor: int | None = None
@@ -87,4 +96,3 @@ class Look:
     query: str = ""
     log_back: int = 0
     facts_down: int = 0
-    message: str = ""

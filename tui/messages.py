@@ -44,15 +44,3 @@ class SortChosen(Message):
     def __init__(self, sort: Sort) -> None:
         super().__init__()
         self.sort = sort
-
-
-class QueryTyped(Message):
-    """Somebody typed what the table must contain.
-
-    Attributes:
-        query: the words.
-    """
-
-    def __init__(self, query: str) -> None:
-        super().__init__()
-        self.query = query

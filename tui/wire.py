@@ -1,156 +1,173 @@
-"""Puts painted spans on the wire in few bytes: what a person watches through SSH is paid here.
+"""Sends a terminal only the cells that change: what a person watches through SSH is paid here.
 
-Textual repaints a changed span from the left edge of its widget, and names both colours for every
-run of cells. Here a span begins where it begins, and only the attribute that changes is sent.
+Textual paints changed regions whole and names both colours for every run of cells. The driver
+here remembers what stands on the terminal, drops what is there already, and says of a style only
+what differs from the one before.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.color import ColorSystem
-from textual._compositor import ChopsUpdate, CompositorUpdate
-from textual.widget import Widget
+from rich.cells import cell_len
+from textual.drivers.linux_driver import LinuxDriver
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterator
 
-    from rich.color import Color
-    from rich.console import Console
-    from rich.segment import Segment
-    from rich.style import Style
-    from textual.filter import LineFilter
-    from textual.geometry import Region
-
-    from appliance.tui.view import View
+    from appliance.tui.app import DashboardApp
 
 Codes = tuple[str, str, str]  # attributes, colour, background; "" is the terminal's default
 _PLAIN: Codes = ("", "", "")
 _RESET = "\x1b[0m"
-# Bits of a Rich style's attributes, and the codes that switch them on.
-_ATTRIBUTES = {1 << 0: "1", 1 << 1: "2", 1 << 2: "3", 1 << 3: "4", 1 << 6: "7", 1 << 8: "9"}
+# All that an update of the screen consists of: a style or a cursor position, and what follows.
+_PIECE = re.compile(r"\x1b\[([\d;]*)([mH])([^\x1b]*)")
+_ONE_CELL_EACH = re.compile(r"[ -~·°─-▟■●○◆▸▲▼‖…←-↓]*")
+_SYNCHRONIZED = ("\x1b[?2026h", "\x1b[?2026l")  # around each update; they change no cell
+_UNKNOWN = "\0"
+_NEAR = 4  # cells; so many are sent again rather than the cursor moved over them
+_MAX_STYLES = 50_000
 
 
-class PaintsItself(Widget):
-    """A widget that knows which of its cells changed, and what any of them look like."""
+class TerminalMemory:
+    """What stands on a terminal, as far as it is known from what was written to it."""
 
-    def present(self, view: View) -> list[Region]:
-        """Take in another view; regions of one line each that changed, in its content."""
-        raise NotImplementedError
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[str, str]] = {}  # letters, and a letter for the style of each
+        self._styles: dict[str, str] = {}
+        self._cursor: tuple[int, int] | None = None
 
-    def span(self, y: int, left: int, right: int) -> list[Segment]:
-        """Some cells of one line of its content."""
-        raise NotImplementedError
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self._rows.clear()
+        self._styles.clear()
+        self._cursor = None
+
+    def needed(self, written: str) -> str:
+        """The shortest equivalent of what is written; what is no update of cells stays as it is."""
+        if written in _SYNCHRONIZED:
+            return written
+        pieces = _PIECE.findall(written)
+        if not written.startswith("\x1b[") or written.count("\x1b") != len(pieces):
+            self.forget()
+            return written
+        if len(self._styles) > _MAX_STYLES:
+            self.forget()
+        pen = _Pen(self._cursor)
+        y = x = 0
+        parameters = ""
+        for told, kind, text in pieces:
+            if kind == "m":
+                parameters = "" if told in ("", "0") else told
+            else:
+                row, _, column = told.partition(";")
+                y, x = int(row or 1) - 1, int(column or 1) - 1
+            if text := text.replace("\n", ""):  # a position always follows the end of a line
+                x = self._write(pen, y, x, text, parameters)
+        self._cursor = y, x
+        return pen.finish(y, x, codes(parameters))
+
+    def _write(self, pen: _Pen, y: int, x: int, text: str, parameters: str) -> int:
+        """Send the cells of a run that differ; return the column after it."""
+        if _ONE_CELL_EACH.fullmatch(text) is None:
+            # How wide this is, terminals disagree on: it is always sent, and never relied on.
+            pen.draw(y, x, text, codes(parameters))
+            pen.cursor = None
+            end = x + cell_len(text)
+            self._store(y, x, _UNKNOWN * (end - x), _UNKNOWN)
+            return end
+        end = x + len(text)
+        mark = self._mark(parameters)
+        letters, styles = self._row(y, end)
+        before, styled = letters[x:end], styles[x:end]
+        if before == text and styled == mark * len(text):
+            return end
+        for first, last in _changed(before, text, styled, mark):
+            pen.draw(y, x + first, text[first:last], codes(parameters))
+        self._store(y, x, text, mark)
+        return end
+
+    def _mark(self, parameters: str) -> str:
+        """The letter that stands for a style."""
+        mark = self._styles.get(parameters)
+        if mark is None:
+            mark = self._styles[parameters] = chr(1 + len(self._styles))
+        return mark
+
+    def _row(self, y: int, width: int) -> tuple[str, str]:
+        letters, styles = self._rows.get(y, ("", ""))
+        if len(letters) < width:
+            letters, styles = letters.ljust(width, _UNKNOWN), styles.ljust(width, _UNKNOWN)
+        return letters, styles
+
+    def _store(self, y: int, x: int, text: str, mark: str) -> None:
+        end = x + len(text)
+        letters, styles = self._row(y, end)
+        styles = f"{styles[:x]}{mark * len(text)}{styles[end:]}"
+        self._rows[y] = f"{letters[:x]}{text}{letters[end:]}", styles
 
 
-def painted(
-    widget: PaintsItself, regions: list[Region], filters: Sequence[LineFilter]
-) -> list[tuple[int, int, list[Segment]]]:
-    """Changed cells of a widget as they stand on the screen, for `Painted`.
-
-    Args:
-        widget: nothing may lie over it.
-        regions: of one line each.
-        filters: that everything passes on its way to the terminal.
-    """
-    # What Textual has kept of these lines is out of date; it is not to be sent again for that.
-    gutter, area = widget.gutter, widget.content_region
-    widget._styles_cache.set_dirty(*(region.translate(gutter.top_left) for region in regions))
-    background = widget.background_colors[1]
-    spans = []
-    for region in regions:
-        segments = widget.span(region.y, region.x, region.right)
-        for line_filter in filters:
-            segments = line_filter.apply(segments, background)
-        spans.append((area.y + region.y, area.x + region.x, segments))
-    return spans
+def _changed(before: str, text: str, styled: str, mark: str) -> Iterator[tuple[int, int]]:
+    """First cell and the one after the last of each part that differs, near ones joined."""
+    first = last = -_NEAR - 1
+    for at, (old, new, style) in enumerate(zip(before, text, styled, strict=True)):
+        if old == new and style == mark:
+            continue
+        if at - last > _NEAR:
+            if last >= 0:
+                yield first, last
+            first = at
+        last = at + 1
+    yield first, last
 
 
-class Painted(CompositorUpdate):
-    """Segments and where they stand.
+class _Pen:
+    """Writes for a terminal, and knows where its cursor is and which style it is in."""
 
-    Args:
-        spans: line, column, and what begins there.
-    """
-
-    def __init__(self, spans: list[tuple[int, int, list[Segment]]]) -> None:
-        self._spans = spans
-
-    def render_segments(self, console: Console) -> str:
-        """The sequences that bring a terminal up to date; leaves the style reset."""
-        pen = Pen(console)
-        for y, x, segments in self._spans:
-            pen.move(y, x)
-            pen.draw(segments)
-        return pen.finish()
-
-
-class Pen:
-    """Writes for a terminal, and remembers which style it is in."""
-
-    def __init__(self, console: Console) -> None:
-        self._system = console._color_system or ColorSystem.TRUECOLOR
+    def __init__(self, cursor: tuple[int, int] | None) -> None:
+        self.cursor = cursor
         self._out: list[str] = []
-        self._codes: Codes = _PLAIN
-
-    def move(self, y: int, x: int) -> None:
-        """Go to a cell."""
-        self._out.append(f"\x1b[{y + 1};{x + 1}H")
-
-    def draw(self, segments: Iterable[Segment]) -> None:
-        """Write from there on."""
-        for text, style, _ in segments:
-            wanted = _PLAIN if style is None else codes(style, self._system)
-            if wanted != self._codes:
-                self._out.append(transition(self._codes, wanted))
-                self._codes = wanted
-            self._out.append(text)
-
-    def finish(self) -> str:
-        """All that was written, and the style reset."""
-        self._out.append(transition(self._codes, _PLAIN))
         self._codes = _PLAIN
+
+    def draw(self, y: int, x: int, text: str, style: Codes) -> None:
+        """Write from a cell on."""
+        self._move(y, x)
+        if style != self._codes:
+            self._out.append(transition(self._codes, style))
+            self._codes = style
+        self._out.append(text)
+        self.cursor = y, x + len(text)
+
+    def finish(self, y: int, x: int, style: Codes) -> str:
+        """All that was written; leaves cursor and style as they were asked for."""
+        self._out.append(transition(self._codes, style))
+        self._move(y, x)
         return "".join(self._out)
 
-
-class Spans(CompositorUpdate):
-    """The changed spans of a screen.
-
-    Args:
-        update: what Textual would have sent.
-    """
-
-    def __init__(self, update: ChopsUpdate) -> None:
-        self._update = update
-
-    def render_segments(self, console: Console) -> str:
-        """The sequences that bring a terminal up to date; leaves the style reset."""
-        pen, update = Pen(console), self._update
-        for y, left, right in update.spans:
-            at: int | None = None  # where the terminal's cursor is on this line
-            for end, (x, strip) in zip(update.chop_ends[y], update.chops[y].items(), strict=False):
-                first, last = max(left, x), min(right, end)
-                if strip is None or first >= last:
-                    continue
-                if at != first:
-                    pen.move(y, first)
-                whole = first == x and last == end
-                pen.draw(strip if whole else strip.crop(first - x, last - x))
-                at = last
-        return pen.finish()
+    def _move(self, y: int, x: int) -> None:
+        if self.cursor != (y, x):
+            self._out.append(f"\x1b[{y + 1};{x + 1}H")
 
 
 @lru_cache(maxsize=4096)
-def codes(style: Style, system: ColorSystem) -> Codes:
-    """What a terminal must be told for a style."""
-    set_bits = style._attributes & style._set_attributes
-    attributes = ";".join(code for bit, code in _ATTRIBUTES.items() if set_bits & bit)
-    return (
-        attributes,
-        _color(style.color, system, foreground=True),
-        _color(style.bgcolor, system, foreground=False),
-    )
+def codes(parameters: str) -> Codes:
+    """The parts of a style, from the parameters of the sequence that switches it on."""
+    attributes, color, ground = [], "", ""
+    left = [one for one in parameters.split(";") if one]
+    while left:
+        number = int(left[0])
+        size = {"2": 5, "5": 3}.get("".join(left[1:2]), 1) if number in (38, 48) else 1
+        told, left = ";".join(left[:size]), left[size:]
+        if number in (38, *range(30, 38), *range(90, 98)):
+            color = told
+        elif number in (48, *range(40, 48), *range(100, 108)):
+            ground = told
+        elif number not in (39, 49):
+            attributes.append(told)
+    return ";".join(attributes), color, ground
 
 
 @lru_cache(maxsize=4096)
@@ -169,9 +186,23 @@ def transition(before: Codes, after: Codes) -> str:
     return f"\x1b[{';'.join(changed)}m"
 
 
-def _color(color: Color | None, system: ColorSystem, *, foreground: bool) -> str:
-    if color is None:
-        return ""
-    if color.is_default:
-        return ""
-    return ";".join(color.downgrade(system).get_ansi_codes(foreground))
+class ThriftyDriver(LinuxDriver):
+    """Textual's driver for a terminal, which sends what its memory says is needed.
+
+    `TEXTUAL_DRIVER` names drivers by module and class, so that this one may be derived from.
+    """
+
+    def __init__(self, app: DashboardApp, **options: Any) -> None:
+        super().__init__(app, **options)
+        app.terminal = self
+        self._seen_size: os.terminal_size | None = None
+        self._memory = TerminalMemory()
+
+    def write(self, data: str) -> None:
+        """Send what changes; a terminal of another size may have moved what stood on it."""
+        size = os.get_terminal_size(self.fileno)
+        if size != self._seen_size:
+            self._seen_size = size
+            self._memory.forget()
+        if needed := self._memory.needed(data):
+            super().write(needed)

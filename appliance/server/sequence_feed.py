@@ -51,6 +51,7 @@ class SequenceFeed:
             view,
             model=self._state.model_id,
             prompt=self._prompts.get(view.request_id, ""),
+            yours=self._state.may_manage(self._holder, view.owner),
             tokens_per_second=rate.update(self._state.engine.stats_time, view.output_tokens),
         )
 

@@ -306,6 +306,7 @@ async def test_of_several_keys_each_manages_its_own_requests(serve: Serve, bare:
             assert [view.owner for view in views] == ["anna"], "everybody sees that it runs"
             assert views[0].prompt_tokens == 40
             assert views[0].prompt == ("a" * 40 if allowed else "")
+            assert views[0].yours is allowed
             entries = msgspec.json.decode((await running.http.get(table)).content, type=BlockTable)
             assert len(entries.blocks) > 1
             assert bool(entries.blocks[0].hash) is allowed

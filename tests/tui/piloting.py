@@ -29,7 +29,9 @@ from tests.tui.conftest import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from textual.app import App
     from textual.pilot import Pilot
+    from textual.strip import Strip
 
 TRUECOLOR = Display(Colors.TRUECOLOR)
 LARGE, SMALL = (160, 48), (80, 24)
@@ -61,9 +63,9 @@ async def dashboard(
     app = DashboardApp(
         EventFeed(there, first_retry=0.05), controls=Controls(there), display=display
     )
-    async with app.run_test(size=size) as pilot:
+    async with app.run_test(size=size, notifications=True) as pilot:
         if not answers:
-            await shown(app, pilot, lambda: app.state.stats)
+            await shown(app, pilot, lambda: app.session.state.stats)
         yield app, pilot
 
 
@@ -85,8 +87,14 @@ async def shown(
     await pilot.pause()
 
 
+def screen_strips(app: App[None]) -> list[Strip]:
+    """The lines of the screen behind the filters, as a terminal gets them."""
+    # Textual shows its screen only as a picture (`export_screenshot`).
+    return app.screen._compositor.render_strips()
+
+
 def screen_text(app: DashboardApp) -> str:
-    return "\n".join(strip.text for strip in app.screen._compositor.render_strips())
+    return "\n".join(strip.text for strip in screen_strips(app))
 
 
 def block_map_colors(app: DashboardApp) -> dict[str, int]:

@@ -28,15 +28,19 @@ from tests.tui.piloting import (
 async def test_a_lost_server_leaves_a_dim_picture_and_comes_back(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
         await event_server.stop()
-        await shown(app, pilot, lambda: app.state.connection.phase is Phase.LOST)
+        await shown(app, pilot, lambda: app.session.state.connection.phase is Phase.LOST)
         assert "lost, retrying" in screen_text(app)
         seen = block_map_colors(app)
         assert palette.dimmed(palette.owner_hue(1)) in seen
         assert palette.owner_hue(1) not in seen
         event_server.answers = [Answer((INFO, snapshot([CACHED] * 4096, epoch=1), STATS))]
         await event_server.start()
-        await shown(app, pilot, lambda: app.state.current)
-        await shown(app, pilot, lambda: app.state.blocks and app.state.blocks.counts().cached)
+        await shown(app, pilot, lambda: app.session.state.current)
+        await shown(
+            app,
+            pilot,
+            lambda: app.session.state.blocks and app.session.state.blocks.counts().cached,
+        )
         assert "● live" in screen_text(app)
         assert palette.CACHED in block_map_colors(app)
 
@@ -72,7 +76,7 @@ async def test_what_is_wrong_stands_in_place_of_the_map(
 async def test_nobody_there(event_server: EventServer) -> None:
     await event_server.stop()
     async with dashboard(event_server, SMALL, Answer()) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.connection.phase is Phase.LOST)
+        await shown(app, pilot, lambda: app.session.state.connection.phase is Phase.LOST)
         text = screen_text(app)
     assert f"No connection to {event_server.url}" in text
     assert "connection refused; is the server running?" in text
@@ -83,6 +87,6 @@ async def test_a_restarting_engine_is_told_and_its_old_map_dimmed(
 ) -> None:
     async with dashboard(event_server) as (app, pilot):
         event_server.send(msgspec.structs.replace(INFO, state="restarting", restarts=1))
-        await shown(app, pilot, lambda: not app.state.current)
+        await shown(app, pilot, lambda: not app.session.state.current)
         assert "restarting · restarted once" in screen_text(app)
         assert palette.owner_hue(1) not in block_map_colors(app)

@@ -14,18 +14,12 @@ from appliance.tui import palette
 from appliance.tui.display import Colors, Display
 from appliance.tui.raster import PAINT
 from appliance.tui.scheme import SCHEMES, SIXTEEN, Colorless, OnlyAscii, Recolor
-from tests.tui.piloting import LARGE, SMALL, dashboard, screen_text, shown
+from tests.tui.piloting import LARGE, SMALL, dashboard, screen_strips, screen_text, shown, until
 
 if TYPE_CHECKING:
-    from textual.app import App
     from textual.strip import Strip
 
     from tests.tui.conftest import EventServer
-
-
-def sent(app: App[None]) -> list[Strip]:
-    """The lines of the screen behind the filters, as a terminal gets them."""
-    return app.screen._compositor.render_strips()
 
 
 def colors_of(strips: list[Strip]) -> set[Color]:
@@ -37,7 +31,7 @@ async def test_sixteen_colours_are_chosen_by_hand(event_server: EventServer) -> 
     async with dashboard(event_server, display=Display(Colors.STANDARD)) as (app, pilot):
         await shown(app, pilot)
         assert app.depth is ColorSystem.STANDARD
-        names = {color.name for color in colors_of(sent(app))}
+        names = {color.name for color in colors_of(screen_strips(app))}
     assert {SIXTEEN[color] for color in (palette.FREE, palette.CACHED, palette.SHARED)} <= names
     assert {SIXTEEN[palette.owner_hue(slot)] for slot in (1, 2)} <= names
     assert not {name for name in names if name.startswith("#")} & set(PAINT)
@@ -55,7 +49,7 @@ async def test_without_colours_letters_tell_states_and_owners(
 ) -> None:
     async with dashboard(event_server, size, display=Display(Colors.NONE)) as (app, pilot):
         await shown(app, pilot)
-        strips = sent(app)
+        strips = screen_strips(app)
         text = "\n".join(strip.text for strip in strips)
         assert not colors_of(strips)
         for letters in ("*" * 30, "b" * 30, "c" * 30, ":" * 30, "." * 30):
@@ -66,7 +60,7 @@ async def test_without_colours_letters_tell_states_and_owners(
                 assert name in text, "the letters on the map"
         await pilot.press("tab")
         await shown(app, pilot)
-        text = "\n".join(strip.text for strip in sent(app))
+        text = "\n".join(strip.text for strip in screen_strips(app))
         assert "b" * 30 in text
         assert "-" * 30 in text, "the others"
         assert "c" * 30 not in text
@@ -78,7 +72,7 @@ async def test_without_utf8_nothing_but_ascii_is_sent(event_server: EventServer,
     async with dashboard(event_server, display=display) as (app, pilot):
         await pilot.press(page, "tab", "plus")
         await shown(app, pilot)
-        text = "".join(strip.text for strip in sent(app))
+        text = "".join(strip.text for strip in screen_strips(app))
     assert text.isascii()
     assert "?" not in text.replace("? Help", "")
 
@@ -90,22 +84,22 @@ async def test_the_environment_can_forbid_colours(
     async with dashboard(event_server) as (app, pilot):
         await shown(app, pilot)
         assert app.depth is None
-        assert not colors_of(sent(app))
+        assert not colors_of(screen_strips(app))
 
 
 async def test_themes_change_every_colour_and_back(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
-        dark = colors_of(sent(app))
+        dark = colors_of(screen_strips(app))
         app.use_theme("light")
         await shown(app, pilot)
-        light = colors_of(sent(app))
+        light = colors_of(screen_strips(app))
         assert Color.parse(palette.BACKGROUND) not in light
         assert Color.parse(SCHEMES["light"][palette.BACKGROUND]) in light
         app.use_theme("dark")
         await shown(app, pilot)
         await pilot.pause(0.3)  # until Textual has styled its own widgets
         await shown(app, pilot)
-        assert colors_of(sent(app)) == dark
+        assert colors_of(screen_strips(app)) == dark
 
 
 def test_no_colour_of_words_is_one_of_blocks() -> None:
@@ -119,8 +113,7 @@ def test_no_colour_of_words_is_one_of_blocks() -> None:
 async def test_a_terminal_with_few_colours_has_no_themes(event_server: EventServer) -> None:
     async with dashboard(event_server, display=Display(Colors.STANDARD)) as (app, pilot):
         app.use_theme("light")
-        await shown(app, pilot)
-        assert "too few colours for themes" in screen_text(app)
+        await until(pilot, lambda: "too few colours for themes" in screen_text(app))
 
 
 @pytest.mark.parametrize("theme", SCHEMES)

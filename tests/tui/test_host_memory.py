@@ -41,7 +41,7 @@ def colors(strip: HostStrip) -> dict[str, int]:
 
 async def test_the_strip_shows_what_waits_and_what_room_is_left(event_server: EventServer) -> None:
     async with dashboard(event_server, LARGE, FULL) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await shown(app, pilot)
         strip = app.screen.query_one(HostStrip)
         text = screen_text(app)
@@ -54,8 +54,8 @@ async def test_the_strip_shows_what_waits_and_what_room_is_left(event_server: Ev
         assert seen[palette.CACHED] == round(0.1 * width)
         await pilot.press("tab", "tab", "tab")
         await shown(app, pilot)
-        assert app.look.focus is not None
-        assert app.look.focus.request_id == "near"
+        assert app.session.look.focus is not None
+        assert app.session.look.focus.request_id == "near"
         seen = colors(strip)
         assert "30 of it in focus" in screen_text(app)
         assert seen[palette.SWAPPED] > 2 * seen[palette.dimmed(palette.SWAPPED)] > 0
@@ -66,7 +66,7 @@ async def test_one_block_is_seen_and_no_more_cells_are_drawn_than_there_are(
 ) -> None:
     few = answer(kv_host_blocks=2, kv_host_swapped=1, kv_host_capacity=100_000)
     async with dashboard(event_server, LARGE, few) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await shown(app, pilot)
         seen = colors(app.screen.query_one(HostStrip))
         assert seen[palette.SWAPPED] == seen[palette.CACHED] == 1
@@ -74,7 +74,7 @@ async def test_one_block_is_seen_and_no_more_cells_are_drawn_than_there_are(
 
 async def test_without_that_tier_the_map_has_the_line(event_server: EventServer) -> None:
     async with dashboard(event_server, LARGE, answer()) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await shown(app, pilot)
         assert "host memory" not in screen_text(app)
 
@@ -83,11 +83,11 @@ async def test_a_server_that_starts_anew_has_no_host_memory_yet(
     event_server: EventServer,
 ) -> None:
     async with dashboard(event_server, LARGE, FULL) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await shown(app, pilot)
         assert "host memory" in screen_text(app)
         event_server.send(STATS)
-        await shown(app, pilot, lambda: app.state.stats == STATS)
+        await shown(app, pilot, lambda: app.session.state.stats == STATS)
         await shown(app, pilot)
         assert "host memory" not in screen_text(app)
 
@@ -98,7 +98,7 @@ async def test_letters_tell_it_where_there_are_no_colours(
 ) -> None:
     async with dashboard(event_server, size, FULL, display=Display(Colors.NONE)) as (app, pilot):
         await pilot.press("2")
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await shown(app, pilot)
         line = next(one for one in screen_text(app).splitlines() if "host memory" in one)
         assert "sss:" in line
@@ -110,7 +110,7 @@ async def test_a_request_says_what_it_waits_for(event_server: EventServer) -> No
     events = (INFO, snapshot([FREE] * 64), sequences(*SWAPPED, beam), STATS)
     async with dashboard(event_server, LARGE, Answer(events)) as (app, pilot):
         await pilot.press("3", "slash", *"beam", "enter", "tab")
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await shown(app, pilot)
         assert "to fork: a beam that waits to fork" in " ".join(screen_text(app).split())
         await pilot.press("escape", "escape", "slash", *"near", "enter", "tab")
@@ -133,7 +133,7 @@ async def test_the_memory_page_tells_of_the_tiers(event_server: EventServer) -> 
     )  # fmt: skip
     async with dashboard(event_server, LARGE, disk) as (app, pilot):
         await pilot.press("4")
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await shown(app, pilot)
         text = " ".join(screen_text(app).replace("│", " ").split())
     for words in (

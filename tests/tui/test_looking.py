@@ -93,7 +93,7 @@ async def test_focus_ends_with_its_sequence(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("down")
         event_server.send(sequences(sequence(2)))
-        await shown(app, pilot, lambda: len(app.state.sequences) == 1)
+        await shown(app, pilot, lambda: len(app.session.state.sequences) == 1)
         assert "▸" not in screen_text(app)
         assert palette.FREE in block_map_colors(app)
 
@@ -117,8 +117,8 @@ async def test_pause_holds_the_picture(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("p")
         event_server.send(Delta(epoch=1, runs=(Run(0, 4096, CACHED),)))
-        before = app.state
-        await shown(app, pilot, lambda: app.state is not before)
+        before = app.session.state
+        await shown(app, pilot, lambda: app.session.state is not before)
         assert "‖ paused" in screen_text(app)
         assert palette.owner_hue(1) in block_map_colors(app)
         await pilot.press("p")

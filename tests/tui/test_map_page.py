@@ -39,17 +39,17 @@ async def test_zoom_goes_from_all_blocks_to_letters_and_back(
     event_server: EventServer, size: tuple[int, int]
 ) -> None:
     async with dashboard(event_server, size, MANY) as (app, pilot):
-        await until(pilot, lambda: app.state.stats)
+        await until(pilot, lambda: app.session.state.stats)
         await pilot.press("2")
         await shown(app, pilot, lambda: isinstance(app.screen, MapPage))
         assert "all blocks; + looks closer" in screen_text(app)
         await pilot.press(*["plus"] * 9)
         await shown(app, pilot)
         block_map = app.screen.query_one(BlockMap)
-        port = block_map.viewport(app.view_now())
+        port = block_map.viewport(app.session.view())
         assert port.lettered
         assert len(port.span) == block_map.size.area
-        assert app.look.cursor in port.span
+        assert app.session.look.cursor in port.span
         text = screen_text(app)
         assert f"KV blocks by owner, {port.span.start:,} to {port.span.stop - 1:,}" in text
         assert "◆ block 32,768 · free" in text
@@ -63,7 +63,7 @@ async def test_zoom_goes_from_all_blocks_to_letters_and_back(
 async def test_the_cursor_tells_what_is_under_it(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("2", "plus", "plus", "plus")
-        app.change(cursor=600)
+        app.session.change(cursor=600)
         await shown(app, pilot)
         text = screen_text(app)
         assert "◆ block 600 · active · chatcmpl-1 of anna · 1 reference · int8 · changed" in text
@@ -72,12 +72,12 @@ async def test_the_cursor_tells_what_is_under_it(event_server: EventServer) -> N
         assert "◆ block 601 · " in screen_text(app)
         assert palette.CURSOR in block_map_colors(app)
         await pilot.press("enter")
-        assert app.look.focus is not None
-        assert app.look.focus.request_id == "chatcmpl-1"
+        assert app.session.look.focus is not None
+        assert app.session.look.focus.request_id == "chatcmpl-1"
         for _ in range(3):
             await pilot.press("escape")
-        assert app.look.cursor is None
-        assert app.look.level == 0
+        assert app.session.look.cursor is None
+        assert app.session.look.level == 0
 
 
 @pytest.mark.parametrize("key", ["left", "right", "up", "down"])
@@ -85,10 +85,10 @@ async def test_the_cursor_stays_on_the_map(event_server: EventServer, key: str) 
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("2", "plus")
         last = 4095
-        app.change(cursor=2 if key in {"left", "up"} else last - 2)
+        app.session.change(cursor=2 if key in {"left", "up"} else last - 2)
         await pilot.press(*[key] * 8)
-        assert app.look.cursor is not None
-        assert 0 <= app.look.cursor <= last
+        assert app.session.look.cursor is not None
+        assert 0 <= app.session.look.cursor <= last
 
 
 async def test_the_block_table_of_the_focus_is_asked_for_and_shown(
@@ -99,12 +99,12 @@ async def test_the_block_table_of_the_focus_is_asked_for_and_shown(
     async with dashboard(event_server) as (app, pilot):
         assert not any(path in request for request in event_server.requests)
         await pilot.press("2", "tab")
-        await shown(app, pilot, lambda: app.state.table)
+        await shown(app, pilot, lambda: app.session.state.table)
         lines = [" ".join(line.split()) for line in screen_text(app).splitlines()]
         assert any("0 7 2 abababab int8" in line for line in lines)
         assert any("2 8 1 open int8" in line for line in lines)
         # Blocks of the table are lit, whoever took them last.
-        assert app.view_now().emphasis.table == {7, 8, 9}
+        assert app.session.view().emphasis.table == {7, 8, 9}
 
 
 async def test_without_a_block_table_the_map_tells_what_it_can(event_server: EventServer) -> None:
@@ -119,7 +119,7 @@ async def test_a_click_puts_the_cursor_there(event_server: EventServer) -> None:
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("2")
         await pilot.click(BlockMap, offset=(0, 0))
-        assert app.look.cursor == 0
+        assert app.session.look.cursor == 0
 
 
 async def test_every_mode_has_a_legend(event_server: EventServer) -> None:
@@ -132,7 +132,7 @@ async def test_every_mode_has_a_legend(event_server: EventServer) -> None:
             ColorMode.PRECISION: "int8 2,048",
             ColorMode.AGE: "changed ■ <1 s ■ <10 s ■ <1 min ■ <10 min ■ older",
         }.items():
-            app.change(mode=mode)
+            app.session.change(mode=mode)
             await shown(app, pilot)
             assert words in screen_text(app)
             assert f"KV blocks by {mode.value}" in screen_text(app)

@@ -139,7 +139,7 @@ async def test_text_from_the_server_cannot_steer_the_terminal(event_server: Even
     async with dashboard(
         event_server, LARGE, Answer((INFO, sequences(hostile), STATS, snapshot(CELLS)))
     ) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats and app.state.sequences)
+        await shown(app, pilot, lambda: app.session.state.stats and app.session.state.sequences)
         text = screen_text(app)
     assert "\x1b" not in text
     assert "?]0;owned?[2J" in text
@@ -152,7 +152,7 @@ async def test_many_sequences_scroll_with_the_focus(event_server: EventServer) -
         app,
         pilot,
     ):
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         text = screen_text(app)
         assert "chatcmpl-6 " in text
         assert "chatcmpl-7 " not in text
@@ -169,6 +169,6 @@ async def test_no_requests(event_server: EventServer) -> None:
     async with dashboard(
         event_server, LARGE, Answer((INFO, snapshot(CELLS), sequences(), STATS))
     ) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await pilot.press("down")
         assert "No requests at the moment." in screen_text(app)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
+from rich.cells import cell_len
+from textual.events import Key
 
 from appliance.events import Gpu, Job, Log, LogLine, Machine, QualityFact
+from appliance.tui.app import DashboardApp
 from appliance.tui.look import Sort
-from appliance.tui.screens.requests import Filter, RequestsPage
+from appliance.tui.recording import Recorder, ReplayFeed
+from appliance.tui.screens.page import Page
+from appliance.tui.state import Connection, Phase
 from appliance.tui.widgets.panel import LongPanel
 from appliance.tui.widgets.requests import columns_for
 from tests.tui.conftest import (
@@ -22,7 +29,17 @@ from tests.tui.conftest import (
     sequences,
     snapshot,
 )
-from tests.tui.piloting import CELLS, LARGE, SMALL, block_map_colors, dashboard, screen_text, shown
+from tests.tui.piloting import (
+    CELLS,
+    LARGE,
+    SMALL,
+    block_map_colors,
+    dashboard,
+    screen_strips,
+    screen_text,
+    shown,
+    until,
+)
 
 THREE = sequences(
     sequence(1, owner="anna", output_tokens=5, tokens_per_second=9.0, age_seconds=50.0),
@@ -41,14 +58,14 @@ def order(text: str) -> list[str]:
 async def test_the_table_is_sorted_by_any_column(event_server: EventServer) -> None:
     async with dashboard(event_server, LARGE, WITH_THREE) as (app, pilot):
         await pilot.press("3")
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         assert order(screen_text(app)) == ["1", "2", "3"]
         for sort, wanted in {
             Sort.GENERATED: ["2", "3", "1"],
             Sort.SPEED: ["2", "1", "3"],
             Sort.KEY: ["1", "3", "2"],
         }.items():
-            while app.look.sort is not sort:
+            while app.session.look.sort is not sort:
                 await pilot.press("s")
             await shown(app, pilot)
             assert order(screen_text(app)) == wanted
@@ -57,25 +74,40 @@ async def test_the_table_is_sorted_by_any_column(event_server: EventServer) -> N
         assert order(screen_text(app))[0] == "2"
         # The heading of the column `prompt`, inside the border.
         await pilot.click("RequestTable", offset=(60, 1))
-        assert app.look.sort is Sort.PROMPT
+        assert app.session.look.sort is Sort.PROMPT
         await pilot.click("RequestTable", offset=(60, 1))
-        assert app.look.ascending
+        assert app.session.look.ascending
 
 
-async def test_a_filter_leaves_what_contains_all_words(event_server: EventServer) -> None:
-    async with dashboard(event_server, LARGE, WITH_THREE) as (app, pilot):
-        await pilot.press("3", "slash", *"anna 3")
-        await shown(app, pilot, lambda: app.state.stats)
-        assert order(screen_text(app)) == ["3"]
-        await pilot.press(*"x")
-        await shown(app, pilot)
+@pytest.mark.parametrize("size", [LARGE, SMALL])
+async def test_a_filter_shows_and_filters_while_it_is_typed(
+    event_server: EventServer, size: tuple[int, int]
+) -> None:
+    async with dashboard(event_server, size, WITH_THREE) as (app, pilot):
+        await until(pilot, lambda: app.session.state.stats)
+        await pilot.press("3", "slash", *"anna")
+        await shown(app, pilot, lambda: app.session.look.query == "anna")
+        last = screen_text(app).splitlines()[-2:]
+        assert last[0].split()[0] == "anna"
+        assert "enter Keep" in last[1]
+        assert "esc Clear" in last[1]
+        assert order(screen_text(app)) == ["1", "3"]
+        await pilot.press(*" 3x")
+        await shown(app, pilot, lambda: app.session.look.query == "anna 3x")
         assert "No request contains 'anna 3x'; esc shows all." in screen_text(app)
-        await pilot.press("enter")
-        assert not isinstance(app.focused, Filter)
+        await pilot.press("backspace", "enter")
+        assert app.focused is None
+        await shown(app, pilot)
+        assert "anna 3" in screen_text(app).splitlines()[-2], "what is kept is seen"
+        assert order(screen_text(app)) == ["3"]
         await pilot.press("escape")
         await shown(app, pilot)
         assert order(screen_text(app)) == ["1", "2", "3"]
-        assert isinstance(app.screen, RequestsPage)
+        await pilot.press("slash", *"codex", "escape")
+        assert app.focused is None
+        await shown(app, pilot)
+        assert "codex" not in screen_text(app).splitlines()[-2]
+        assert order(screen_text(app)) == ["1", "2", "3"]
 
 
 async def test_the_detail_of_a_request(event_server: EventServer) -> None:
@@ -83,7 +115,7 @@ async def test_the_detail_of_a_request(event_server: EventServer) -> None:
     answer = Answer((INFO, snapshot(CELLS), secret, STATS))
     async with dashboard(event_server, LARGE, answer) as (app, pilot):
         await pilot.press("3", "down")
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await pilot.press("down")
         await shown(app, pilot)
         text = screen_text(app)
@@ -91,15 +123,34 @@ async def test_the_detail_of_a_request(event_server: EventServer) -> None:
         assert "99.1 %" in text, "1300 of 82 blocks of 16"
 
 
+async def test_wide_letters_keep_the_columns(event_server: EventServer) -> None:
+    wide = sequence(
+        1, request_id="世界" * 20, owner="安娜" * 9, model="模型" * 30, prompt="你好。" * 40
+    )
+    answer = Answer((INFO, snapshot(CELLS), sequences(wide, sequence(2)), STATS))
+    async with dashboard(event_server, LARGE, answer) as (app, pilot):
+        await until(pilot, lambda: app.session.state.stats)
+        await pilot.press("3", "tab")
+        await shown(app, pilot)
+        lines = screen_strips(app)
+        assert {line.cell_length for line in lines} == {LARGE[0]}
+        text = screen_text(app)
+        rows = [line for line in text.splitlines() if "running" in line and "■" in line]
+        assert len({cell_len(row[: row.index("running")]) for row in rows}) == 1
+        assert text.count("你") == 40, "wrapped, not cut"
+
+
 async def test_prompts_that_are_not_shown_are_not_shown(event_server: EventServer) -> None:
     async with dashboard(event_server, LARGE, WITH_THREE) as (app, pilot):
         await pilot.press("3")
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await pilot.press("down")
         await shown(app, pilot)
         assert "This server does not show prompts." in screen_text(app)
         event_server.send(msgspec.structs.replace(INFO, prompts_shown=True))
-        await shown(app, pilot, lambda: app.state.info and app.state.info.prompts_shown)
+        await shown(
+            app, pilot, lambda: app.session.state.info and app.session.state.info.prompts_shown
+        )
         text = " ".join(screen_text(app).split())
         assert "This server does not show another" in text
 
@@ -112,8 +163,7 @@ async def test_a_request_is_aborted_after_a_question(
     event_server.pages[path] = page(b'{"aborted": true}')
     async with dashboard(event_server, size) as (app, pilot):
         await pilot.press("x")
-        await shown(app, pilot)
-        assert "choose a request first" in screen_text(app)
+        await shown(app, pilot, lambda: "Choose a request first" in screen_text(app))
         await pilot.press("tab", "x")
         await shown(app, pilot)
         assert "Abort chatcmpl-1 of anna?" in screen_text(app)
@@ -121,9 +171,87 @@ async def test_a_request_is_aborted_after_a_question(
         await pilot.pause()
         assert not any(path in request for request in event_server.requests)
         await pilot.press("x", "y")
-        await shown(app, pilot, lambda: app.look.message.startswith("aborted"))
-        assert "aborted chatcmpl-1" in screen_text(app)
+        await until(pilot, lambda: "Aborted chatcmpl-1" in screen_text(app))
         assert sum(path in request for request in event_server.requests) == 1
+
+
+async def test_keys_that_come_at_once_are_all_typed(event_server: EventServer) -> None:
+    async with dashboard(event_server, SMALL, WITH_THREE) as (app, pilot):
+        await pilot.press("3")
+        await until(pilot, lambda: app.session.state.stats)
+        for key in ("slash", *"codex"):
+            app.post_message(Key(key, "/" if key == "slash" else key))
+        await shown(app, pilot, lambda: app.session.look.query == "codex")
+        assert order(screen_text(app)) == ["2"]
+
+
+def told(app: DashboardApp) -> str:
+    """The words of the newest message, however they are broken into lines."""
+    toasts = list(app.screen.query("Toast"))
+    area = toasts[-1].outer_size.region
+    lines = (strip.text.strip(" ▌") for strip in toasts[-1].render_lines(area))
+    return " ".join(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("size", [LARGE, SMALL])
+@pytest.mark.parametrize(
+    ("request_id", "words"),
+    [
+        ("chatcmpl-1", ("Not yours: this request is of anna.", "APPLIANCE_API_KEY")),
+        ("r" * 200, ("Not yours", "any.")),
+    ],
+)
+async def test_why_a_request_cannot_be_aborted_comes_before_the_question(
+    event_server: EventServer, size: tuple[int, int], request_id: str,
+    words: tuple[str, ...],
+) -> None:  # fmt: skip
+    theirs = sequences(sequence(1, request_id=request_id, yours=False))
+    of_others = Answer((INFO, snapshot(CELLS), theirs, STATS))
+    async with dashboard(event_server, size, of_others) as (app, pilot):
+        await until(pilot, lambda: app.session.state.stats)
+        await pilot.press("tab", "x")
+        await until(pilot, lambda: app.screen.query("Toast"))
+        await pilot.pause()
+        assert isinstance(app.screen, Page), "no question"
+        for word in words:
+            assert word in told(app)
+
+
+async def test_a_request_that_has_ended_is_said_to_have_ended(event_server: EventServer) -> None:
+    async with dashboard(event_server, SMALL, WITH_THREE) as (app, pilot):
+        await until(pilot, lambda: app.session.state.stats)
+        await pilot.press("tab")
+        event_server.send(sequences(sequence(2)))
+        await shown(app, pilot, lambda: len(app.session.state.sequences) == 1)
+        await pilot.press("x")
+        await until(pilot, lambda: app.screen.query("Toast"))
+        await pilot.pause()
+        assert told(app).startswith("It has ended: there is nothing to abort of chatcmpl-1")
+        await pilot.press("tab", "p")
+        event_server.send(sequences())
+        await until(pilot, lambda: not app.session.state.sequences)
+        await pilot.press("x")
+        await until(pilot, lambda: "It has ended since" in told(app))
+        assert "chatcmpl-2" in told(app)
+        await event_server.stop()
+        await until(pilot, lambda: app.session.state.connection.phase is Phase.LOST)
+        await pilot.press("x")
+        await until(pilot, lambda: "No connection" in told(app))
+
+
+async def test_in_a_recording_nothing_can_be_aborted(tmp_path: Path) -> None:
+    path = tmp_path / "feed"
+    recorder = Recorder(path, "box")
+    for event in (Connection(Phase.LIVE), INFO, snapshot(CELLS), THREE, STATS):
+        recorder.write(event)
+    recorder.close()
+    app = DashboardApp(ReplayFeed(path))
+    async with app.run_test(notifications=True) as pilot:
+        await until(pilot, lambda: app.session.state.stats)
+        await pilot.press("tab", "x")
+        await until(pilot, lambda: app.screen.query("Toast"))
+        await pilot.pause()
+        assert told(app) == "A recording: nothing can be aborted in it."
 
 
 async def test_a_refused_abort_is_told(event_server: EventServer) -> None:
@@ -131,8 +259,7 @@ async def test_a_refused_abort_is_told(event_server: EventServer) -> None:
     event_server.pages[path] = page(b'{"error": {"message": "it has ended"}}', "404 Not Found")
     async with dashboard(event_server) as (app, pilot):
         await pilot.press("tab", "x", "y")
-        await shown(app, pilot, lambda: "not aborted" in app.look.message)
-        assert "not aborted: it has ended" in screen_text(app)
+        await until(pilot, lambda: "Not aborted: it has ended" in screen_text(app))
 
 
 @pytest.mark.parametrize("size", [LARGE, SMALL])
@@ -159,13 +286,13 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
         pilot,
     ):
         await pilot.press("4")
-        await shown(app, pilot, lambda: len(app.state.jobs) == 2)
+        await shown(app, pilot, lambda: len(app.session.state.jobs) == 2)
         text = screen_text(app)
         assert ("more ↓" in text) == (size == SMALL)
         await pilot.press("pagedown", "pagedown")
         await shown(app, pilot)
         text += screen_text(app)
-        assert app.look.facts_down == max(one.hidden for one in app.screen.query(LongPanel))
+        assert app.session.look.facts_down == max(one.hidden for one in app.screen.query(LongPanel))
         for words in (
             "perplexity",
             "11.53",
@@ -186,7 +313,7 @@ async def test_the_model_and_its_memory(event_server: EventServer, size: tuple[i
         assert "note: the C library was not built" in text
         assert "quantize old" not in text
         await pilot.press(*["pageup"] * 3, "j", "k")
-        assert app.look.facts_down == 0
+        assert app.session.look.facts_down == 0
 
 
 async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) -> None:
@@ -201,7 +328,7 @@ async def test_a_gpu_is_shown_with_all_that_is_known(event_server: EventServer) 
     stats = msgspec.structs.replace(STATS, machine=machine)
     async with dashboard(event_server, LARGE, Answer((INFO, stats))) as (app, pilot):
         await pilot.press("4")
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         text = screen_text(app)
     for words in (
         "RTX 4090",
@@ -226,7 +353,7 @@ async def test_two_gpus_share_the_room_of_one(event_server: EventServer) -> None
     )  # fmt: skip
     stats = msgspec.structs.replace(STATS, machine=Machine(gpus=gpus))
     async with dashboard(event_server, LARGE, Answer((INFO, stats))) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         text = screen_text(app)
     for words in ("card 1", "10%", "1.0 GiB", "100 W", "card 2", "20%", "2.0 GiB", "200 W"):
         assert words in text, words
@@ -237,7 +364,7 @@ async def test_without_a_gpu_processor_and_memory_are_shown(event_server: EventS
     machine = Machine(cpu_cores=16, cpu_used=5.5, engine_rss_bytes=3 * 2**30)
     stats = msgspec.structs.replace(STATS, machine=machine)
     async with dashboard(event_server, LARGE, Answer((INFO, stats))) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         text = screen_text(app)
     assert "of 16 cores" in text
     assert "5.5" in text
@@ -252,11 +379,11 @@ async def test_the_log_grows_and_is_scrolled(event_server: EventServer) -> None:
     many = Log(lines=tuple(log_line(number) for number in range(100)))
     async with dashboard(event_server, SMALL, Answer((INFO, many))) as (app, pilot):
         await pilot.press("5")
-        await shown(app, pilot, lambda: app.state.log)
+        await shown(app, pilot, lambda: app.session.state.log)
         assert "line 99" in screen_text(app)
         assert "line 50" not in screen_text(app)
         event_server.send(Log(lines=(log_line(100, "ERROR"),)))
-        await shown(app, pilot, lambda: len(app.state.log) == 101)
+        await shown(app, pilot, lambda: len(app.session.state.log) == 101)
         assert "ERROR    engine: line 100" in screen_text(app)
         await pilot.press(*["pageup"] * 5)
         await shown(app, pilot)
@@ -279,18 +406,22 @@ async def test_back_in_time_and_forward_again(event_server: EventServer) -> None
         before = block_map_colors(app)
         await pilot.pause(0.3)
         event_server.send(snapshot([CACHED] * 4096))
-        await shown(app, pilot, lambda: app.state.blocks and app.state.blocks.counts().active == 0)
+        await shown(
+            app,
+            pilot,
+            lambda: app.session.state.blocks and app.session.state.blocks.counts().active == 0,
+        )
         assert block_map_colors(app) != before
-        app.action_rewind(0.2)  # type: ignore[arg-type]  # keys give whole seconds
+        app.session.rewind(0.2)
         await shown(app, pilot)
         assert "paused" in screen_text(app)
         assert block_map_colors(app) == before
         await pilot.press("right_square_bracket")
         await shown(app, pilot)
-        assert app.look.held is None
+        assert app.session.look.held is None
         assert "live" in screen_text(app)
         await pilot.press("left_curly_bracket")  # farther than there is: the beginning
-        assert app.look.held is not None
+        assert app.session.look.held is not None
 
 
 async def test_pages_are_in_the_command_palette(event_server: EventServer) -> None:
@@ -311,7 +442,7 @@ async def test_another_make_of_server_is_shown_by_its_metrics(event_server: Even
     event_server.pages["/metrics"] = page(text.encode(), kind="text/plain; version=0.0.4")
     missing = page(b"{}", "404 Not Found")
     async with dashboard(event_server, LARGE, missing) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         text = screen_text(app)
         for words in (
             "Qwen/Qwen3-8B", "its metrics only", "runs on another make of server", "25.0 %",
@@ -319,7 +450,7 @@ async def test_another_make_of_server_is_shown_by_its_metrics(event_server: Even
         ):  # fmt: skip
             assert words in text, words
         del event_server.pages["/metrics"]
-        await shown(app, pilot, lambda: not app.state.current)
+        await shown(app, pilot, lambda: not app.session.state.current)
         assert "is not an appliance" in screen_text(app) or "lost" in screen_text(app)
 
 
@@ -336,7 +467,7 @@ async def test_siblings_are_told_apart_however_long_their_id_is(event_server: Ev
     beams = [sequence(1 + n, index=n, request_id=long) for n in range(3)]
     answer = Answer((INFO, snapshot([FREE] * 64), sequences(*beams), STATS))
     async with dashboard(event_server, LARGE, answer) as (app, pilot):
-        await shown(app, pilot, lambda: app.state.stats)
+        await shown(app, pilot, lambda: app.session.state.stats)
         await shown(app, pilot)
         text = screen_text(app)
     assert "cmpl-0123456789012345… #1" in text

@@ -62,7 +62,7 @@ async def test_an_hour_of_a_replay_takes_no_more_memory_than_its_first_minutes(
             for item in happened(frame):
                 file.write(b"\n" + encode_item(item, frame / FRAMES_PER_SECOND))
     app = DashboardApp(ReplayFeed(path, speed=math.inf))
-    app._timeline = Timeline(2**20)  # full after some minutes
+    app.session.timeline = Timeline(2**20)  # full after some minutes
     sizes: list[int] = []
     take = app.take
 
@@ -76,7 +76,7 @@ async def test_an_hour_of_a_replay_takes_no_more_memory_than_its_first_minutes(
 
     monkeypatch.setattr(app, "take", take_and_paint)
     async with app.run_test(size=LARGE) as pilot, asyncio.timeout(120):
-        while app.state.connection.phase is not Phase.ENDED:
+        while app.session.state.connection.phase is not Phase.ENDED:
             await pilot.pause(0.1)
     assert len(sizes) == 3600 // MEASURE_SECONDS
     assert max(sizes[2:]) - sizes[1] < MOST_GROWTH, sizes

@@ -29,10 +29,11 @@ PROGRAM = """
 import sys
 from appliance.tui.run import run_dashboard
 if "crash" in sys.argv:
-    from appliance.tui.app import DashboardApp
+    from appliance.tui.screens.page import Page
     def crash(self):
+        private = "a prompt"
         raise RuntimeError("planted")
-    DashboardApp.action_next_mode = crash
+    Page.action_next_mode = crash
 code = run_dashboard(sys.argv[1], "key")
 heavy = [n for n in sys.modules if n.split(".")[0] in ("torch", "transformers", "triton")]
 ours = [n for n in sys.modules if n.startswith(("appliance.engine", "appliance.model"))]
@@ -144,6 +145,7 @@ async def test_a_crash_leaves_the_terminal_clean_and_says_why(event_server: Even
         said = shown.drawn.split(b"\x1b[?1049l")[1]
         assert b"planted" in said
         assert b"locals" not in said, "they may be private"
+        assert b"a prompt" not in said
         assert b"Bearer" not in said
 
 

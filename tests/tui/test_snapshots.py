@@ -18,7 +18,16 @@ from appliance.events import Event, Gpu, Info, Job, Log, LogLine, Machine, Quali
 from appliance.stats import StepView
 from appliance.tui.display import Colors, Display
 from tests.tui.conftest import INFO, STATS, Answer, EventServer, page, sequence, sequences, snapshot
-from tests.tui.piloting import CELLS, LARGE, SMALL, TRUECOLOR, dashboard, screen_text, shown
+from tests.tui.piloting import (
+    CELLS,
+    LARGE,
+    SMALL,
+    TRUECOLOR,
+    dashboard,
+    screen_strips,
+    screen_text,
+    shown,
+)
 from tests.tui.test_controls import TABLE
 
 if TYPE_CHECKING:
@@ -170,13 +179,13 @@ class Tour:
         """Name and look of each screen in turn."""
         async with dashboard(self._server, size, self._answer, display=self._display) as opened:
             app, pilot = opened
-            await shown(app, pilot, lambda: app.state.stats)
+            await shown(app, pilot, lambda: app.session.state.stats)
             for screen in screens:
                 await pilot.press(*screen.keys.split())
                 if screen.changes:
-                    app.change(**screen.changes)
-                if app.look.focus is not None:
-                    await shown(app, pilot, lambda: app.state.table)
+                    app.session.change(**screen.changes)
+                if app.session.look.focus is not None:
+                    await shown(app, pilot, lambda: app.session.state.table)
                 await shown(app, pilot)
                 await pilot.pause(0.1)
                 yield screen.name, self._look(app, with_styles=size == SMALL)
@@ -192,7 +201,7 @@ def styles_of(app: DashboardApp) -> Iterator[str]:
     """The screen with a letter for the style of each cell, and below it what they stand for."""
     letters: dict[str, str] = {}
     alphabet = iter(string.ascii_letters + string.digits)
-    for strip in app.screen._compositor.render_strips():
+    for strip in screen_strips(app):
         line = ""
         for segment in strip:
             # Of a space only the background is seen.

@@ -10,6 +10,7 @@ from textual.containers import Horizontal
 from appliance.tui.screens.page import Page
 from appliance.tui.widgets.log import LogPanel
 from appliance.tui.widgets.model import MemoryPanel, ModelPanel
+from appliance.tui.widgets.panel import LongPanel
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
@@ -19,10 +20,12 @@ class ModelPage(Page):
     """What is loaded, and its memory."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "app.scroll_facts(-1)", "Up", show=False),
-        Binding("down,j", "app.scroll_facts(1)", "Down", show=False),
-        Binding("pageup", "app.scroll_facts(-10)", "Far up", show=False),
-        Binding("pagedown", "app.scroll_facts(10)", "Far down", show=False),
+        Binding("c", "next_mode", "Colours", show=False),
+        Binding("tab", "focus_sequence(1)", "Next", show=False),
+        Binding("up,k", "scroll(-1)", "Up", key_display="↑"),
+        Binding("down,j", "scroll(1)", "Down", key_display="↓"),
+        Binding("pageup", "scroll(-10)", "Far up", show=False),
+        Binding("pagedown", "scroll(10)", "Far down", show=False),
     ]
     DEFAULT_CSS = """
     ModelPage {
@@ -37,18 +40,30 @@ class ModelPage(Page):
             yield ModelPanel()
             yield MemoryPanel()
 
+    def action_scroll(self, lines: int) -> None:
+        """Go down, or up with a negative number."""
+        most = max(panel.hidden for panel in self.query(LongPanel))
+        self.session.change(facts_down=min(max(self.session.look.facts_down + lines, 0), most))
+
 
 class LogPage(Page):
     """Warnings and errors."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "app.scroll_log(1)", "Older", key_display="↑"),
-        Binding("down,j", "app.scroll_log(-1)", "Newer", key_display="↓"),
-        Binding("pageup", "app.scroll_log(10)", "Much older", show=False),
-        Binding("pagedown", "app.scroll_log(-10)", "Much newer", show=False),
+        Binding("c", "next_mode", "Colours", show=False),
+        Binding("tab", "focus_sequence(1)", "Next", show=False),
+        Binding("up,k", "scroll(1)", "Older", key_display="↑"),
+        Binding("down,j", "scroll(-1)", "Newer", key_display="↓"),
+        Binding("pageup", "scroll(10)", "Much older", show=False),
+        Binding("pagedown", "scroll(-10)", "Much newer", show=False),
     ]
     DEFAULT_CSS = "LogPage StatusLine { display: none; }"
 
     def body(self) -> ComposeResult:
         """One panel."""
         yield LogPanel()
+
+    def action_scroll(self, lines: int) -> None:
+        """Go back, or forward with a negative number."""
+        most = max(0, len(self.session.view().state.log) - 1)
+        self.session.change(log_back=min(max(self.session.look.log_back + lines, 0), most))

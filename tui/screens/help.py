@@ -37,7 +37,7 @@ _KEYS = (
     ("x", "abort the request in focus, after a question"),
     ("map: + -", "look closer, down to one block a cell, or from farther away"),
     ("map: arrows", "move the cursor; enter focuses the owner of its block"),
-    ("requests:", "s sorts, r reverses, / filters"),
+    ("requests:", "s sorts, r reverses; / filters: enter keeps, esc clears"),
     ("model, log:", "arrows and page keys scroll"),
     ("ctrl+p  ?  q", "all commands, and themes; this help; quit"),
 )
@@ -68,6 +68,7 @@ class HelpScreen(ModalScreen[None]):
         width: 80; max-width: 100%; height: auto; max-height: 100%;
         border: round {palette.ACCENT}; background: {palette.BACKGROUND};
         border-title-style: bold; border-title-color: {palette.BRIGHT}; padding: 0 1;
+        border-subtitle-color: {palette.MUTED};
     }}
     """
 
@@ -78,7 +79,7 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         """The box."""
         with VerticalScroll() as box:
-            box.border_title = "appliance top"
+            box.border_title, box.border_subtitle = "appliance top", "esc closes"
             yield Static(_text(self._lettered))
 
 

@@ -8,7 +8,9 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 
 from appliance.tui import palette
+from appliance.tui.look import SequenceKey
 from appliance.tui.screens.page import Page
+from appliance.tui.viewport import levels
 from appliance.tui.widgets.block_map import BlockMap
 from appliance.tui.widgets.block_table import BlockTablePanel
 from appliance.tui.widgets.detail import Detail
@@ -18,6 +20,7 @@ from appliance.tui.widgets.minimap import Minimap
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
+    from textual.driver import Driver
 
     from appliance.tui.view import View
 
@@ -26,13 +29,15 @@ class MapPage(Page):
     """Looks at single blocks."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("plus,equals_sign", "app.zoom(1)", "Zoom", key_display="+ -"),
-        Binding("minus", "app.zoom(-1)", "Farther", show=False),
-        Binding("left,h", "app.move(-1, 0)", "Left", show=False),
-        Binding("right,l", "app.move(1, 0)", "Right", show=False),
-        Binding("up,k", "app.move(0, -1)", "Up", show=False),
-        Binding("down,j", "app.move(0, 1)", "Down", show=False),
-        Binding("enter", "app.focus_owner", "Focus owner", show=False),
+        Binding("plus,equals_sign", "zoom(1)", "Zoom", key_display="+ -"),
+        Binding("minus", "zoom(-1)", "Farther", show=False),
+        Binding("left,h", "move(-1, 0)", "Left", show=False),
+        Binding("right,l", "move(1, 0)", "Right", show=False),
+        Binding("up,k", "move(0, -1)", "Up", show=False),
+        Binding("down,j", "move(0, 1)", "Down", show=False),
+        # Not shown here: narrow terminals have no room for all.
+        Binding("left_square_bracket", "rewind(5)", "Back", show=False),
+        Binding("enter", "focus_owner", "Focus owner", show=False),
     ]
     DEFAULT_CSS = f"""
     MapPage {{
@@ -60,7 +65,7 @@ class MapPage(Page):
                 yield Detail()
             yield BlockTablePanel()
 
-    def paint(self, view: View, *, panels: bool = True) -> None:
+    def paint(self, view: View, *, panels: bool = True, terminal: Driver | None = None) -> None:
         """Show another view."""
         blocks = view.state.blocks
         for block_map in self.query(BlockMap):
@@ -69,4 +74,49 @@ class MapPage(Page):
             if blocks is not None and port.zoomed:
                 title += f", {port.span.start:,} to {port.span.stop - 1:,}"
             self.entitle("#map-panel", title)
-        super().paint(view, panels=panels)
+        super().paint(view, panels=panels, terminal=terminal)
+
+    def action_zoom(self, step: int) -> None:
+        """Look closer or from farther away."""
+        view = self.session.view()
+        blocks, size = view.state.blocks, self.query_one(BlockMap).size
+        if blocks is None or not blocks.num_blocks:
+            return
+        most = len(levels(blocks.num_blocks, size.width, size.height, lettered=view.lettered)) - 1
+        level = min(max(view.look.level + step, 0), most)
+        cursor = view.look.cursor
+        if cursor is None and level:
+            cursor = blocks.num_blocks // 2
+        self.session.change(level=level, cursor=cursor)
+
+    def action_move(self, columns: int, rows: int) -> None:
+        """Move the cursor by pixels of the map."""
+        view = self.session.view()
+        blocks, cursor = view.state.blocks, view.look.cursor
+        if blocks is None or not blocks.num_blocks:
+            return
+        port = self.query_one(BlockMap).viewport(view)
+        if cursor is None:
+            self.session.change(cursor=port.span.start + len(port.span) // 2)
+            return
+        across = max(1, round(port.grid.blocks_per_pixel))
+        cells = 1 if port.lettered else 2  # a line of cells is two of pixels
+        moved = cursor + columns * across + rows * port.line_of_blocks() * cells
+        self.session.change(cursor=min(max(moved, 0), blocks.num_blocks - 1))
+
+    def action_focus_owner(self) -> None:
+        """Bring out the sequence that owns the block under the cursor."""
+        view = self.session.view()
+        blocks, cursor = view.state.blocks, view.look.cursor
+        if blocks is None or cursor is None or cursor >= blocks.num_blocks:
+            return
+        slot = int(blocks.owners[cursor])
+        keys = [SequenceKey.of(one) for one in view.state.sequences if one.slot == slot]
+        self.session.change(focus=keys[0] if keys else None)
+
+    def action_show_all(self) -> None:
+        """Bring out all sequences again; then look at all blocks, without a cursor."""
+        if self.session.look.focus is not None:
+            super().action_show_all()
+        else:
+            self.session.change(level=0, cursor=None)

@@ -22,6 +22,7 @@ from appliance.tui.widgets.trends import Trends
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
+    from textual.driver import Driver
 
     from appliance.tui.view import View
 
@@ -30,8 +31,8 @@ class Overview(Page):
     """On a small terminal the map and two lines."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("down", "app.focus_sequence(1)", "Next", show=False),
-        Binding("up", "app.focus_sequence(-1)", "Previous", show=False),
+        Binding("down", "focus_sequence(1)", "Next", show=False),
+        Binding("up", "focus_sequence(-1)", "Previous", show=False),
     ]
     DEFAULT_CSS = f"""
     Overview {{
@@ -75,7 +76,7 @@ class Overview(Page):
                 yield MachinePanel()
         yield RequestTable()
 
-    def paint(self, view: View, *, panels: bool = True) -> None:
+    def paint(self, view: View, *, panels: bool = True, terminal: Driver | None = None) -> None:
         """Show another view; here the map is always whole and without a cursor."""
         self.entitle("#map-panel", f"KV blocks by {view.mode.value}")
-        super().paint(view.whole(), panels=panels)
+        super().paint(view.whole(), panels=panels, terminal=terminal)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
@@ -10,42 +10,52 @@ from textual.screen import Screen
 from textual.widgets import Footer
 
 from appliance.tui import palette
+from appliance.tui.controls import ControlError
+from appliance.tui.look import SequenceKey
+from appliance.tui.screens.confirm import ConfirmScreen
+from appliance.tui.screens.help import HelpScreen
 from appliance.tui.widgets.block_map import BlockMap
 from appliance.tui.widgets.header import Header
+from appliance.tui.widgets.lines import Lines
 from appliance.tui.widgets.status_line import StatusLine
 from appliance.tui.widgets.too_small import TooSmall
-from appliance.tui.wire import Painted, PaintsItself, painted
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from textual.app import ComposeResult
+    from textual.driver import Driver
 
+    from appliance.tui.messages import BlockChosen, SequenceChosen, SortChosen
+    from appliance.tui.session import Session
     from appliance.tui.view import View
 
 MIN_WIDTH, MIN_HEIGHT = 40, 10
 
 
 class Page(Screen[None]):
-    """One of the pages between which the number keys switch; a subclass says what is on it."""
+    """One of the pages between which the number keys switch; a subclass says what is on it.
+
+    Args:
+        session: what is shown, and how the person looks at it.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,ctrl+c", "app.quit", "Quit", key_display="q"),
-        Binding("1", "app.page('overview')", "Overview", show=False),
-        Binding("2", "app.page('map')", "Map", show=False),
-        Binding("3", "app.page('requests')", "Requests", show=False),
-        Binding("4", "app.page('model')", "Model", show=False),
-        Binding("5", "app.page('log')", "Log", show=False),
-        Binding("c", "app.next_mode", "Colours"),
-        Binding("tab", "app.focus_sequence(1)", "Next"),
-        Binding("shift+tab", "app.focus_sequence(-1)", "Previous", show=False),
-        Binding("escape", "app.show_all", "All"),
-        Binding("p,space", "app.pause", "Pause", key_display="p"),
-        Binding("left_square_bracket", "app.rewind(5)", "Back", key_display="["),
-        Binding("right_square_bracket", "app.rewind(-5)", "Forward", show=False),
-        Binding("left_curly_bracket", "app.rewind(60)", "A minute back", show=False),
-        Binding("right_curly_bracket", "app.rewind(-60)", "A minute forward", show=False),
-        Binding("x", "app.abort", "Abort", show=False),
-        Binding("question_mark", "app.help", "Help", key_display="?"),
+        Binding("1", "app.switch_mode('overview')", "Pages", key_display="1-5"),
+        Binding("2", "app.switch_mode('map')", "Map", show=False),
+        Binding("3", "app.switch_mode('requests')", "Requests", show=False),
+        Binding("4", "app.switch_mode('model')", "Model", show=False),
+        Binding("5", "app.switch_mode('log')", "Log", show=False),
+        Binding("c", "next_mode", "Colours"),
+        Binding("tab", "focus_sequence(1)", "Next"),
+        Binding("shift+tab", "focus_sequence(-1)", "Previous", show=False),
+        Binding("escape", "show_all", "All"),
+        Binding("p,space", "pause", "Pause", key_display="p"),
+        Binding("left_square_bracket", "rewind(5)", "Back", key_display="["),
+        Binding("right_square_bracket", "rewind(-5)", "Forward", show=False),
+        Binding("left_curly_bracket", "rewind(60)", "A minute back", show=False),
+        Binding("right_curly_bracket", "rewind(-60)", "A minute forward", show=False),
+        Binding("x", "abort", "Abort", show=False),
+        Binding("question_mark", "help", "Help", key_display="?"),
     ]
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012  (typed by Textual)
         (0, "-tiny"), (MIN_WIDTH, "-narrow"), (110, "-wide"), (200, "-huge"),
@@ -65,6 +75,10 @@ class Page(Screen[None]):
     }}
     """
 
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+
     def compose(self) -> ComposeResult:
         """Header, what the page shows, keys."""
         yield TooSmall()
@@ -80,7 +94,7 @@ class Page(Screen[None]):
 
     def on_screen_resume(self) -> None:
         """Show at once what changed while another page was seen."""
-        self.call_after_refresh(self.run_action, "app.repaint")
+        self.call_after_refresh(lambda: self.paint(self.session.view()))
 
     def entitle(self, selector: str, title: str) -> None:
         """Put a title into the border of a panel; each change paints all of it anew."""
@@ -88,28 +102,89 @@ class Page(Screen[None]):
             if panel.border_title != title:
                 panel.border_title = title
 
-    def paint(self, view: View, *, panels: bool = True) -> None:
+    def paint(self, view: View, *, panels: bool = True, terminal: Driver | None = None) -> None:
         """Show another view.
 
         Args:
             view: what to show.
             panels: whether to show the numbers too, or only the map.
+            terminal: that the screen is on, if it may be written to past Textual.
         """
+        if self.app.screen is not self or self.query("Toast"):
+            terminal = None  # something lies over the page
         # A query, as a frame may fall due before the widgets are there and after they are gone.
-        changed = [
-            (widget, regions)
-            for widget in self.query(PaintsItself if panels else BlockMap)
-            if (regions := widget.present(view))
-        ]
-        if not changed:
+        for widget in self.query(Lines if panels else BlockMap):
+            widget.present(view, terminal)
+
+    def say(self, message: str) -> None:
+        """Tell the person something for a few seconds."""
+        self.notify(message, severity="warning", markup=False)
+
+    def action_next_mode(self) -> None:
+        """Let the colours mean something else."""
+        self.session.change(mode=self.session.look.mode.next)
+
+    def action_pause(self) -> None:
+        """Hold the picture still, or let it go on."""
+        self.session.pause()
+
+    def action_rewind(self, seconds: int) -> None:
+        """Go back in time, or forward again with a negative number."""
+        self.session.rewind(seconds)
+
+    def action_focus_sequence(self, step: int) -> None:
+        """Bring out another sequence."""
+        self.session.focus_next(step)
+
+    def action_show_all(self) -> None:
+        """Bring out all sequences again."""
+        self.session.change(focus=None)
+
+    def action_help(self) -> None:
+        """Explain keys and colours."""
+        self.app.push_screen(HelpScreen(self.session.view().lettered))
+
+    def action_abort(self) -> None:
+        """Abort the request in focus, once the person has confirmed it."""
+        sequence = self.session.view().focused
+        if refusal := self.session.why_not_abort(sequence):
+            self.say(refusal)
             return
-        app = self.app
-        # What has changed is sent without Textual's way round by the whole screen, unless
-        # something lies over the page or it is about to be laid out anew.
-        if app.screen is not self or self._layout_required or app._batch_count:
-            for widget, regions in changed:
-                widget.refresh(*regions)
-            return
-        filters = app.get_line_filters()
-        spans = [span for one in changed for span in painted(*one, filters)]
-        app._display(self, cast("RenderableType", Painted(spans)))
+        assert sequence is not None
+        key, of = SequenceKey.of(sequence), f" of {sequence.owner}" if sequence.owner else ""
+
+        def decided(yes: bool | None) -> None:
+            if yes:
+                self.run_worker(self._abort(key), name="abort")
+
+        self.app.push_screen(
+            ConfirmScreen(
+                f"Abort {key.brief}{of}?",
+                "Its client is told that whoever runs the server ended it.",
+            ),
+            decided,
+        )
+
+    async def _abort(self, key: SequenceKey) -> None:
+        assert self.session.controls is not None
+        try:
+            await self.session.controls.abort(key.request_id)
+        except ControlError as error:
+            self.say(f"Not aborted: {error} ({key.brief})")
+        else:
+            self.notify(f"Aborted {key.brief}", markup=False)
+
+    def on_sequence_chosen(self, message: SequenceChosen) -> None:
+        """Bring out what was clicked, or all again."""
+        again = message.key == self.session.look.focus
+        self.session.change(focus=None if again else message.key)
+
+    def on_block_chosen(self, message: BlockChosen) -> None:
+        """Move the cursor there."""
+        self.session.change(cursor=message.block)
+
+    def on_sort_chosen(self, message: SortChosen) -> None:
+        """Order by that column, or the other way round if it is so already."""
+        look = self.session.look
+        same = message.sort is look.sort
+        self.session.change(sort=message.sort, ascending=same and not look.ascending)

@@ -9,13 +9,13 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Input
 
 from appliance.tui import palette
-from appliance.tui.messages import QueryTyped
 from appliance.tui.screens.page import MIN_WIDTH, Page
 from appliance.tui.widgets.request_detail import RequestDetail
 from appliance.tui.widgets.requests import RequestTable
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
+    from textual.driver import Driver
 
     from appliance.tui.view import View
 
@@ -24,12 +24,19 @@ class Filter(Input):
     """One line to type what the table must contain."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,enter", "leave", "Back to the table", show=False),
+        Binding("enter", "leave", "Keep", key_display="enter"),
+        Binding("escape", "clear", "Clear"),
     ]
 
     def action_leave(self) -> None:
         """Keep the filter and give the keys back to the table."""
+        self.set_class(bool(self.value), "-used")
         self.screen.set_focus(None)
+
+    def action_clear(self) -> None:
+        """Show all again."""
+        self.value = ""
+        self.action_leave()
 
 
 class RequestsPage(Page):
@@ -37,15 +44,16 @@ class RequestsPage(Page):
 
     AUTO_FOCUS = ""
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("down", "app.focus_sequence(1)", "Next", show=False),
-        Binding("up", "app.focus_sequence(-1)", "Previous", show=False),
-        Binding("s", "app.next_sort", "Sort"),
-        Binding("r", "app.reverse_sort", "Reverse", show=False),
+        Binding("down", "focus_sequence(1)", "Next", show=False),
+        Binding("up", "focus_sequence(-1)", "Previous", show=False),
+        Binding("s", "next_sort", "Sort"),
+        Binding("r", "reverse_sort", "Reverse", show=False),
         Binding("slash", "filter", "Filter", key_display="/"),
-        Binding("x", "app.abort", "Abort"),
+        Binding("x", "abort", "Abort"),
         # Not shown here: narrow terminals have no room for all.
-        Binding("c", "app.next_mode", "Colours", show=False),
-        Binding("left_square_bracket", "app.rewind(5)", "Back", show=False),
+        Binding("c", "next_mode", "Colours", show=False),
+        Binding("tab", "focus_sequence(1)", "Next", show=False),
+        Binding("left_square_bracket", "rewind(5)", "Back", show=False),
     ]
     HORIZONTAL_BREAKPOINTS = [  # noqa: RUF012  (typed by Textual)
         (0, "-tiny"), (MIN_WIDTH, "-narrow"), (152, "-wide"),
@@ -55,10 +63,10 @@ class RequestsPage(Page):
         RequestTable {{ height: 1fr; }}
         RequestDetail {{ width: 44; }}
         Filter {{
-            height: 1; border: none; padding: 0 1; background: {palette.BACKGROUND};
-            display: none;
+            padding: 0 1 !important; display: none;
+            color: {palette.TEXT}; background: {palette.BACKGROUND}; background-tint: transparent;
         }}
-        Filter.-used, Filter:focus {{ display: block; }}
+        Filter.-used {{ display: block; }}
         StatusLine {{ display: none; }}
         &.-narrow #body {{ layout: vertical; }}
         &.-narrow RequestDetail {{ width: 100%; height: 12; display: none; }}
@@ -71,25 +79,35 @@ class RequestsPage(Page):
         with Horizontal(id="body"):
             with Vertical():
                 yield RequestTable()
-                yield Filter(placeholder="filter: id, key, state, model", id="filter")
+                yield Filter(placeholder="filter: id, key, state, model", compact=True)
             yield RequestDetail()
 
-    def paint(self, view: View, *, panels: bool = True) -> None:
+    def paint(self, view: View, *, panels: bool = True, terminal: Driver | None = None) -> None:
         """Show another view; a narrow terminal has the detail only while there is any."""
         self.set_class(view.focused is not None, "-focused")
-        super().paint(view, panels=panels)
+        super().paint(view, panels=panels, terminal=terminal)
 
     def action_filter(self) -> None:
-        """Let the person type."""
+        """Let the person type, from the next key on."""
         field = self.query_one(Filter)
         field.add_class("-used")
-        field.focus()
+        self.set_focus(field)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Show only what contains the words."""
-        event.input.set_class(bool(event.value), "-used")
-        self.post_message(QueryTyped(event.value))
+        """Show only requests that contain all words."""
+        self.session.change(query=event.value)
 
-    def clear_filter(self) -> None:
-        """Show all again."""
-        self.query_one(Filter).value = ""
+    def action_show_all(self) -> None:
+        """Bring out all sequences again; then drop the filter."""
+        if self.session.look.focus is not None:
+            super().action_show_all()
+        else:
+            self.query_one(Filter).action_clear()
+
+    def action_next_sort(self) -> None:
+        """Order the table by another column."""
+        self.session.change(sort=self.session.look.sort.next)
+
+    def action_reverse_sort(self) -> None:
+        """Order the table the other way round."""
+        self.session.change(ascending=not self.session.look.ascending)

@@ -18,11 +18,12 @@ from appliance.tui.messages import BlockChosen, SequenceChosen
 from appliance.tui.notice import notice
 from appliance.tui.raster import AGE_LIMITS, CURSOR, NONE, PAINT, ColorMode, letters, pixels
 from appliance.tui.viewport import Viewport
-from appliance.tui.widgets.lines import strip_of
-from appliance.tui.wire import PaintsItself
+from appliance.tui.widgets.lines import Lines, strip_of
+from appliance.tui.widgets.panel import wrapped
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from textual.driver import Driver
     from textual.events import Click
     from textual.geometry import Size
 
@@ -38,40 +39,76 @@ _INKED = 1 << 12  # of a letter: it stands on the colour of its block
 # A cell is a code: letter << 16 | upper pixel << 8 | lower pixel. No letter is a half block.
 
 
-class BlockMap(PaintsItself):
+class BlockMap(Lines):
     """Every block of the KV cache, in physical order."""
 
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
-        self._view: View | None = None
-        self._drawn_from: tuple[object, ...] | None = None
-        self._cells = np.zeros((0, 0), dtype=np.uint32)
-        self._notice: list[str] = []
-        self._segments: dict[int, tuple[str, Style]] = {}
+        self._codes = np.zeros((0, 0), dtype=np.uint32)
+        self._notice: list[str] = []  # in place of the picture
+        self._lines: dict[int, Strip] = {}  # of the picture, as far as they were asked for
+        self._glyphs: dict[int, tuple[str, Style]] = {}
 
-    def present(self, view: View) -> list[Region]:
-        """Show another view; tells what changed."""
-        self._view = view
-        if not self.size:
-            return []
-        words = notice(view)
+    def reads(self, view: View) -> tuple[object, ...]:
+        """The blocks, and how they are looked at."""
         look = view.look
         # Ages change by themselves, but no step of theirs is shorter than a second.
         moment = int(view.clock / AGE_LIMITS[0]) if look.mode is ColorMode.AGE else 0
-        source = (
+        return (
             view.state.blocks, look.mode, view.emphasis, look.level, look.cursor, view.lettered,
-            moment, self.size, *words,
+            moment, *notice(view),
         )  # fmt: skip
-        if source == self._drawn_from:
-            return []
-        self._drawn_from = source
-        repaint_all = words != self._notice
-        self._notice = words
-        before, self._cells = self._cells, self._paint(view, self.size)
-        if repaint_all or before.shape != self._cells.shape:
+
+    def redraw(self, view: View, terminal: Driver | None) -> None:
+        """Paint again only the cells that changed, past Textual where that may be."""
+        words = [line for part in notice(view) for line in _lines_of(part, self.size.width)]
+        before, self._codes = self._codes, self._paint(view, self.size)
+        if words != self._notice or before.shape != self._codes.shape:
+            self._notice = words
+            self._lines.clear()
             self.refresh()
-            return []
-        return [] if self._notice else changed_regions(before, self._cells)
+            return
+        regions = [] if words else changed_regions(before, self._codes)
+        for region in regions:
+            self._lines.pop(region.y, None)
+        if terminal is None and regions:
+            self.refresh(*regions)
+        elif terminal is not None and regions:
+            # Textual paints a changed span from the left edge of its widget, which is most of the
+            # map for each of many spans.
+            terminal.write(self._sequence(regions))
+
+    def render_line(self, y: int) -> Strip:
+        """One line, for Textual."""
+        width, height = self.size
+        first = max(0, (height - len(self._notice)) // 2)
+        if first <= y < first + len(self._notice):
+            return self._notice_line(self._notice[y - first], bold=y == first)
+        if y >= self._codes.shape[0] or self._codes.shape[1] != width:
+            return Strip.blank(width, self.rich_style)
+        if y not in self._lines:
+            self._lines[y] = self._span(Region(0, y, width, 1))
+        return self._lines[y]
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Lines as they are now: Textual would keep some that were painted past it since."""
+        lines = [self.render_line(y).crop(crop.x, crop.right) for y in crop.line_range]
+        return self._filtered(lines)
+
+    def _filtered(self, strips: list[Strip]) -> list[Strip]:
+        ground = self.background_colors[1]
+        for line_filter in self.get_line_filters():
+            strips = [strip.apply_filter(line_filter, ground) for strip in strips]
+        return strips
+
+    def _sequence(self, regions: list[Region]) -> str:
+        """What brings a terminal up to date on some parts of lines."""
+        (left, top), console = self.content_region.offset, self.app.console
+        strips = self._filtered([self._span(region) for region in regions])
+        return "".join(
+            f"\x1b[{top + at.y + 1};{left + at.x + 1}H{strip.render(console)}"
+            for at, strip in zip(regions, strips, strict=True)
+        )
 
     def viewport(self, view: View) -> Viewport:
         """The window that is seen."""
@@ -80,12 +117,6 @@ class BlockMap(PaintsItself):
             blocks.num_blocks if blocks else 0, self.size.width, self.size.height,
             level=look.level, cursor=look.cursor, lettered=view.lettered,
         )  # fmt: skip
-
-    def on_resize(self) -> None:
-        """Draw again at the new size."""
-        if self._view is not None:
-            self.present(self._view)
-            self.refresh()
 
     def on_click(self, event: Click) -> None:
         """Tell what was clicked: the block, and the sequence that owns it."""
@@ -101,27 +132,18 @@ class BlockMap(PaintsItself):
         self.post_message(BlockChosen(under.start))
         self.post_message(SequenceChosen(keys[0] if keys else None))
 
-    def render_line(self, y: int) -> Strip:
-        """One line, for the compositor."""
-        width, height = self.size
-        first = (height - len(self._notice)) // 2
-        if self._notice and first <= y < first + len(self._notice):
-            return self._notice_line(self._notice[y - first], bold=y == first)
-        if y >= self._cells.shape[0] or self._cells.shape[1] != width:
-            return Strip.blank(width, self.rich_style)
-        return Strip(self.span(y, 0, width), width)
-
-    def span(self, y: int, left: int, right: int) -> list[Segment]:
-        """Some cells of one line."""
-        cells = self._cells[y, left:right]
-        starts = np.flatnonzero(cells[1:] != cells[:-1]) + 1
-        ends = [*starts.tolist(), right - left]
-        segments, start = [], 0
-        for end in ends:
-            glyph, style = self._glyph(int(cells[start]))
-            segments.append(Segment(glyph * (end - start), style))
-            start = end
-        return segments
+    def _span(self, region: Region) -> Strip:
+        """Some cells of one line; equal neighbours are one segment."""
+        codes = self._codes[region.y, region.x : region.right]
+        starts = [0, *(np.flatnonzero(codes[1:] != codes[:-1]) + 1).tolist()]
+        glyphs = map(self._glyph, codes[starts].tolist())
+        segments = [
+            Segment(letter * (end - start), style)
+            for (letter, style), start, end in zip(
+                glyphs, starts, [*starts[1:], codes.size], strict=True
+            )
+        ]
+        return Strip(segments, codes.size)
 
     def _paint(self, view: View, size: Size) -> NDArray[np.uint32]:
         """(height, width) codes of cells."""
@@ -148,7 +170,7 @@ class BlockMap(PaintsItself):
         return codes
 
     def _glyph(self, code: int) -> tuple[str, Style]:
-        known = self._segments.get(code)
+        known = self._glyphs.get(code)
         if known is None:
             letter, upper, lower = code >> 16, code >> 8 & 0xFF, code & 0xFF
             if letter:
@@ -163,13 +185,12 @@ class BlockMap(PaintsItself):
                 known = " ", Style.from_color(None, _COLORS[lower])
             else:
                 known = _UPPER_HALF, Style.from_color(_COLORS[upper], _COLORS[lower])
-            self._segments[code] = known
+            self._glyphs[code] = known
         return known
 
     def _notice_line(self, words: str, *, bold: bool) -> Strip:
         width = self.size.width
         line = Text(words, style=Style(color=palette.BRIGHT if bold else palette.TEXT, bold=bold))
-        line.truncate(width, overflow="ellipsis")
         line.pad_left((width - line.cell_len) // 2)
         return strip_of(line, width, self.rich_style, self.app.console)
 
@@ -179,6 +200,11 @@ def _ink_on(color: str) -> Color:
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     light = 0.299 * red + 0.587 * green + 0.114 * blue > 110
     return _PAPER if light else Color.parse(palette.TEXT)
+
+
+def _lines_of(words: str, width: int) -> list[str]:
+    """At most `width` cells each; no words are an empty line."""
+    return [line.plain for line in wrapped(words, width, palette.TEXT)] or [""]
 
 
 def changed_regions(before: NDArray[np.uint32], after: NDArray[np.uint32]) -> list[Region]:

@@ -10,8 +10,7 @@ from rich.text import Text
 from appliance.stats import SEQUENCE_STATES
 from appliance.tui import numbers, palette
 from appliance.tui.state import is_running
-from appliance.tui.widgets.model import wrapped
-from appliance.tui.widgets.panel import Panel, pair
+from appliance.tui.widgets.panel import Panel, pair, wrapped
 
 if TYPE_CHECKING:
     from appliance.events import BlockTable

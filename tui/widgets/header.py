@@ -37,16 +37,14 @@ class Header(Lines):
         uptime = int(stats.uptime_seconds) if stats else None
         return (
             view.state.info, uptime, view.connection_words, view.paused, view.url,
-            view.look.message, view.recording, view.latest.connection.phase,
+            view.recording, view.latest.connection.phase,
         )  # fmt: skip
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
         """Name and model on the left, connection on the right."""
         right = _connection(view, with_url=width >= 120)
         line = Text.assemble((_NAME, f"bold {palette.ACCENT}"))
-        if view.look.message:
-            line.append(f"  {view.look.message}", f"bold {palette.WARNING}")
-        elif view.state.info is not None:
+        if view.state.info is not None:
             line.append(f"  {view.state.info.model}", f"bold {palette.BRIGHT}")
             for fact, color in _facts(view.state.info):
                 if line.cell_len + len(fact) + 3 + right.cell_len + 2 > width:

@@ -10,7 +10,7 @@ from appliance.tui import numbers, palette
 from appliance.tui.widgets.lines import Lines
 
 if TYPE_CHECKING:
-    from textual.geometry import Region
+    from textual.driver import Driver
 
     from appliance.stats import EngineStats
     from appliance.tui.view import View
@@ -30,13 +30,13 @@ class HostStrip(Lines):
     HostStrip.-there { display: block; }
     """
 
-    def present(self, view: View) -> list[Region]:
+    def present(self, view: View, terminal: Driver | None = None) -> None:
         """Show another view; takes a line only where there is such a tier."""
         stats = view.state.stats
         there = stats is not None and stats.engine.kv_host_capacity > 0
         if there is not self.has_class("-there"):
             self.set_class(there, "-there")
-        return super().present(view)
+        super().present(view, terminal)
 
     def reads(self, view: View) -> tuple[object, ...]:
         """The engine's numbers, and what is in focus."""

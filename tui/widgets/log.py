@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import textwrap
 import time
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from appliance.tui import palette
-from appliance.tui.widgets.panel import Panel
+from appliance.tui.widgets.panel import Panel, wrapped
 
 if TYPE_CHECKING:
     from appliance.events import LogLine
     from appliance.tui.view import View
 
 _COLORS = {"WARNING": palette.WARNING, "ERROR": palette.BAD, "CRITICAL": palette.BAD}
-_CLOCK = 9  # cells of the time of day
+_MARGIN = 18  # cells of the time of day and the level
 
 
 class LogPanel(Panel):
@@ -49,9 +48,8 @@ class LogPanel(Panel):
 def _entry(entry: LogLine, width: int) -> list[Text]:
     when = time.strftime("%H:%M:%S", time.localtime(entry.time))
     color = _COLORS.get(entry.level, palette.TEXT)
-    room = max(10, width - _CLOCK - 9)
-    words = textwrap.wrap(f"{entry.source}: {entry.message}", room) or [""]
-    first = Text.assemble(
-        (f"{when} ", palette.MUTED), (f"{entry.level:<8} ", color), (words[0], palette.TEXT)
+    first, *more = wrapped(
+        f"{entry.source}: {entry.message}", max(10, width - _MARGIN), palette.TEXT
     )
-    return [first, *(Text(" " * (_CLOCK + 9) + more, palette.TEXT) for more in words[1:])]
+    mark = Text.assemble((f"{when} ", palette.MUTED), (f"{entry.level:<8} ", color))
+    return [mark.append_text(first), *(Text(" " * _MARGIN).append_text(line) for line in more)]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from appliance.tui import numbers, palette
 from appliance.tui.widgets.machine import gpu_lines, machine_lines
-from appliance.tui.widgets.panel import HEADLINE, LongPanel, pair
+from appliance.tui.widgets.panel import HEADLINE, LongPanel, pair, wrapped
 from appliance.tui.widgets.tiers import tier_lines
 
 if TYPE_CHECKING:
@@ -163,8 +162,3 @@ def _cache(info: Info | None, stats: Stats, width: int) -> list[Text]:
             share = numbers.percent(blocks / engine.blocks_total)
             lines.append(pair(name, numbers.size(round(each * blocks)), width, note=share))
     return lines
-
-
-def wrapped(words: str, width: int, color: str) -> list[Text]:
-    """Lines of at most `width` cells, cut between words, and within them if need be."""
-    return [Text(line, color) for line in textwrap.wrap(words, max(1, width))]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich import get_console
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from appliance.tui import palette
@@ -59,9 +61,28 @@ class LongPanel(Panel):
 
 
 def pair(name: str, value: str, width: int, *, note: str = "", color: str = palette.TEXT) -> Text:
-    """A name, a muted note, and a value that ends at the right edge."""
+    """A name, a muted note if it fits, and a value that ends at the right edge.
+
+    A value that is too long loses its end, but keeps at least half of the line.
+    """
+    value = shortened(value, max(width - cell_len(name) - 1, width // 2))
+    room = max(0, width - cell_len(value) - 1)
     line = Text(name, palette.MUTED)
-    if note:
+    if note and line.cell_len + 2 + cell_len(note) <= room:
         line.append(f"  {note}", palette.NOTE)
-    line.truncate(max(0, width - len(value) - 1), overflow="ellipsis", pad=True)
+    line.truncate(room, overflow="ellipsis", pad=True)
     return line.append(" ").append(value, color)
+
+
+def shortened(words: str, room: int) -> str:
+    """At most so many cells; an ellipsis stands for what is missing at the end."""
+    return words if cell_len(words) <= room else f"{set_cell_size(words, max(0, room - 1))}…"
+
+
+def wrapped(words: str, width: int, color: str) -> list[Text]:
+    """Lines of at most `width` cells, cut between words, and within them if need be."""
+    text = Text(" ".join(words.split()), color)
+    lines = text.wrap(get_console(), max(1, width))
+    for line in lines:
+        line.rstrip()
+    return list(lines)

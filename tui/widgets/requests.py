@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.text import Text
 
 from appliance.tui import numbers, palette
 from appliance.tui.look import SequenceKey, Sort
 from appliance.tui.messages import SequenceChosen, SortChosen
 from appliance.tui.state import is_running
-from appliance.tui.widgets.panel import Panel
+from appliance.tui.widgets.panel import Panel, shortened
 
 if TYPE_CHECKING:
     from textual.events import Click
@@ -186,16 +187,14 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
 def _named(sequence: SequenceView, room: int) -> str:
     """The request, shortened so that its siblings can still be told apart."""
     sibling = f" #{sequence.index}" if sequence.index else ""
-    name, left = sequence.request_id, room - len(sibling)
-    return (name if len(name) <= left else f"{name[: left - 1]}…") + sibling
+    return shortened(sequence.request_id, room - len(sibling)) + sibling
 
 
 def _fitted(words: str, column: Column) -> str:
     """Exactly the column's width, with a space to the neighbour on its left or right."""
-    room = column.width - 1
-    if len(words) > room:
-        words = words[: room - 1] + "…"
-    return " " + words.rjust(room) if column.right else words.ljust(room) + " "
+    words = shortened(words, column.width - 1)
+    space = " " * (column.width - cell_len(words))
+    return space + words if column.right else words + space
 
 
 def _bar(sequence: SequenceView, width: int, longest: int, hue: str) -> Text:

@@ -1,0 +1,152 @@
+"""One person's look at one server: what was told of it, and how it is looked at.
+
+Screens and the application hold it; it knows nothing of terminals.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from appliance.tui.look import Held, Look, SequenceKey
+from appliance.tui.state import DashboardState, Phase, reduce
+from appliance.tui.timeline import Timeline
+from appliance.tui.view import View
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.stats import SequenceView
+    from appliance.tui.controls import Controls
+    from appliance.tui.recording import Recorder
+    from appliance.tui.state import FeedItem
+
+
+class Session:
+    """Takes in the feed, and the choices of the person who watches.
+
+    Args:
+        url: the server, as it was given.
+        controls: of the same server; None where nothing can be asked, as in a recording.
+        lettered: whether the map must do without half blocks or without colours.
+        recorder: writes down what comes.
+
+    Attributes:
+        controls: as given.
+        state: what the server has told by now.
+        look: how the person looks at it.
+        timeline: what it told before.
+        changed: called when the person looks in another way.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        controls: Controls | None = None,
+        lettered: bool = False,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.controls = controls
+        self.state = DashboardState()
+        self.look = Look()
+        self.changed: Callable[[], object] = lambda: None
+        self._url, self._lettered, self._recorder = url, lettered, recorder
+        self.timeline = Timeline()
+
+    def take(self, item: FeedItem) -> str:
+        """Take in one item of the feed; return what the person must be told, if anything.
+
+        Raises:
+            ValueError: the item makes no sense.
+        """
+        now = time.monotonic()
+        before, self.state = self.state, reduce(self.state, item, now)
+        self.timeline.add(item, before, now)
+        if self._recorder is not None:
+            self._recorder.write(item)
+            if failure := self._recorder.failure:
+                self._recorder = None
+                return failure
+        return ""
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def view(self) -> View:
+        """What is shown now; a sequence that has ended is in focus no more."""
+        view = View(
+            url=self._url,
+            latest=self.state,
+            look=self.look,
+            now=time.monotonic(),
+            lettered=self._lettered,
+            recording=self._recorder is not None,
+        )
+        if self.look.focus is not None and view.focused is None:
+            self.look = replace(self.look, focus=None, ended=self.look.focus)
+            view = replace(view, look=self.look)
+        return view
+
+    def change(self, **changes: object) -> None:
+        """Look in another way."""
+        if "focus" in changes:
+            changes.setdefault("ended", None)
+        self.look = replace(self.look, **changes)  # type: ignore[arg-type]  # names of its fields
+        self.changed()
+
+    def pause(self) -> None:
+        """Hold the picture still, or let it go on."""
+        held = Held(self.state, time.monotonic()) if self.look.held is None else None
+        self.change(held=held)
+
+    def rewind(self, seconds: float) -> None:
+        """Go back in time, or forward again with a negative number; at the end, live."""
+        now = time.monotonic()
+        when = (now if self.look.held is None else self.look.held.at) - seconds
+        if when >= now:
+            self.change(held=None)
+            return
+        when = max(when, self.timeline.begin or now)
+        state = self.timeline.state_at(when)
+        if state is not None:
+            self.change(held=Held(state, when))
+
+    def focus_next(self, step: int) -> None:
+        """Bring out another sequence."""
+        keys = [SequenceKey.of(sequence) for sequence in self.view().listed]
+        if not keys:
+            return
+        if self.look.focus in keys:
+            self.change(focus=keys[(keys.index(self.look.focus) + step) % len(keys)])
+        else:
+            self.change(focus=keys[0] if step > 0 else keys[-1])
+
+    def why_not_abort(self, sequence: SequenceView | None) -> str:
+        """Why the sequence in focus cannot be aborted, with what to do; "" if it can.
+
+        Args:
+            sequence: in focus; None if there is none.
+        """
+        if self.controls is None:
+            return "A recording: nothing can be aborted in it."
+        if self.state.reduced:
+            return "Another make of server: it cannot be asked to abort a request."
+        if sequence is None and (ended := self.look.ended) is not None:
+            return f"It has ended: there is nothing to abort of {ended.brief}."
+        if sequence is None:
+            return "Choose a request first: tab or a click."
+        if self.state.connection.phase is not Phase.LIVE:
+            return "No connection: the server cannot be asked to abort a request."
+        key = SequenceKey.of(sequence)
+        if all(SequenceKey.of(one) != key for one in self.state.sequences):
+            return f"It has ended since: there is nothing to abort of {key.brief}."
+        if not sequence.yours:
+            return (
+                f"Not yours: this request is of {sequence.owner or 'another key'}. A key ends its"
+                " own requests; set APPLIANCE_API_KEY to the key without a name to end any."
+            )
+        return ""
