@@ -189,7 +189,7 @@ def _idle(results: Results) -> Cases:
     return [
         (f"{row['key']['kv']}, {row['key']['streams']} streams", row["idle_share"])
         for row in _found(results, "engine")
-        if row.get("idle_share") is not None
+        if row["key"]["what"] == "idle share" and row["idle_share"] is not None
     ]
 
 

@@ -136,10 +136,15 @@ class Rows:
             torch.cuda.empty_cache()
 
     def _failed(self, row: dict[str, Any], error: Exception) -> None:
-        """Say so, and end the process if the error may have left the GPU of no use to it."""
+        """Say so, and end the process if the error may have left the GPU of no use to it.
+
+        A launch of ours that failed may have left counters behind that the next one believes; a
+        peer that refuses a step has launched nothing.
+        """
         row["failed"] = f"{type(error).__name__}: {error}"[:600]
-        harmless = not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError)
-        if not self.bench.is_gpu or (harmless and _works()):
+        launched = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        harmful = launched and row["key"].get("who") == "ours"
+        if not self.bench.is_gpu or (not harmful and _works()):
             self._say(row)
             return
         print(in_words(row), file=sys.stderr, flush=True)
@@ -169,9 +174,9 @@ def _works() -> bool:
     """Whether the GPU still does what it is asked for."""
     try:
         torch.cuda.synchronize()
+        return int(torch.ones(2, device="cuda").sum()) == 2
     except RuntimeError:
         return False
-    return True
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:

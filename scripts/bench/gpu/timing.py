@@ -7,6 +7,7 @@ small shapes; such figures say nothing, and the result carries `"device": "cpu"`
 from __future__ import annotations
 
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -124,8 +125,20 @@ def device_facts(bench: Bench) -> dict[str, Any]:
             "l2_mib": properties.L2_cache_size >> 20,
             "memory_gib": round(properties.total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
+            "driver, clocks, power limit": _nvidia_smi(),
         }
     return facts
+
+
+def _nvidia_smi() -> str:
+    """What may differ between two cards of one name; empty where nobody can be asked."""
+    query = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return asked.stdout.strip()
 
 
 def _copy_bandwidth(device: torch.device, nbytes: int) -> float:
