@@ -68,6 +68,7 @@ def load_parts(
     on_progress: Callable[[str, int, int], None],
     device: Device | None = None,
     beacon: Beacon | None = None,
+    source: ModelSource | None = None,
 ) -> tuple[Scheduler, Tiers, Runner, EngineInfo, Matchers]:
     """Load everything that an engine is made of; see `LLMEngine.load`.
 
@@ -78,12 +79,13 @@ def load_parts(
         on_progress: see there.
         device: runs steps; None takes the GPU or the CPU, wherever the model goes.
         beacon: is told how far a step is.
+        source: the model, opened already; None opens `config.model`.
     """
     begin = time.perf_counter()
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     torch.set_num_threads(threads)
     on_progress("reading the model", 0, 0)
-    source = open_model(Path(config.model))
+    source = source or open_model(Path(config.model))
     # A tokenizer may name tokens that the model has no logits for, and so never generates.
     eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
     precision, kv_notes = _precision(config, source)

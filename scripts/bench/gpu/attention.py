@@ -1,26 +1,27 @@
-"""Paged attention over every KV format, beside SDPA on contiguous keys and FlashInfer."""
+"""Steps of paged attention over every KV format, and how ours is checked and timed in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from gpu_attention_peers import flashinfer_calls, sdpa_calls
-from gpu_backend import our_backend
-from gpu_rows import Contender, Rows, Work, relative_error
 
 from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.paged_attention import reference
 from appliance.kernels.ragged import RaggedBatch
+from gpu.backend import our_backend
+from gpu.rows import Contender, Rows, Work, relative_error
 
 if TYPE_CHECKING:
-    from gpu_timing import Bench, Call
     from torch import Tensor
 
+    from appliance.kernels.backend import Backend
     from appliance.kernels.kv_cache import LayerCache
+    from gpu.attention_peers import Peer
+    from gpu.plan import Wanted
+    from gpu.timing import Bench, Call
 
 BLOCK = 32
 FORMATS = (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4)
@@ -42,10 +43,6 @@ class Heads:
 
 LLAMA = Heads("llama_8b", 32, 8, 128)
 TINY = Heads("tiny", 4, 2, 64)
-# batch, context; then rows of a chunk, context
-DECODE = ((1, 1024), (1, 8192), (1, 32768), (16, 1024), (16, 8192), (64, 1024), (64, 8192))
-PREFILL = ((2048, 2048), (8192, 8192), (512, 8192))
-TINY_DECODE, TINY_PREFILL = ((1, 70), (3, 300)), ((40, 40), (20, 90))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +99,9 @@ class Problem:
         return Work(kernel, self.heads.name, self.size, nbytes + query, flops)
 
 
-def filled_cache(bench: Bench, problem: Problem, copies: int) -> LayerCache:
-    """Random keys and values in all blocks, written by our kernel."""
-    backend, heads = our_backend(bench), problem.heads
+def filled_cache(backend: Backend, bench: Bench, problem: Problem, copies: int) -> LayerCache:
+    """Random keys and values in all blocks, written by the backend."""
+    heads = problem.heads
     num_blocks = copies * problem.batch * problem.blocks
     cache = backend.allocate_cache(
         problem.format,
@@ -129,7 +126,7 @@ def ours(bench: Bench, problem: Problem) -> Contender:
     """Our kernel."""
     backend = our_backend(bench)
     copies = bench.copies(problem.kv_bytes()) if bench.is_gpu else 1
-    cache, query = filled_cache(bench, problem, copies), problem.query()
+    cache, query = filled_cache(backend, bench, problem, copies), problem.query()
     scale = problem.heads.head_dim**-0.5
 
     def call(batch: RaggedBatch) -> Call:
@@ -166,38 +163,36 @@ def ours(bench: Bench, problem: Problem) -> Contender:
     return Contender("ours", calls, error)
 
 
-def measure(bench: Bench, rows: Rows, *, tiny: bool, peers: bool, only: frozenset[str]) -> None:
-    """Decode at several batch sizes and contexts, then chunks of prompts."""
-    heads = TINY if tiny else LLAMA
-    for batch, context in TINY_DECODE if tiny else DECODE:
-        for format in FORMATS:
-            problem = Problem(heads, format, batch, 1, context, bench.device, bench.dtype)
-            _measure(bench, rows, "decode", problem, peers=peers, only=only)
-    for length, context in TINY_PREFILL if tiny else PREFILL:
-        for format in FORMATS:
-            problem = Problem(heads, format, 1, length, context, bench.device, bench.dtype)
-            _measure(bench, rows, "prefill", problem, peers=peers, only=only)
-
-
-def _measure(
-    bench: Bench, rows: Rows, phase: str, problem: Problem, *, peers: bool, only: frozenset[str]
+def contest(
+    rows: Rows,
+    wanted: Wanted,
+    phase: str,
+    problem: Problem,
+    peers: list[Peer],
+    *,
+    with_ours: bool = True,
 ) -> None:
+    """Ours, then peers over keys and values of the same size in bf16.
+
+    Args:
+        rows: takes the measurements.
+        wanted: what is to be measured.
+        phase: "decode" and so on; with the KV format it names the kernel.
+        problem: the step.
+        peers: others, where the cache is in bf16.
+        with_ours: whether ours is measured, or was before.
+    """
     kernel = f"{phase} {problem.format.value}"
-    if only and kernel not in only and phase not in only:
+    if wanted.only and not wanted.only & {kernel, phase}:
         return
 
-    def contest() -> None:
+    def measure() -> None:
         work = problem.work(kernel, problem.kv_bytes())
-        rows.measure(work, ours(bench, problem))
-        if not peers or not bench.is_gpu or problem.format is not KVFormat.BF16:
-            return
-        candidates: dict[str, Callable[[Bench, Problem], list[Call]]] = {
-            "SDPA, contiguous": sdpa_calls,
-            "FlashInfer": flashinfer_calls,
-        }
-        for name, make in candidates.items():
-            captured = name != "FlashInfer"
-            peer = Contender(name, partial(make, bench, problem), captured=captured)
-            rows.measure(work, peer)
+        if with_ours:
+            rows.measure(work, ours(rows.bench, problem))
+        for peer in peers if wanted.peers and problem.format is KVFormat.BF16 else ():
+            calls = partial(peer.calls, rows.bench, problem)
+            rows.measure(work, Contender(peer.name, calls, captured=peer.captured))
 
-    rows.prepare(kernel, problem.heads.name, problem.size, contest)
+    who = "ours" if with_ours else ", ".join(peer.name for peer in peers)
+    rows.prepare(kernel, problem.heads.name, problem.size, measure, who)

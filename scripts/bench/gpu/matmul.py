@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
-from gpu_backend import our_backend
-from gpu_matmul_peers import bf16_calls, fp8_calls, gemlite_calls, humming_calls, int4_calls
-from gpu_rows import Contender, Rows, Work, relative_error
 
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.fp8_matmul import launch as fp8_launch
 from appliance.kernels.fp8_matmul import reference as fp8_reference
 from appliance.kernels.fp8_matmul.launch import ActivationKind
 from appliance.kernels.packed import OffsetKind, PackedWeight
+from gpu.backend import our_backend
+from gpu.matmul_peers import bf16_calls, fp8_calls, gemlite_calls, humming_calls, int4_calls
+from gpu.plan import Amount
+from gpu.rows import Contender, Rows, Work, relative_error
 
 if TYPE_CHECKING:
-    from gpu_timing import Bench, Call
     from torch import Tensor
 
     from appliance.kernels.backend import Linear
+    from gpu.plan import Wanted
+    from gpu.timing import Bench, Call
 
 # name -> (in_features, out_features); Llama-3-8B's layers, and two that launch time cannot hide
 SHAPES = {
@@ -34,8 +38,9 @@ SHAPES = {
     "large": (8192, 28672),
 }
 TINY_SHAPES = {"tiny": (256, 192), "ragged": (640, 320)}
+FEW = (1, 4, 16, 2, 8)  # rows of x that decoding has
+MANY = (256, 512, 2048)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
-TINY_ROWS = (1, 17, 130)
 GROUP = 128
 # As far from float64 as torch's own product of the dequantized weight in bf16, and half as much.
 ERROR_BESIDE_TORCH = 1.5
@@ -157,64 +162,67 @@ def fp8(bench: Bench, problem: Problem, activations: ActivationKind) -> tuple[in
     return nbytes, Contender("ours", calls, error)
 
 
-def measure(bench: Bench, rows: Rows, *, tiny: bool, peers: bool, only: frozenset[str]) -> None:
-    """All shapes and numbers of rows."""
-    for problem in _problems(bench, tiny=tiny):
-        for kernel, bits, symmetric in (
-            ("w4a16", 4, False),
-            ("w4a16 symmetric", 4, True),
-            ("w8a16", 8, False),
-        ):
-            prepare = partial(ours, bench, problem, bits, symmetric=symmetric)
-            others = _w4_peers if peers and kernel == "w4a16" else _no_peers
-            if not only or kernel in only:
-                _contest(bench, rows, problem, kernel, prepare, others)
-        for kernel, kind in (("w8a16 fp8", ActivationKind.SAME), ("w8a8 fp8", ActivationKind.FP8)):
-            prepare = partial(fp8, bench, problem, kind)
-            others = _fp8_peers if peers and kind is ActivationKind.FP8 else _no_peers
-            if not only or kernel in only:
-                _contest(bench, rows, problem, kernel, prepare, others)
+def measure(rows: Rows, wanted: Wanted) -> None:
+    """Contest by contest, those that goals are about first."""
+    for kernel, shape, m in contests(wanted.amount):
+        if wanted.only and kernel not in wanted.only:
+            continue
+        sizes = (TINY_SHAPES if wanted.amount is Amount.TINY else SHAPES)[shape]
+        _contest(
+            rows, Problem(shape, *sizes, m, rows.bench.device, rows.bench.dtype), kernel, wanted
+        )
 
 
-def _contest(
-    bench: Bench,
-    rows: Rows,
-    problem: Problem,
-    kernel: str,
-    prepare: Callable[[], tuple[int, Contender]],
-    others: Callable[[Bench, Problem, int], Iterator[Contender]],
-) -> None:
+def contests(amount: Amount) -> list[tuple[str, str, int]]:
+    """Kernel, shape and rows of everything that is measured, none twice."""
+    if amount is Amount.TINY:
+        return [("w4a16", "tiny", 1), ("w4a16", "tiny", 256), ("w8a16", "ragged", 3)]
+    first = [
+        *product(("w4a16",), ("gate_up", "large"), FEW),
+        *product(("w4a16",), ("gate_up", "qkv"), MANY),
+        *product(("w4a16",), ("qkv", "o", "down", "square"), (1, 16)),
+        *product(("w8a8 fp8",), ("gate_up", "down"), (16, 256, 2048)),
+        *product(("w4a16",), ("gate_up",), (32, 64, 128)),
+        *product(("w4a16 symmetric", "w8a16", "w8a16 fp8"), ("gate_up",), (1, 16)),
+    ]
+    if amount is Amount.FIRST:
+        return first
+    return list(dict.fromkeys([*first, *product(KERNELS, SHAPES, ROWS)]))
+
+
+def _contest(rows: Rows, problem: Problem, kernel: str, wanted: Wanted) -> None:
     def measure() -> None:
-        nbytes, contender = prepare()
+        nbytes, contender = KERNELS[kernel](rows.bench, problem)
         work = problem.work(kernel, nbytes)
         rows.measure(work, contender)
-        for peer in others(bench, problem, nbytes):
+        for peer in _peers(rows.bench, problem, kernel, nbytes) if wanted.peers else ():
             rows.measure(work, peer)
 
     rows.prepare(kernel, problem.shape, {"m": problem.m}, measure)
 
 
-def _no_peers(bench: Bench, problem: Problem, nbytes: int) -> Iterator[Contender]:
-    return iter(())
-
-
-def _w4_peers(bench: Bench, problem: Problem, nbytes: int) -> Iterator[Contender]:
+def _peers(bench: Bench, problem: Problem, kernel: str, nbytes: int) -> Iterator[Contender]:
     dense = 2 * problem.in_features * problem.out_features
-    yield Contender("cuBLAS bf16", partial(bf16_calls, bench, problem, dense))
+    if kernel in ("w4a16", "w8a8 fp8"):
+        yield Contender("cuBLAS bf16", partial(bf16_calls, bench, problem, dense))
     if not bench.is_gpu:
         return
-    yield Contender("torch int4", partial(int4_calls, bench, problem, GROUP, nbytes))
-    if problem.shape in ("gate_up", "square", "large") and problem.m <= 256:
-        for name, peer in (("GemLite", gemlite_calls), ("Humming", humming_calls)):
-            yield Contender(name, partial(peer, bench, problem, GROUP, nbytes))
-
-
-def _fp8_peers(bench: Bench, problem: Problem, nbytes: int) -> Iterator[Contender]:
-    if bench.is_gpu:
+    if kernel == "w8a8 fp8":
         yield Contender("torch _scaled_mm", partial(fp8_calls, bench, problem))
+    if kernel == "w4a16":
+        yield Contender("torch int4", partial(int4_calls, bench, problem, GROUP, nbytes))
+        for name, package, peer in (
+            ("GemLite", "gemlite", gemlite_calls),
+            ("Humming", "humming", humming_calls),
+        ):
+            if importlib.util.find_spec(package) is not None:
+                yield Contender(name, partial(peer, bench, problem, GROUP, nbytes))
 
 
-def _problems(bench: Bench, *, tiny: bool) -> Iterator[Problem]:
-    for m in TINY_ROWS if tiny else ROWS:
-        for name, (in_features, out_features) in (TINY_SHAPES if tiny else SHAPES).items():
-            yield Problem(name, in_features, out_features, m, bench.device, bench.dtype)
+KERNELS: dict[str, Callable[[Bench, Problem], tuple[int, Contender]]] = {
+    "w4a16": partial(ours, bits=4, symmetric=False),
+    "w4a16 symmetric": partial(ours, bits=4, symmetric=True),
+    "w8a16": partial(ours, bits=8, symmetric=False),
+    "w8a16 fp8": partial(fp8, activations=ActivationKind.SAME),
+    "w8a8 fp8": partial(fp8, activations=ActivationKind.FP8),
+}

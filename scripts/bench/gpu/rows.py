@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu_supervisor import START_AGAIN, name_of
+
+from gpu.supervisor import START_AGAIN, name_of
 
 if TYPE_CHECKING:
-    from gpu_timing import Bench, Call
+    from gpu.supervisor import Tell
+    from gpu.timing import Bench, Call
 
-RESULTS = {
-    "us",
-    "failed",
-    "error",
-    "error_bound",
-    "ours_as_multiple",
-    "gb_per_second",
-    "share_of_copy",
-    "tflop_per_second",
-}
 NOT_CHECKED = "not checked: another project's arithmetic and weights"
 
 
@@ -66,80 +59,99 @@ class Contender:
 
 @dataclass
 class Rows:
-    """The measurements of one process; each is told to whoever keeps the results.
+    """The measurements of one process; each is told to the supervisor.
 
     Attributes:
         bench: where.
-        tell: gets `begin` and `row`, see `gpu_supervisor`.
+        tell: gets `begin`, `row` and `end`, see `supervisor`.
         done: names of what is not measured again.
         share: which of how many; our calls of that share are made once, and nothing is measured:
             that compiles their kernels.
     """
 
     bench: Bench
-    tell: Callable[..., None]
+    tell: Tell
     done: frozenset[str] = frozenset()
     share: tuple[int, int] | None = None
     num_prepared: int = 0
 
     def prepare(
-        self, kernel: str, shape: str, size: dict[str, int], measure: Callable[[], None]
+        self,
+        kernel: str,
+        shape: str,
+        size: dict[str, int],
+        measure: Callable[[], None],
+        who: str = "ours",
     ) -> None:
-        """Make operands and measure with them; what fails on the way is a failure of ours."""
-        key = {"kernel": kernel, "shape": shape, **size, "who": "ours"}
-        begun = {**key, "stage": "prepare"}
-        self.num_prepared += 1
-        if self.share is not None and self.num_prepared % self.share[1] != self.share[0]:
+        """Make operands and measure with them; what fails on the way is a failure of `who`."""
+        key = {"kernel": kernel, "shape": shape, **size, "who": who, "stage": "prepare"}
+        if not self._is_wanted(key):
             return
-        if name_of(begun) in self.done:
-            return
-        self.tell(begin=begun)
+        self.tell(begin=key)
         try:
             measure()
         except Exception as error:
-            self._failed({**begun}, error)
+            self._failed({"key": key}, error)
+        self.tell(end=key)
 
     def measure(self, work: Work, contender: Contender) -> None:
         """Check, then time; a wrong result or an exception is a row without a time."""
-        row: dict[str, Any] = {
-            "kernel": work.kernel,
-            "shape": work.shape,
-            **work.size,
-            "who": contender.name,
-        }
         if self.share is not None:
             if contender.name == "ours":
                 contender.calls()[0]()
             return
-        if name_of(row) in self.done:
+        key = {"kernel": work.kernel, "shape": work.shape, **work.size, "who": contender.name}
+        self._find(key, lambda row: self._time(row, work, contender))
+
+    def note(self, key: dict[str, Any], find: Callable[[], dict[str, Any]]) -> None:
+        """Find something out that is no time of a call; an exception is a row that says so."""
+        if self._is_wanted(key):
+            self._find(key, lambda row: row.update(find()))
+
+    def _is_wanted(self, key: dict[str, Any]) -> bool:
+        self.num_prepared += 1
+        if self.share is not None:
+            return self.num_prepared % self.share[1] == self.share[0]
+        return name_of(key) not in self.done
+
+    def _find(self, key: dict[str, Any], fill: Callable[[dict[str, Any]], None]) -> None:
+        if self.share is None and name_of(key) in self.done:
             return
-        self.tell(begin=row)
+        row: dict[str, Any] = {"key": key}
+        self.tell(begin=key)
+        begin = time.perf_counter()
         try:
-            self._fill(row, work, contender)
+            fill(row)
+            row["took_seconds"] = round(time.perf_counter() - begin, 2)
         except Exception as error:  # whatever a peer's package throws
             self._failed(row, error)
         else:
             self._say(row)
 
     def _say(self, row: dict[str, Any]) -> None:
-        print(_line(row), file=sys.stderr, flush=True)
+        print(in_words(row), file=sys.stderr, flush=True)
         self.tell(row=row)
         gc.collect()
         if self.bench.is_gpu:
             torch.cuda.empty_cache()
 
     def _failed(self, row: dict[str, Any], error: Exception) -> None:
-        """Say so, and end the process if the error may have left the GPU of no use to it."""
-        row["failed"] = f"{type(error).__name__}: {error}"[:300]
-        harmless = not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError)
-        if not self.bench.is_gpu or (harmless and _works()):
+        """Say so, and end the process if the error may have left the GPU of no use to it.
+
+        A launch of ours that failed may have left counters behind that the next one believes; a
+        peer that refuses a step has launched nothing.
+        """
+        row["failed"] = f"{type(error).__name__}: {error}"[:600]
+        launched = isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError)
+        harmful = launched and row["key"].get("who") == "ours"
+        if not self.bench.is_gpu or (not harmful and _works()):
             self._say(row)
             return
-        print(_line(row), file=sys.stderr, flush=True)
+        print(in_words(row), file=sys.stderr, flush=True)
         self.tell(row=row)
         raise SystemExit(START_AGAIN)
 
-    def _fill(self, row: dict[str, Any], work: Work, contender: Contender) -> None:
+    def _time(self, row: dict[str, Any], work: Work, contender: Contender) -> None:
         calls = contender.calls()
         if contender.error is None:
             row["error"] = NOT_CHECKED
@@ -162,44 +174,28 @@ def _works() -> bool:
     """Whether the GPU still does what it is asked for."""
     try:
         torch.cuda.synchronize()
+        return int(torch.ones(2, device="cuda").sum()) == 2
     except RuntimeError:
         return False
-    return True
-
-
-def add_ratios(rows: list[dict[str, Any]]) -> None:
-    """Into each peer's row, our speed as a multiple of its."""
-    ours = {_contest(row): row for row in rows if row["who"] == "ours" and "us" in row}
-    for row in rows:
-        own = ours.get(_contest(row))
-        if own is not None and row["who"] != "ours" and "us" in row:
-            row["ours_as_multiple"] = round(row["us"]["median"] / own["us"]["median"], 3)
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     """||out - expected|| / ||expected||, in float64."""
-    return float((out.double() - expected).norm() / expected.norm())
+    return float((out.double() - expected.double()).norm() / expected.double().norm())
 
 
-def key_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, without what was found."""
-    return {name: value for name, value in row.items() if name not in RESULTS}
-
-
-def _contest(row: dict[str, Any]) -> str:
-    return name_of({**key_of(row), "who": ""})
-
-
-def _line(row: dict[str, Any]) -> str:
-    what = " ".join(str(value) for name, value in row.items() if name in ("kernel", "shape"))
-    size = " ".join(
-        f"{name}={value}"
-        for name, value in row.items()
-        if isinstance(value, int) and not isinstance(value, bool)
+def in_words(row: dict[str, Any]) -> str:
+    """One line for whoever looks on."""
+    what = " ".join(
+        f"{name}={value}" if type(value) is int else str(value)
+        for name, value in row["key"].items()
     )
+    if "failed" in row:
+        return f"{what}: FAILED: {row['failed']}"
     if "us" not in row:
-        return f"{what} {size} {row['who']}: {row.get('failed')}"
+        found = {name: value for name, value in row.items() if name != "key"}
+        return f"{what}: {found}"
     return (
-        f"{what} {size} {row['who']}: {row['us']['median']:.2f} us, "
+        f"{what}: {row['us']['median']:.2f} us, "
         f"{100 * row['share_of_copy']:.0f} % of copy, error {row['error']}"
     )

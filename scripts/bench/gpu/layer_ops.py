@@ -6,50 +6,56 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from gpu_backend import our_backend
-from gpu_rows import Contender, Rows, Work, relative_error
 from torch.nn import functional
 
 from appliance.kernels.activation import Activation
 from appliance.kernels.gated_activation import reference as reference_activation
-from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.norm_rope import reference as reference_norm
 from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling import reference as reference_sampling
+from gpu.backend import our_backend
+from gpu.plan import Amount
+from gpu.rows import Contender, Rows, Work, relative_error
 
 if TYPE_CHECKING:
-    from gpu_timing import Bench, Call
     from torch import Tensor
 
+    from gpu.plan import Wanted
+    from gpu.timing import Bench, Call
+
 EPS = 1e-5
-ROWS, TINY_ROWS = (1, 16, 64, 2048), (1, 17)
+ROWS = {Amount.TINY: (3,), Amount.FIRST: (1, 16, 64, 2048), Amount.FULL: (1, 16, 64, 256, 2048)}
+SAMPLED, MOST_SAMPLED = ("sample greedily", "sample top-p"), 64
 HIDDEN, MIDDLE, VOCAB = 4096, 14336, 128256
 TINY_HIDDEN, TINY_MIDDLE, TINY_VOCAB = 320, 192, 1000
 BLOCK = 32
 ROUNDING = 4e-3  # of bf16 results, in the norm of all
 
 
-def measure(bench: Bench, rows: Rows, *, tiny: bool, peers: bool, only: frozenset[str]) -> None:
+def measure(rows: Rows, wanted: Wanted) -> None:
     """All operations at several numbers of rows."""
+    bench, tiny, peers = rows.bench, wanted.amount is Amount.TINY, wanted.peers
     hidden, middle, vocab = (
         (TINY_HIDDEN, TINY_MIDDLE, TINY_VOCAB) if tiny else (HIDDEN, MIDDLE, VOCAB)
     )
-    for m in TINY_ROWS if tiny else ROWS:
-        for name, operation in (
-            ("add_rms_norm", partial(_norm, hidden=hidden)),
-            ("gated_activation", partial(_activation, middle=middle)),
-            ("rotate_and_write bf16", partial(_write, format=KVFormat.BF16)),
-            ("rotate_and_write int8", partial(_write, format=KVFormat.INT8)),
-            ("rotate_and_write int4", partial(_write, format=KVFormat.INT4)),
-        ):
-            if not only or name in only:
-                measure = partial(operation, bench, rows, name, m, peers=peers)
-                rows.prepare(name, "layer", {"m": m}, measure)
-    for m in TINY_ROWS if tiny else (1, 16, 64):
-        for name, temperature in (("sample greedily", 0.0), ("sample top-p", 0.8)):
-            if not only or name in only:
-                measure = partial(_sample, bench, rows, name, m, vocab, temperature)
-                rows.prepare(name, "layer", {"m": m}, measure)
+    operations = {
+        "add_rms_norm": partial(_norm, hidden=hidden, peers=peers),
+        "gated_activation": partial(_activation, middle=middle, peers=peers),
+        "rotate_and_write bf16": partial(_write, format=KVFormat.BF16),
+        "rotate_and_write int8": partial(_write, format=KVFormat.INT8),
+        "rotate_and_write int4": partial(_write, format=KVFormat.INT4),
+        "sample greedily": partial(_sample, vocab=vocab, temperature=0.0),
+        "sample top-p": partial(_sample, vocab=vocab, temperature=0.8),
+    }
+    if tiny:  # the interpreter takes seconds for it
+        del operations["sample top-p"]
+    for m in ROWS[wanted.amount]:
+        for name, operation in operations.items():
+            if (not wanted.only or name in wanted.only) and not (
+                name in SAMPLED and m > MOST_SAMPLED
+            ):
+                rows.prepare(name, "layer", {"m": m}, partial(operation, bench, rows, name, m))
 
 
 def _random(bench: Bench, *shape: int) -> Tensor:
@@ -107,7 +113,7 @@ def _activation(bench: Bench, rows: Rows, name: str, m: int, *, middle: int, pee
         rows.measure(work, Contender("torch", lambda: [partial(plain, x) for x in inputs]))
 
 
-def _write(bench: Bench, rows: Rows, name: str, m: int, *, format: KVFormat, peers: bool) -> None:
+def _write(bench: Bench, rows: Rows, name: str, m: int, *, format: KVFormat) -> None:
     backend, heads, kv_heads, dim = our_backend(bench), 32, 8, 128
     cache = backend.allocate_cache(
         format,
@@ -119,9 +125,8 @@ def _write(bench: Bench, rows: Rows, name: str, m: int, *, format: KVFormat, pee
     )
     angles = torch.rand((m, dim // 2), device=bench.device) * 6
     slots = torch.randperm(cache.num_blocks * BLOCK, device=bench.device)[:m]
-    nbytes = m * (2 * dim * (2 * heads + 2 * kv_heads)) + m * cache.bytes_per_token(
-        format, kv_heads, dim
-    )
+    stored = KVPages.bytes_per_token(format, kv_heads, dim)
+    nbytes = m * (2 * dim * (2 * heads + 2 * kv_heads) + stored)
     inputs = [_random(bench, m, heads + 2 * kv_heads, dim) for _ in range(bench.copies(nbytes))]
     rotation = (angles.cos(), angles.sin())
 
@@ -140,7 +145,7 @@ def _write(bench: Bench, rows: Rows, name: str, m: int, *, format: KVFormat, pee
     rows.measure(Work(name, "llama_8b", {"m": m}, nbytes), Contender("ours", calls, error))
 
 
-def _sample(bench: Bench, rows: Rows, name: str, m: int, vocab: int, temperature: float) -> None:
+def _sample(bench: Bench, rows: Rows, name: str, m: int, *, vocab: int, temperature: float) -> None:
     from appliance.kernels.sampling.launch import DeviceSampling
 
     nbytes = 4 * m * vocab

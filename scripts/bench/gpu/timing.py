@@ -7,6 +7,7 @@ small shapes; such figures say nothing, and the result carries `"device": "cpu"`
 from __future__ import annotations
 
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,16 +42,21 @@ class Bench:
     @classmethod
     def here(cls, replays: int) -> Bench:
         """The first GPU, or the CPU."""
-        if not torch.cuda.is_available():
-            return cls(torch.device("cpu"), 1, _copy_bandwidth(torch.device("cpu"), 1 << 24))
-        device = torch.device("cuda", 0)
+        device = first_device()
+        if device.type == "cpu":
+            return cls(device, 1, _copy_bandwidth(device, 1 << 24))
         eighth = torch.cuda.get_device_properties(device).total_memory // 8
         return cls(device, replays, _copy_bandwidth(device, min(COPY_BYTES, eighth)))
 
     @classmethod
     def to_compile(cls) -> Bench:
-        """The first GPU, where nothing is measured."""
-        return cls(torch.device("cuda", 0), 1, 1.0, most_copies=1)
+        """The first GPU, or the CPU, where calls are made and nothing is measured."""
+        return cls(first_device(), 1, 1.0, most_copies=1)
+
+    @classmethod
+    def unmeasured(cls) -> Bench:
+        """The first GPU, or the CPU, for what has nothing to do with the copy bandwidth."""
+        return cls(first_device(), 1, 1.0)
 
     @property
     def is_gpu(self) -> bool:
@@ -66,6 +72,8 @@ class Bench:
 
     def copies(self, nbytes: int) -> int:
         """How many sets of operands of `nbytes` make them cold when they take turns."""
+        if not self.is_gpu:
+            return 1
         return min(self.most_copies, max(2, -(-COLD * self.cache_bytes // max(nbytes, 1))))
 
     def microseconds(self, calls: Sequence[Call], *, captured: bool = True) -> dict[str, float]:
@@ -96,6 +104,11 @@ class Bench:
         return _spread(times, len(calls))
 
 
+def first_device() -> torch.device:
+    """The first GPU, or the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def device_facts(bench: Bench) -> dict[str, Any]:
     """What figures must be read with."""
     facts: dict[str, Any] = {
@@ -106,17 +119,26 @@ def device_facts(bench: Bench) -> dict[str, Any]:
     if bench.is_gpu:
         properties = torch.cuda.get_device_properties(bench.device)
         facts |= {
-            "name": properties.name,
+            "name": torch.cuda.get_device_name(bench.device),
             "capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
             "l2_mib": properties.L2_cache_size >> 20,
             "memory_gib": round(properties.total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
-            "driver": torch.cuda.driver_version()
-            if hasattr(torch.cuda, "driver_version")
-            else None,
+            "driver, clocks, power limit": _nvidia_smi(),
         }
     return facts
+
+
+def _nvidia_smi() -> str:
+    """What may differ between two cards of one name; empty where nobody can be asked."""
+    query = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return asked.stdout.strip()
 
 
 def _copy_bandwidth(device: torch.device, nbytes: int) -> float:
@@ -142,7 +164,7 @@ def _events(work: Call) -> float:
     work()
     end.record()
     end.synchronize()
-    return 1000 * begin.elapsed_time(end)
+    return 1000 * float(begin.elapsed_time(end))
 
 
 def _clock(calls: Sequence[Call]) -> float:

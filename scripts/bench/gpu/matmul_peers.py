@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from gpu_matmul import Problem
-    from gpu_timing import Bench, Call
+    from gpu.matmul import Problem
+    from gpu.timing import Bench, Call
 
 
 def bf16_calls(bench: Bench, problem: Problem, nbytes: int) -> list[Call]:

@@ -1,0 +1,44 @@
+"""Every kernel beside its torch reference on the same device, before anything is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gpu import kernel_checks, reruns
+from gpu.plan import Amount
+
+if TYPE_CHECKING:
+    from gpu.plan import Wanted
+    from gpu.rows import Rows
+
+# Triton's interpreter takes seconds for each of the others.
+TRIED = (
+    *("packed_matmul 4 bits g128 rows 1", "fp8_matmul fp8 rows 9", "kv_write int8", "kv_seal"),
+    *("block_copy", "add_rms_norm", "gated_activation", "soft_cap", "penalties"),
+    "sampling, temperature 0.0",
+)
+# Finds the error and the bound that it must keep.
+Check = Callable[[], tuple[float, float]]
+
+
+def measure(rows: Rows, wanted: Wanted) -> None:
+    """Every check of `kernel_checks`, then results that must not change from run to run."""
+    for name, check in kernel_checks.all_checks(rows.bench.device):
+        if name in wanted.only or (
+            not wanted.only and (wanted.amount is not Amount.TINY or name in TRIED)
+        ):
+            rows.note({"kernel": name, "who": "ours"}, partial(judged, check))
+    for name, again in reruns.all_reruns(rows.bench, wanted.amount):
+        if not wanted.only or name in wanted.only:
+            rows.note({"kernel": name, "who": "ours"}, again)
+
+
+def judged(check: Check) -> dict[str, Any]:
+    """A row of the result."""
+    error, bound = check()
+    found: dict[str, Any] = {"error": float(f"{error:.3g}"), "error_bound": float(f"{bound:.3g}")}
+    if not error <= bound:  # NaN is not
+        found["failed"] = f"the result is wrong: error {error:.3g}, bound {bound:.3g}"
+    return found

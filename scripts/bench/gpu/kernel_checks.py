@@ -1,0 +1,302 @@
+"""What every kernel must give, on a few shapes; the tests of the kernels have many more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from appliance.kernels.activation import Activation
+from appliance.kernels.block_copy.launch import BlockMover
+from appliance.kernels.fp8 import Fp8Weight
+from appliance.kernels.fp8_matmul import launch as fp8_launch
+from appliance.kernels.fp8_matmul import reference as fp8_reference
+from appliance.kernels.fp8_matmul.launch import ActivationKind
+from appliance.kernels.gated_activation import reference as reference_activation
+from appliance.kernels.gated_activation.launch import gated_activation
+from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_seal import reference as reference_seal
+from appliance.kernels.kv_seal.launch import seal
+from appliance.kernels.kv_write import reference as reference_write
+from appliance.kernels.kv_write.launch import rotate_and_write, write_kv
+from appliance.kernels.norm_rope import reference as reference_norm
+from appliance.kernels.norm_rope.launch import add_rms_norm
+from appliance.kernels.packed import OffsetKind, PackedWeight
+from appliance.kernels.packed_matmul import launch as packed_launch
+from appliance.kernels.paged_attention import reference as reference_attention
+from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
+from appliance.kernels.penalties import PenaltyRows
+from appliance.kernels.penalties import reference as reference_penalties
+from appliance.kernels.penalties.launch import penalize
+from appliance.kernels.ragged import RaggedBatch
+from appliance.kernels.sampling import SamplingRows
+from appliance.kernels.sampling import reference as reference_sampling
+from appliance.kernels.sampling.launch import DeviceSampling
+from appliance.kernels.sealed_pages import SealedPages
+from appliance.kernels.soft_cap import reference as reference_cap
+from appliance.kernels.soft_cap.launch import soft_cap
+from gpu.rows import relative_error
+
+Check = Callable[[], tuple[float, float]]  # the error and its bound
+BF16 = torch.bfloat16
+ROUNDING = 4e-3  # of bf16 results, in the norm of all
+PRODUCTS = 1e-2  # where a product takes operands in 16 bits
+BLOCK = 32
+# Two decode rows of one span and of several, then chunks: whole, continued, of one row.
+QUERY_LENS, CONTEXT_LENS = (1, 1, 20, 37, 1), (17, 300, 20, 100, 33)
+PAGED = (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4)
+
+
+def all_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
+    """Name and check, one kernel after another."""
+    for bits, group, rows in ((4, 128, 1), (4, 128, 16), (4, 64, 33), (8, 32, 8), (4, 128, 600)):
+        name = f"packed_matmul {bits} bits g{group} rows {rows}"
+        yield name, partial(_packed, device, bits, group, rows)
+    yield "packed_matmul gated rows 3", partial(_gated, device)
+    for kind in ActivationKind:
+        yield f"fp8_matmul {kind.value} rows 9", partial(_fp8, device, kind)
+    for form, (window, softcap) in product(PAGED, ((None, None), (50, 30.0))):
+        name = f"paged_attention {form.value}" + (" window, cap" if window else "")
+        yield name, partial(_attention, device, form, window, softcap)
+    yield "paged_attention int4-sealed", partial(_sealed_attention, device)
+    for form in PAGED:
+        yield f"kv_write {form.value}", partial(_write, device, form)
+        yield f"rotate_and_write {form.value}", partial(_rotate, device, form)
+    yield "kv_seal", partial(_seal, device)
+    yield "block_copy", partial(_move, device)
+    yield "add_rms_norm", partial(_norm, device)
+    yield "gated_activation", partial(_activation, device)
+    yield "soft_cap", partial(_cap, device)
+    yield "penalties", partial(_penalties, device)
+    for temperature in (0.0, 0.8):
+        yield f"sampling, temperature {temperature}", partial(_sample, device, temperature)
+
+
+def _random(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers in bf16, the same ones on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(device, BF16)
+
+
+def random_weight(
+    device: torch.device, rows: int, columns: int, bits: int, group: int
+) -> PackedWeight:
+    """Codes of every value, scales that differ, integer zero points."""
+    generator = torch.Generator().manual_seed(rows)
+    codes = torch.randint(0, 256, (rows, columns * bits // 8), generator=generator)
+    shape, middle = (rows, columns // group), 2 ** (bits - 1)
+    scale = (0.5 + torch.rand(shape, generator=generator)) * columns**-0.5 / middle
+    zero = middle + torch.randint(-2, 3, shape, generator=generator)
+    packed = PackedWeight(
+        codes.byte(), scale.half(), zero.half(), OffsetKind.ZERO_POINT, bits, group
+    )
+    return packed.to(device)
+
+
+def _beside_torch(out: Tensor, x: Tensor, weight: Tensor) -> tuple[float, float]:
+    """Our error against float64, and torch's in bf16 with some room."""
+    expected = x.double() @ weight.double().T
+    theirs = relative_error(x @ weight.to(BF16).T, expected)
+    return relative_error(out, expected), 1.5 * theirs
+
+
+def _packed(device: torch.device, bits: int, group: int, rows: int) -> tuple[float, float]:
+    weight, x = random_weight(device, 192, 1024, bits, group), _random(device, rows, 1024)
+    out = packed_launch.prepare_linear(weight, None, BF16)(x)
+    return _beside_torch(out, x, weight.dequantize(torch.float32))
+
+
+def _gated(device: torch.device) -> tuple[float, float]:
+    weight, x = random_weight(device, 256, 512, 4, 128), _random(device, 3, 512)
+    out = packed_launch.prepare_gate_up(weight, None, BF16)(x)
+    both = x.double() @ weight.dequantize(torch.float64).T
+    return relative_error(
+        out, reference_activation.gated_activation(both, Activation.SILU)
+    ), PRODUCTS
+
+
+def _fp8(device: torch.device, kind: ActivationKind) -> tuple[float, float]:
+    codes = (100 * _random(device, 128, 512).float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale = torch.linspace(0.5, 1.5, 128, device=device) / 512
+    weight, x = Fp8Weight(codes, scale), _random(device, 9, 512)
+    out = fp8_launch.prepare_linear(weight, None, BF16, kind)(x)
+    if kind is ActivationKind.SAME:
+        return _beside_torch(out, x, weight.dequantize())
+    x8, scales = fp8_reference.quantize_rows(x)
+    rounded = x8.double() * scales.double().view(-1, 1)
+    return relative_error(out, rounded @ weight.dequantize(torch.float64).T), ROUNDING
+
+
+def _pages(
+    device: torch.device, form: KVFormat, num_blocks: int, heads: int = 2, dim: int = 64
+) -> KVPages:
+    cache = KVPages.allocate(
+        form,
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        num_kv_heads=heads,
+        head_dim=dim,
+        device=device,
+    )
+    if cache.head_scales is not None:
+        cache.head_scales.copy_(torch.linspace(0.01, 0.02, 2 * heads).view(2, -1))
+    return cache
+
+
+def _tables() -> list[tuple[int, ...]]:
+    """Blocks of each sequence, scattered; none twice."""
+    lengths = [-(-context // BLOCK) for context in CONTEXT_LENS]
+    order = torch.randperm(sum(lengths), generator=torch.Generator().manual_seed(1))
+    return [tuple(table.tolist()) for table in order.split(lengths)]
+
+
+def _attention(
+    device: torch.device, form: KVFormat, window: int | None, softcap: float | None
+) -> tuple[float, float]:
+    tables = _tables()
+    num_blocks = sum(map(len, tables))
+    cache = _pages(device, form, num_blocks)
+    key, value = _random(device, 2, num_blocks * BLOCK, 2, 64).unbind()
+    reference_write.write_kv(key, value, cache, torch.arange(num_blocks * BLOCK, device=device))
+    batch = RaggedBatch.of(QUERY_LENS, CONTEXT_LENS, tables, block_size=BLOCK, device=device)
+    query = _random(device, sum(QUERY_LENS), 8, 64, seed=2)
+    work = plan_attention(batch, BLOCK)
+    out = paged_attention(query, cache, work, scale=0.125, window=window, softcap=softcap)
+    return relative_error(
+        out,
+        reference_attention.paged_attention(
+            query.double(), cache, batch, scale=0.125, window=window, softcap=softcap
+        ),
+    ), PRODUCTS
+
+
+def _sealed(device: torch.device, num_open: int) -> SealedPages:
+    cache = SealedPages.allocate(
+        num_blocks=num_open, num_open=num_open, num_kv_heads=2, head_dim=64, device=device
+    )
+    key, value = _random(device, 2, num_open * BLOCK, 2, 64).unbind()
+    slots = torch.arange(num_open * BLOCK, device=device)
+    reference_write.write_kv(key, value, cache.open, slots)
+    return cache
+
+
+def _sealed_attention(device: torch.device) -> tuple[float, float]:
+    """Each context's last block is open, all before it are closed."""
+    tables = _tables()
+    cache = _sealed(device, sum(map(len, tables)))
+    ids = [block for table in tables for block in table]
+    reference_seal.seal(cache, ids, ids)
+    chunk = (1, 1, 20, 4, 1)  # none of them reaches into a second block
+    batch = RaggedBatch.of(
+        chunk, CONTEXT_LENS, tables, block_size=BLOCK, device=device,
+        open_pages=[table[-1:] for table in tables],
+    )  # fmt: skip
+    query = _random(device, sum(chunk), 8, 64, seed=2)
+    out = paged_attention(query, cache, plan_attention(batch, BLOCK), scale=0.125)
+    expected = reference_attention.paged_attention(query.double(), cache, batch, scale=0.125)
+    return relative_error(out, expected), PRODUCTS
+
+
+def _unlike(found: Tensor, expected: Tensor) -> float:
+    """Share of bytes that differ."""
+    return float((found.view(torch.uint8) != expected.view(torch.uint8)).double().mean())
+
+
+def _write(device: torch.device, form: KVFormat) -> tuple[float, float]:
+    found, expected = _pages(device, form, 4), _pages(device, form, 4)
+    key, value = _random(device, 2, 7, 2, 64).unbind()
+    slots = torch.tensor([127, 0, 33, 32, 31, -1, 70], device=device)
+    write_kv(key, value, found, slots)
+    reference_write.write_kv(key, value, expected, slots)
+    # A code at a halfway point may be rounded either way where a division differs in its last bit.
+    return _unlike(found.pages, expected.pages), 1e-3
+
+
+def _rotate(device: torch.device, form: KVFormat) -> tuple[float, float]:
+    found, expected = _pages(device, form, 4), _pages(device, form, 4)
+    qkv, slots = _random(device, 5, 12, 64), torch.tensor([3, 40, 127, 64, 5], device=device)
+    angles = 6 * torch.rand((5, 32), generator=torch.Generator().manual_seed(3)).to(device)
+    compose = reference_write.rotate_and_write_with(
+        reference_norm.rms_norm, reference_norm.rotary, reference_write.write_kv
+    )
+    query = rotate_and_write(qkv, angles.cos(), angles.sin(), found, slots)
+    wanted = compose(qkv, angles.cos(), angles.sin(), expected, slots)
+    keys = [cache.gather([0, 1, 2, 3], 128, torch.float32)[0] for cache in (found, expected)]
+    step = {KVFormat.FP8: 4e-2, KVFormat.INT4: 8e-2, KVFormat.INT8: 1e-2}.get(form, ROUNDING)
+    off = max(relative_error(query, wanted) / ROUNDING, relative_error(*keys) / step)
+    return off, 1.0  # of what each may be off
+
+
+def _seal(device: torch.device) -> tuple[float, float]:
+    found, expected = _sealed(device, 3), _sealed(device, 3)
+    seal(found, torch.tensor([[2, 1], [-1, 0], [0, 2]], device=device))
+    reference_seal.seal(expected, [2, 0], [1, 2])
+    return _unlike(found.closed.pages, expected.closed.pages), 1e-3
+
+
+def _move(device: torch.device) -> tuple[float, float]:
+    layers = [_pages(device, KVFormat.INT8, 6) for _ in range(2)]
+    for layer in layers:
+        layer.pages.copy_(torch.randint(0, 256, layer.pages.shape, device=device))
+    expected = [layer.pages[[0, 3]].clone() for layer in layers]
+    mover = BlockMover(layers)
+    staging = torch.zeros((2, mover.block_bytes), dtype=torch.uint8, device=device)
+    mover.swap_out([0, 3], staging)
+    mover.swap_in(staging, [5, 4])
+    mover.copy([5], [1])
+    wrong = (_unlike(layer.pages[[1, 4]], old) for layer, old in zip(layers, expected, strict=True))
+    return max(wrong), 0.0
+
+
+def _norm(device: torch.device) -> tuple[float, float]:
+    x, residual = _random(device, 5, 576), _random(device, 5, 576, seed=1)
+    weight = torch.linspace(0.5, 1.5, 576, device=device)
+    out, total = add_rms_norm(x, residual, weight, 1e-5)
+    normed, added = reference_norm.add_rms_norm(x, residual, weight, 1e-5)
+    return relative_error(out, normed) + _unlike(total, added), ROUNDING
+
+
+def _activation(device: torch.device) -> tuple[float, float]:
+    x = _random(device, 5, 1024)
+    expected = reference_activation.gated_activation(x.double(), Activation.SILU)
+    return relative_error(gated_activation(x, Activation.SILU), expected), ROUNDING
+
+
+def _cap(device: torch.device) -> tuple[float, float]:
+    logits = 40 * _random(device, 3, 5000)
+    return relative_error(soft_cap(logits, 30.0), reference_cap.soft_cap(logits, 30.0)), 1e-5
+
+
+def _penalties(device: torch.device) -> tuple[float, float]:
+    count, vocab = 4, 5000
+    rows = PenaltyRows(
+        torch.tensor([2, -1, 0, 1], dtype=torch.int32, device=device),
+        torch.tensor([1, 1, 0, 1], dtype=torch.int32, device=device),
+        torch.linspace(0.5, 1.5, count, device=device),
+        torch.linspace(-2, 2, count, dtype=torch.float64, device=device),
+        torch.linspace(2, -2, count, dtype=torch.float64, device=device),
+    )
+    logits = _random(device, count, vocab).float()
+    seen = (_random(device, 3, vocab, seed=1) > 1).int()
+    read = torch.arange(count, device=device)
+    expected, expected_seen = logits.clone(), seen.clone()
+    reference_penalties.penalize(expected, expected_seen, rows, read)
+    penalize(logits, seen, rows, read)
+    return _unlike(logits, expected) + _unlike(seen, expected_seen), 0.0
+
+
+def _sample(device: torch.device, temperature: float) -> tuple[float, float]:
+    """Share of rows whose token is another; sums are rounded, so one of 16 may be."""
+    count, vocab = 16, 5000
+    uniform = torch.linspace(0.01, 0.99, count).tolist()
+    settings = SamplingRows.of(
+        [temperature] * count, [0] * count, [0.9] * count, [0.0] * count, uniform, device=device
+    )
+    logits = 3 * _random(device, count, vocab).float()
+    out = DeviceSampling(count, vocab, device)(logits, settings)
+    expected = reference_sampling.sample(logits, settings)
+    wrong = float((out != expected.to(device)).double().mean())
+    return wrong, 1 / 16 if temperature else 0.0

@@ -1,0 +1,46 @@
+"""First and second start of the 8B shape: fresh processes, the first with an empty kernel cache.
+
+From the start of the interpreter to the first token; weights are made on the GPU, so reading them
+from a disk comes on top. Without the API process, which starts meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpu.plan import Amount, Wanted
+    from gpu.rows import Rows
+
+KV = "int8"
+
+
+def measure(rows: Rows, wanted: Wanted) -> None:
+    """Two starts that share a cache of kernels."""
+    with tempfile.TemporaryDirectory() as cache:
+        for which in ("first", "second"):
+            key = {"engine": "ours", "kv": KV, "what": f"{which} start"}
+            rows.note(key, partial(_start, wanted.amount, cache))
+
+
+def _start(amount: Amount, cache: str) -> dict[str, Any]:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
+    begin = time.time()
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", "gpu.start_once", amount.value, KV],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    moments = json.loads(process.stdout.splitlines()[-1])
+    found = {name: round(moment - begin, 2) for name, moment in moments.items()}
+    return {f"{name}_seconds": seconds for name, seconds in found.items()}

@@ -1,0 +1,28 @@
+"""Starts an engine, gets one token out of it, and prints when: a process of `start`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+moments = {"interpreter": time.time()}
+
+
+def main(amount: str, kv: str) -> None:
+    """Print the moments, in seconds since the epoch, as a line of JSON."""
+    from gpu.device_model import load_engine
+    from gpu.plan import Amount
+    from gpu.requests import drain, submit
+
+    moments["imported"] = time.time()
+    engine = load_engine(Amount(amount), kv)
+    moments["ready"] = time.time()
+    submit(engine, 1, 20, 1)
+    drain(engine)
+    moments["first_token"] = time.time()
+    print(json.dumps(moments))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""What a supervised process does: one suite, or a share of its kernels to be compiled."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpu.supervisor import lead_a_group
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpu.plan import Suite, Wanted
+    from gpu.supervisor import Tell
+
+ROOT = Path(__file__).parents[3]
+
+
+def measure(suite: Suite, wanted: Wanted, replays: int, tell: Tell, done: frozenset[str]) -> None:
+    """Measure all of a suite that is not done."""
+    from gpu.rows import Rows
+    from gpu.timing import Bench, device_facts
+
+    if not suite.compiles:  # another process of this suite may have the device to itself
+        bench = Bench.unmeasured()
+    else:
+        bench = Bench.here(replays)
+        tell(facts=device_facts(bench))
+    _run(suite, wanted, Rows(bench, tell, done))
+
+
+def compile_share(suites: Sequence[Suite], wanted: Wanted, index: int, count: int) -> None:
+    """Launch the kernels of a share of some suites once, so that they lie in Triton's cache."""
+    from gpu.rows import Rows
+    from gpu.timing import Bench
+
+    lead_a_group()
+    for suite in suites:
+        rows = Rows(Bench.to_compile(), lambda **message: None, share=(index, count))
+        _run(suite, wanted, rows)
+
+
+def facts(tell: Tell, done: frozenset[str]) -> None:
+    """The device and its speed, before anything else is asked of it."""
+    from gpu.timing import Bench, device_facts
+
+    tell(row={"key": {}, **device_facts(Bench.here(1))})
+
+
+def _run(suite: Suite, wanted: Wanted, rows: Any) -> None:
+    if not rows.bench.is_gpu:  # bfloat16, which Triton's interpreter does not calculate with
+        sys.path.append(str(ROOT / "tests" / "kernels" / "executed" / "plugins"))
+        importlib.import_module("interpreter_arithmetic")
+    importlib.import_module(suite.module).measure(rows, wanted)

@@ -1,0 +1,87 @@
+"""The process that keeps a GPU benchmark's results survives whatever measures them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import bench_worker
+from gpu.supervisor import Start, Supervisor, name_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def supervise(
+    *kinds: str,
+    seconds: float = 120,
+    patience: float = 8,
+    done: tuple[int, ...] = (),
+    work: Any = None,
+    start: Start = "forkserver",
+) -> tuple[str, list[dict[str, Any]], list[int]]:
+    """Why it stopped, the rows, and how much was done each time that a process began."""
+    messages: list[dict[str, Any]] = []
+    stopped = Supervisor(
+        work=work or partial(bench_worker.work, kinds),
+        take=messages.append,
+        done={name_of({"number": number}) for number in done},
+        patience=patience,
+        deadline=time.monotonic() + seconds,
+        start=start,
+    ).run()
+    rows = [message["row"] for message in messages if "row" in message]
+    return stopped, rows, [message["facts"] for message in messages if "facts" in message]
+
+
+def test_what_dies_or_hangs_costs_itself_alone() -> None:
+    stopped, rows, starts = supervise("a", "dies", "spoils", "hangs", "b", done=(0,))
+    assert stopped == ""
+    assert [row["key"]["number"] for row in rows] == [1, 2, 3, 4]
+    assert "ended with code -11" in rows[0]["failed"]
+    assert "nothing was heard" in rows[2]["failed"]
+    assert [row.get("found") for row in rows] == [None, "spoils", None, "b"]
+    assert starts == [1, 2, 3, 4]
+
+
+def test_a_process_of_its_own_from_the_start_is_no_different() -> None:
+    stopped, rows, starts = supervise("dies", "b", start="spawn")
+    assert stopped == ""
+    assert "ended with code -11" in rows[0]["failed"]
+    assert rows[1]["found"] == "b"
+    assert starts == [0, 1]
+
+
+def test_when_the_time_is_over_what_there_is_stays() -> None:
+    stopped, rows, _ = supervise("a", "hangs", "b", seconds=8, patience=60)
+    assert stopped == "the time is over"
+    assert [row["key"]["number"] for row in rows] == [0, 1]
+    assert rows[1]["failed"] == "the time of its suite was over"
+
+
+def test_a_process_that_measures_nothing_is_not_started_for_ever() -> None:
+    assert supervise("spoils", "spoils", done=(0, 1))[:2] == ("", [])
+    stopped, rows, _ = supervise("a", work=bench_worker.fail)
+    assert stopped == "its process ends before it has measured anything"
+    assert rows == []
+
+
+def test_a_script_finds_the_package_where_the_code_was_only_copied_to(tmp_path: Path) -> None:
+    without_packages = tmp_path / "python"
+    without_packages.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    without_packages.chmod(0o755)
+    script = tmp_path / "script.py"
+    script.write_text("import appliance; print(appliance.__file__)")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run(
+        ["bash", "-c", f'source scripts/bench/python_for_gpu; "$python" {script}'],
+        cwd=ROOT,
+        env={**environment, "PYTHON": str(without_packages), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert found.stdout.strip().endswith("appliance/__init__.py"), found.stderr

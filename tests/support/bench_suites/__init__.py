@@ -1,0 +1,1 @@
+"""Suites for the benchmark's supervisor that do what no suite should."""
