@@ -15,15 +15,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from appliance.engine.beacon import Beacon
-from appliance.engine.beams.beam_search import num_candidates
+from appliance.engine.check_tokens import check_tokens
+from appliance.engine.deltas import deltas_of, overdue
 from appliance.engine.grammars.grammars import Grammars
 from appliance.engine.loading import load_parts
-from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Table
-from appliance.engine.request import FinishReason
-from appliance.engine.scheduling.deadlines import was_started, why_refused
-from appliance.engine.sequence import SequenceStatus
+from appliance.engine.messages import StepReport, Table
 from appliance.engine.sequence_views import view_sequences
-from appliance.errors import RequestError
 from appliance.stats import EngineStats, StepView
 
 if TYPE_CHECKING:
@@ -31,12 +28,11 @@ if TYPE_CHECKING:
 
     from appliance.config import EngineConfig
     from appliance.engine.grammars.matchers import Matchers
-    from appliance.engine.messages import Vocabulary
-    from appliance.engine.plan import BeamAnswer, Plan, Sampled, Update
+    from appliance.engine.messages import EngineInfo, SequenceDelta, Vocabulary
+    from appliance.engine.plan import Plan, Sampled
     from appliance.engine.request import Request
     from appliance.engine.runner import Runner
     from appliance.engine.scheduling.scheduler import Scheduler
-    from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.tiers import Tiers
     from appliance.stats import SequenceView
 
@@ -129,26 +125,7 @@ class LLMEngine:
         Raises:
             RequestError: it can never be served: too long, or a token id outside the vocabulary.
         """
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        ends = (min(prompt, default=0), max(prompt, default=0))
-        for param, token_ids in (
-            ("prompt", (*ends, *sampling.forced)),
-            ("logit_bias", sampling.logit_bias),
-            ("stop_token_ids", sampling.stop_token_ids),
-        ):
-            for token_id in token_ids:
-                if not 0 <= token_id < self.info.vocab_size:
-                    raise RequestError(
-                        f"token id {token_id} is outside the vocabulary of {self.info.vocab_size}",
-                        param=param,
-                    )
-        needed = num_candidates(request.sampling, self.info.eos_token_ids)
-        if request.sampling.use_beam_search and needed > self.info.vocab_size:
-            raise RequestError(
-                f"so many beams and stop tokens need a vocabulary of {needed} tokens, and this "
-                f"model has {self.info.vocab_size}; ask for fewer beams",
-                param="best_of",
-            )
+        check_tokens(request, self.info)
         if request.sampling.seed is None:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
@@ -167,7 +144,8 @@ class LLMEngine:
         steps repeat it.
         """
         begin = now = self._clock()
-        self._expired += [*self._expire(now), *self._grammars.start(now)]
+        self._expired += overdue(self._scheduler.expire(now), now)
+        self._expired += self._grammars.start(now)
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
@@ -210,15 +188,6 @@ class LLMEngine:
         with self._beacon.waiting_for_device():
             return self._runner.collect()
 
-    def _expire(self, now: float) -> list[SequenceDelta]:
-        over = self._scheduler.expire(now)
-        found = {answer.sequence: answer for answer in self._scheduler.take_answers()}
-        return [
-            self._found(found[sequence]) if sequence in found else _overdue(sequence, now)
-            for sequence in over
-            if _is_choice(sequence)
-        ]
-
     def _report(
         self, deltas: tuple[SequenceDelta, ...] = (), started: tuple[str, ...] = ()
     ) -> StepReport:
@@ -226,33 +195,8 @@ class LLMEngine:
         return StepReport(deltas=(*expired, *deltas), started=started)
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
-        sampling = [entry.sequence for entry in plan.scheduled if entry.samples]
-        results = dict(zip(sampling, sampled, strict=True))
-        failing = {
-            sequence: result
-            for sequence, result in results.items()
-            if result.error is not None and sequence.status is not SequenceStatus.FINISHED
-        }
-        self._nan_logits += sum(result.broken for result in failing.values())
-        failed = [
-            delta
-            for sequence, result in failing.items()
-            for delta in self._fail(sequence, result.error)
-        ]
-        continuations = {
-            sequence: result.continuations
-            for sequence, result in results.items()
-            if result.continuations is not None
-        }
-        tokens = [result.token_id for result in sampled]
-        updates, unfit = self._grammars.advance(self._scheduler.commit(plan, tokens, continuations))
-        failed += [
-            delta for sequence, error in unfit.items() for delta in self._fail(sequence, error)
-        ]
-        self._grammars.forget_if_idle()
-        deltas = [self._delta(update, results[update.sequence]) for update in updates]
-        found = [self._found(answer) for answer in self._scheduler.take_answers()]
-        return (*deltas, *found, *failed)
+        self._nan_logits += sum([result.broken for result in sampled])
+        return deltas_of(self._grammars.advance(self._scheduler.commit(plan, sampled)))
 
     def close(self) -> None:
         """Write what is left for the disk, as far as there is time for it."""
@@ -302,75 +246,10 @@ class LLMEngine:
         large = [entry.sequence for entry in plan.scheduled if entry.num_tokens > 1]
         failed = large or [entry.sequence for entry in plan.scheduled]
         logger.error("a step of %d rows failed: %s", plan.num_tokens, error)
-        deltas = [delta for sequence in failed for delta in self._fail(sequence, str(error))]
-        return self._report(tuple(deltas), plan.started)
-
-    def _fail(self, sequence: Sequence, message: str | None) -> list[SequenceDelta]:
-        """End a sequence, and with a beam its siblings: each of them is told."""
-        return [
-            SequenceDelta(
-                request_id=ended.request.request_id,
-                index=ended.index,
-                finish_reason=FinishReason.ERROR,
-                error=message,
-            )
-            for ended in self._scheduler.finish(sequence, FinishReason.ERROR)
-            if _is_choice(ended)
+        updates = [
+            update for sequence in failed for update in self._scheduler.fail(sequence, str(error))
         ]
-
-    @staticmethod
-    def _delta(update: Update, sampled: Sampled) -> SequenceDelta:
-        sequence = update.sequence
-        first = sequence.num_output_tokens == 1
-        return SequenceDelta(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token_ids=(update.token_id,),
-            logprobs=None if sampled.logprobs is None else (sampled.logprobs,),
-            finish_reason=update.finish_reason,
-            num_cached_tokens=sequence.num_cached,
-            queue_seconds=_waited(sequence) if first else None,
-        )
-
-    @staticmethod
-    def _found(answer: BeamAnswer) -> SequenceDelta:
-        """A whole answer of a beam search, which shows nothing before its end."""
-        sequence = answer.sequence
-        reported = sequence.request.sampling.logprobs is not None
-        return SequenceDelta(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            token_ids=answer.token_ids,
-            logprobs=answer.logprobs if reported else None,
-            finish_reason=answer.finish_reason,
-            num_cached_tokens=sequence.num_cached,
-            queue_seconds=_waited(sequence) if sequence.index == 0 else None,
-            cumulative_logprob=answer.cumulative_logprob,
-        )
-
-
-def _is_choice(sequence: Sequence) -> bool:
-    """Whether the client knows of it: a search may have more beams than answers."""
-    return sequence.index < sequence.request.sampling.num_choices
-
-
-def _waited(sequence: Sequence) -> float:
-    """Seconds in the queue, until its first step."""
-    first = sequence.first_scheduled
-    return 0.0 if first is None else first - sequence.arrival
-
-
-def _overdue(sequence: Sequence, now: float) -> SequenceDelta:
-    """The end of a sequence whose time is over: an error if its request was never started."""
-    started = was_started(sequence)
-    return SequenceDelta(
-        request_id=sequence.request.request_id,
-        index=sequence.index,
-        finish_reason=FinishReason.TIMEOUT if started else FinishReason.ERROR,
-        error=None if started else why_refused(sequence.request, now - sequence.arrival),
-        expired=not started,
-        num_cached_tokens=sequence.num_cached,
-    )
+        return self._report(deltas_of(updates), plan.started)
 
 
 def _view(number: int, plan: Plan, seconds: float) -> StepView:

@@ -5,13 +5,79 @@ Imports no torch.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from appliance.engine.request import FinishReason
 from appliance.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
+    from appliance.engine.request import Request
     from appliance.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """How much runs at once.
+
+    With at least as many rows as sequences, every running sequence moves in every step.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int  # rows of one step
+    context_length: int  # tokens of one sequence, prompt and answer together
+
+    def __post_init__(self) -> None:
+        assert self.max_num_seqs > 0
+        assert self.max_num_batched_tokens > 0
+        assert self.context_length > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Where every answer of an engine ends.
+
+    Attributes:
+        limits: how much runs at once, and how long a sequence gets.
+        num_blocks: of the KV cache.
+        block_size: token slots in a block.
+        eos_token_ids: tokens that end an answer, unless its request ignores them.
+        max_tokens: most tokens that one sequence can have, prompt and answer together.
+    """
+
+    limits: SchedulerLimits
+    num_blocks: int
+    block_size: int
+    eos_token_ids: frozenset[int] = frozenset()
+    max_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # To sample a token, all before it must be in the cache, and the token itself not yet.
+        most = min(self.limits.context_length, self.num_blocks * self.block_size + 1)
+        object.__setattr__(self, "max_tokens", most)
+
+
+def check_request(request: Request, bounds: Bounds) -> None:
+    """Refuse a request that can never be served.
+
+    Raises:
+        ContextLengthError: the prompt leaves no room for an answer in the context.
+        RequestError: the prompt is empty or as large as the KV cache, or there are not enough
+            sequences or blocks for all beams at once.
+    """
+    num_tokens, sampling = len(request.prompt_token_ids), request.sampling
+    check_prompt(
+        num_tokens,
+        context_length=bounds.limits.context_length,
+        cache_tokens=bounds.num_blocks * bounds.block_size,
+    )
+    if sampling.use_beam_search:
+        check_beams(
+            num_tokens,
+            sampling.num_sequences,
+            max_num_seqs=bounds.limits.max_num_seqs,
+            blocks=(bounds.num_blocks, bounds.block_size),
+        )
 
 
 def check_prompt(num_tokens: int, *, context_length: int, cache_tokens: int) -> None:
@@ -80,25 +146,17 @@ def max_beam_tokens(num_tokens: int, width: int, block_size: int, num_blocks: in
     return (shared + (num_blocks - shared) // width) * block_size + 1
 
 
-def reason_to_finish(
-    sequence: Sequence, eos_token_ids: frozenset[int], max_tokens: int
-) -> FinishReason | None:
-    """Whether the token that a sequence got last is its last one.
-
-    Args:
-        sequence: with the new token appended.
-        eos_token_ids: tokens that end an answer, unless the request ignores them.
-        max_tokens: most tokens that one sequence can have, prompt and answer together.
-    """
+def reason_to_finish(sequence: Sequence, bounds: Bounds) -> FinishReason | None:
+    """Why the token that a sequence got last is its last one, if it is."""
     sampling = sequence.request.sampling
     token_id = sequence.token_ids[-1]
     ends = token_id in sampling.stop_token_ids or (
-        token_id in eos_token_ids and not sampling.ignore_eos
+        token_id in bounds.eos_token_ids and not sampling.ignore_eos
     )
     # The first min_tokens tokens end nothing: the sampler bans what would.
     if ends and sequence.num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
-    if is_full(sequence, len(sequence.token_ids), max_tokens):
+    if is_full(sequence, len(sequence.token_ids), bounds.max_tokens):
         return FinishReason.LENGTH
     return None
 

@@ -10,30 +10,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from appliance.engine.blocks.block_metadata import MAX_OWNER
-
 if TYPE_CHECKING:
     from appliance.engine.messages import Candidate, TokenLogprobs
     from appliance.engine.moves import BlockCopy, BlockLoad, BlockSave
     from appliance.engine.request import FinishReason
     from appliance.engine.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """How much runs at once.
-
-    With at least as many rows as sequences, every running sequence moves in every step.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int  # rows of one step
-    context_length: int  # tokens of one sequence, prompt and answer together
-
-    def __post_init__(self) -> None:
-        assert 0 < self.max_num_seqs <= MAX_OWNER
-        assert self.max_num_batched_tokens > 0
-        assert self.context_length > 1
 
 
 class ScheduledSequence(NamedTuple):
@@ -141,18 +122,6 @@ class Plan:
         return sum(entry.samples for entry in self.scheduled)
 
 
-class Update(NamedTuple):
-    """The token that a step added to a sequence, and why it was the last one, if it was.
-
-    A token that ends the answer (end of sequence, stop token) is part of the sequence and of the
-    update; whether it is shown is up to the detokenizer.
-    """
-
-    sequence: Sequence
-    token_id: int
-    finish_reason: FinishReason | None
-
-
 class Sampled(NamedTuple):
     """What one sequence got: a token, or the reason why there is none."""
 
@@ -176,20 +145,24 @@ class Continuations:
     top: tuple[Candidate, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class BeamAnswer:
-    """One of the answers that a beam search ends with.
+class Update(NamedTuple):
+    """What a step added to a sequence, or that it has ended.
+
+    A token that ends the answer (end of sequence, stop token) is part of the sequence and of the
+    update; whether it is shown is up to the detokenizer.
 
     Attributes:
-        sequence: whose index is the answer's place, 0 for the best.
-        token_ids: the whole answer, with the token that ends it.
-        logprobs: of each token.
-        cumulative_logprob: natural logarithm of the answer's probability.
-        finish_reason: why it ended.
+        sequence: whose tokens they are; of a beam search, whose index is the answer's place.
+        token_ids: the next ones; all of them at once where nothing is shown before the end.
+        finish_reason: why these are the last ones, if they are.
+        logprobs: of each token, if the request wants them.
+        cumulative_logprob: natural logarithm of the whole answer's probability, of a beam search.
+        error: what went wrong, if something did.
     """
 
     sequence: Sequence
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    cumulative_logprob: float
-    finish_reason: FinishReason
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    cumulative_logprob: float | None = None
+    error: str | None = None

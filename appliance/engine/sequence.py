@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from appliance.engine.request import FinishReason, Request
+    from appliance.engine.sequence_group import SequenceGroup
 
 
 class SequenceStatus(Enum):
@@ -37,6 +38,8 @@ class Sequence:
         block_table: block ids, append-only while running; 32 bits each, as devices read them.
         block_hashes: chained hash of each full block known so far.
         parent: sibling whose prompt blocks this one forks as soon as they are computed.
+        group: the sequences of the same request, and what is done to them together.
+        is_held: whether it runs without blocks until it forks a sibling's.
         slot: small number that identifies the sequence in block metadata while it runs.
     """
 
@@ -50,6 +53,8 @@ class Sequence:
     block_table: array[int] = field(default_factory=partial(array, "i"))
     block_hashes: list[bytes] = field(default_factory=list)
     parent: Sequence | None = None
+    group: SequenceGroup = field(init=False, repr=False)
+    is_held: bool = False
     slot: int = 0
     arrival: float = 0.0  # monotonic seconds
     first_scheduled: float | None = None

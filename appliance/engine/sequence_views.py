@@ -28,7 +28,7 @@ def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[Sequ
             index=sequence.index,
             slot=sequence.slot,
             owner=sequence.request.owner,
-            status=_status(sequence, held=sequence in scheduler.held, reads=sequence in reading),
+            status=_status(sequence, held=sequence.is_held, reads=sequence in reading),
             prompt_tokens=sequence.num_prompt_tokens,
             cached_tokens=sequence.num_cached,
             output_tokens=sequence.num_output_tokens,

@@ -22,6 +22,7 @@ from typing import Any
 from conditions import ROOT, conditions, percentile, write_result
 
 from appliance.engine.blocks.block_manager import BlockManager
+from appliance.engine.plan import Sampled
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import Sequence
@@ -63,7 +64,7 @@ def decoding(
     def step() -> None:
         plan = scheduler.plan(0.0)
         assert plan is not None
-        scheduler.commit(plan, [5] * plan.num_samples)
+        scheduler.commit(plan, [Sampled(5)] * plan.num_samples)
 
     for number in range(sequences):
         scheduler.add(request(PROMPT, str(number % owners)), 0.0)

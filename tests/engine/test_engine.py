@@ -10,6 +10,7 @@ from broken_logits import break_logits
 from appliance.config import EngineConfig
 from appliance.engine.beacon import Beacon, name_of
 from appliance.engine.engine import LLMEngine
+from appliance.engine.moves import SavedBlock
 from appliance.engine.plan import Plan
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.engine.run.model_runner import ModelRunner
@@ -188,10 +189,10 @@ def test_a_step_without_memory_ends_the_requests_that_made_it_large(
     runner = engine._runner
     real = runner.launch
 
-    def limited(plan: Plan) -> None:
+    def limited(plan: Plan) -> tuple[SavedBlock, ...]:
         if any(entry.sequence.request.request_id == "large" for entry in plan.scheduled):
             raise MemoryError("no memory for the workspace of this step")
-        real(plan)
+        return real(plan)
 
     monkeypatch.setattr(runner, "launch", limited)
     engine.submit(request("small", prompt(10, 8), max_tokens=9))
@@ -261,10 +262,10 @@ def test_signs_of_life_of_a_step(
     layers, names = 2, {name_of("a"), name_of("b")}
     launch = ModelRunner.launch
 
-    def noted(runner: ModelRunner[Any], plan: Plan) -> None:
+    def noted(runner: ModelRunner[Any], plan: Plan) -> tuple[SavedBlock, ...]:
         if plan.started:
             assert beacon.started() == names, "before anything is computed for them"
-        launch(runner, plan)
+        return launch(runner, plan)
 
     monkeypatch.setattr(ModelRunner, "launch", noted)
     for name in ("a", "b"):

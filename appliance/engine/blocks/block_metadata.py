@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from appliance.events import BlockState
 
 BYTES_PER_BLOCK = 8
-MAX_OWNER = 2**16 - 2  # the dashboard's feed uses 2**16 - 1 for nobody
 STAMPS_PER_SECOND = 10
 
 

@@ -16,6 +16,7 @@ STATE_SHIFT = 44
 OWNER_SHIFT = 48
 MAX_REFERENCES = 2**8 - 1
 STAMP_MASK = 2**32 - 1
+MAX_OWNER = 2**16 - 2  # the dashboard's feed uses 2**16 - 1 for nobody
 
 # What /metrics calls a state; one that is active in more than one block table is shared.
 STATE_NAMES = {

@@ -13,6 +13,7 @@ from appliance.engine.request import FinishReason
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.messages import EngineInfo, Vocabulary
@@ -94,32 +95,34 @@ class Grammars:
                 refused.append(_refusal(request, error))
         return refused
 
-    def advance(self, updates: Sequences[Update]) -> tuple[list[Update], dict[Sequence, str]]:
+    def advance(self, updates: Sequences[Update]) -> Sequences[Update]:
         """Read what a step has added, and end the sequences whose grammar is over.
 
         Returns:
-            The same updates with their reasons to finish, and of sequences that cannot go on, why.
+            The same updates with their reasons to finish, and behind them those of sequences that
+            cannot go on.
         """
         ended = self._matchers.advance(updates)
-        if not ended:
-            return list(updates), {}
-        told, errors = [], {}
+        if ended:
+            updates = self._end(ended, updates)
+        if not self._scheduler.has_work:
+            self._matchers.clear()
+        return updates
+
+    def _end(
+        self, ended: Mapping[Sequence, str | None], updates: Sequences[Update]
+    ) -> list[Update]:
+        told, failed = [], []
         for update in updates:
             sequence = update.sequence
             if sequence in ended:
-                error = ended[sequence]
-                if error is None:
+                if (error := ended[sequence]) is not None:
+                    failed += self._scheduler.fail(sequence, error)
+                else:
                     self._scheduler.finish(sequence, FinishReason.STOP)
                     update = update._replace(finish_reason=FinishReason.STOP)
-                else:
-                    errors[sequence] = error
             told.append(update)
-        return told, errors
-
-    def forget_if_idle(self) -> None:
-        """Keep nothing of sequences once none is live."""
-        if not self._scheduler.has_work:
-            self._matchers.clear()
+        return told + failed
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
         """A snapshot with what was compiled so far; what waits here waits for the engine too."""

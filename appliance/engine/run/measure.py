@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from appliance.engine.limits import SchedulerLimits
     from appliance.engine.run.device import Device
     from appliance.engine.run.sampler import SampleTokens
-    from appliance.engine.scheduling.scheduler import SchedulerLimits
     from appliance.kernels.kv_cache import LayerPrecision
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.token_mask.reference import MaskTokens

@@ -21,13 +21,13 @@ from appliance.engine.run.staging import Staging, StepShape
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:
+    from appliance.engine.limits import SchedulerLimits
     from appliance.engine.moves import SavedBlock
     from appliance.engine.plan import Plan, Sampled
     from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.cuda_graphs import GraphCache
     from appliance.engine.run.device import Device, Event
     from appliance.engine.run.sampler import SampledRows, Sampler
-    from appliance.engine.scheduling.scheduler import SchedulerLimits
     from appliance.engine.sequence import Sequence
     from appliance.model.executor import Executor
 

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from appliance.engine.execution import Execution
     from appliance.engine.grammars.matchers import Matchers
+    from appliance.engine.limits import SchedulerLimits
     from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
     from appliance.engine.rates import Rates
     from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.device import Device
     from appliance.engine.run.measure import StepMemory
     from appliance.engine.run.sampler import SampleTokens
-    from appliance.engine.scheduling.scheduler import SchedulerLimits
     from appliance.kernels.kv_cache import LayerPrecision
     from appliance.model.executor import Executor
 

@@ -20,11 +20,18 @@ class Draft:
     """Collects entries under a budget of rows."""
 
     budget: int  # rows left
+    now: float = 0.0  # monotonic seconds
     entries: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     copies: dict[Sequence, tuple[BlockCopy, ...]] = field(default_factory=dict)
     started: list[str] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     arrivals: dict[Sequence, list[Arrival]] = field(default_factory=dict)
+
+    # Of admission: what running sequences still need, and what those that start in this step have
+    # still to get, both in blocks; then who found no room.
+    num_promised: int | None = None
+    num_owed: int = 0
+    blocked: list[Sequence] = field(default_factory=list)
 
     def add(
         self,

@@ -55,11 +55,6 @@ class InFlight:
         self.entries.clear()
         return sequences
 
-    def first(self, sequence: Sequence) -> ScheduledSequence | None:
-        """The oldest entry of a sequence, if there is one."""
-        own = self.entries.get(sequence)
-        return own[0] if own else None
-
     def starve(self, sequence: Sequence) -> None:
         """A sequence found no block and nobody to take one from."""
         self.starved = min(self.starved or rank(sequence), rank(sequence))

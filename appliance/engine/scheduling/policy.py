@@ -128,7 +128,7 @@ def may_look_ahead(sequence: Sequence) -> bool:
 
 
 def choose_victim(
-    running: list[Sequence], beneficiary: Sequence, spared: Collection[Sequence]
+    running: list[Sequence], beneficiary: Sequence, in_flight: Collection[Sequence]
 ) -> Sequence | None:
     """Who gives up its blocks: of those that rank behind the beneficiary, see the list above.
 
@@ -138,13 +138,13 @@ def choose_victim(
     Args:
         running: in the order of rank.
         beneficiary: the running sequence that lacks a block.
-        spared: sequences that must not be touched now.
+        in_flight: sequences that must not be touched now, nor those of their units.
     """
     candidates: list[Sequence] = []
     for sequence in reversed(running):
         if sequence is beneficiary:
             break
-        if sequence in spared:
+        if sequence in in_flight or _is_bound(sequence, beneficiary, in_flight):
             continue
         if candidates and sequence.request.priority < candidates[0].request.priority:
             break
@@ -153,6 +153,12 @@ def choose_victim(
         return candidates[0] if candidates else None
     held = Counter(sequence.request.owner for sequence in running)
     return max(candidates, key=lambda candidate: held[candidate.request.owner])
+
+
+def _is_bound(sequence: Sequence, beneficiary: Sequence, in_flight: Collection[Sequence]) -> bool:
+    """Whether a sequence would take one with it that is to keep its blocks."""
+    unit = sequence.group.unit(sequence)
+    return len(unit) > 1 and any(one is beneficiary or one in in_flight for one in unit)
 
 
 def should_swap(num_tokens: int, num_bytes: int, *, prefill: float, moves: float) -> bool:

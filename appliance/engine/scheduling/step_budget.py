@@ -18,7 +18,12 @@ import sys
 from dataclasses import dataclass, field
 
 from appliance.engine.plan import StepLoad
-from appliance.engine.scheduling.policy import DECODE_SLOWDOWN, MIN_PROMPT_ROWS
+from appliance.engine.scheduling.policy import (
+    DECODE_SLOWDOWN,
+    MAX_STALLS,
+    MIN_PROMPT_ROWS,
+    STALL_STEPS,
+)
 
 _SIZE = 6  # coefficients
 _FORGET = 1 - 1 / 48  # what is left of the weight of a step when the next one of its kind comes
@@ -167,3 +172,21 @@ class StepBudget:
                     rest = targets[index] - sum(map(float.__mul__, row, found))
                     value = found[index] + rest / own
                     found[index] = max(0.0, value / (1 + _DOUBT[index]))
+
+
+@dataclass(slots=True)
+class Stalls:
+    """Steps that prompts may have for themselves, saved up while they had none."""
+
+    saved: float = float(MAX_STALLS)
+    last: int = 0  # step up to which they were counted
+
+    def count(self, step: int) -> bool:
+        """Save up to the step with this number; whether there is one to spend."""
+        self.saved = min(MAX_STALLS, self.saved + (step - self.last) / STALL_STEPS)
+        self.last = step
+        return self.saved >= 1
+
+    def spend(self) -> None:
+        """Let prompts have one."""
+        self.saved -= 1

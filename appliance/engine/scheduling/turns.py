@@ -9,116 +9,76 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from appliance.engine.scheduling.policy import MAX_STALLS, STALL_STEPS, TURNS, may_stall, turn
-from appliance.engine.scheduling.step_budget import StepBudget
+from appliance.engine.scheduling.admission import start_next
+from appliance.engine.scheduling.policy import MAX_STALLS, TURNS, may_stall, turn
+from appliance.engine.scheduling.rows import extend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.scheduling.admission import Admission
     from appliance.engine.scheduling.draft import Draft
     from appliance.engine.scheduling.fairness import Account, Accounts
+    from appliance.engine.scheduling.state import State
     from appliance.engine.scheduling.waiting import Lane
     from appliance.engine.sequence import Sequence
 
 
-class PromptTurns:
-    """The part of planning that is about prompts, those that run and those that may start.
+def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> None:
+    """Give rows to prompts, those that run and those that may start.
 
     Args:
-        admission: lets waiting sequences start.
-        blocks: the KV cache's books.
-        accounts: of all owners.
-        extend: gives a running sequence rows, as many as fit, at the cost of others.
-
-    Attributes:
-        budget: how many rows there are beside answers.
+        state: of the scheduler.
+        draft: the step, with the rows of all answers in it.
+        prompts: running sequences in the order of rank, each with the rows it wants.
     """
+    lanes = state.waiting.lanes() if state.slots else ()
+    if not (prompts or lanes):
+        return
+    rows = _rows(state, draft, prompts)
+    given = share_rows(
+        rows,
+        lines_of(prompts, lanes, state.accounts),
+        lambda lane: start_next(state, draft, lane),
+    )
+    wanted = dict(prompts)
+    for sequence, num_tokens in given.items():
+        if sequence not in wanted:
+            copies = state.blocks.allocate(sequence, num_tokens)
+            assert copies is not None, "started without the blocks for it"
+            draft.add(sequence, num_tokens, copies)
+    for sequence in wanted:
+        if sequence in given:
+            extend(state, draft, sequence, given[sequence])
+    # Where someone lacked blocks, those who have some go on, or nobody would ever free any.
+    rows -= sum(given[sequence] for sequence in given if sequence in draft.entries)
+    for sequence, num_left in prompts:
+        if rows and sequence not in draft.entries:
+            extend(state, draft, sequence, min(rows, num_left))
+            rows -= draft.num_rows(sequence)
+    state.accounts.refund(given, draft.entries)
 
-    def __init__(
-        self,
-        admission: Admission,
-        blocks: BlockManager,
-        accounts: Accounts,
-        extend: Callable[[Sequence, int, Draft], None],
-    ) -> None:
-        self.budget = StepBudget()
-        self._admission = admission
-        self._blocks = blocks
-        self._accounts = accounts
-        self._extend = extend
-        self._stalls = float(MAX_STALLS)  # saved up
-        self._last_step = 0
 
-    def plan(
-        self,
-        prompts: list[tuple[Sequence, int]],
-        draft: Draft,
-        running: list[Sequence],
-        now: float,
-        step: int,
-    ) -> None:
-        """Give rows to prompts.
-
-        Args:
-            prompts: running sequences in the order of rank, each with the rows it wants.
-            draft: the step, with the rows of all answers in it.
-            running: all running sequences in the order of rank; those that start are added.
-            now: monotonic seconds.
-            step: number of this step.
-        """
-        admission = self._admission
-        lanes = admission.waiting.lanes() if admission.num_slots else ()
-        if not (prompts or lanes):
-            return
-        rows = self._rows(prompts, draft, step)
-        admission.begin_step()
-        given = share_rows(
-            rows,
-            lines_of(prompts, lanes, self._accounts),
-            lambda lane: admission.start(lane, draft, running, now),
-        )
-        wanted = dict(prompts)
-        for sequence, num_tokens in given.items():
-            if sequence not in wanted:
-                copies = self._blocks.allocate(sequence, num_tokens)
-                assert copies is not None, "started without the blocks for it"
-                draft.add(sequence, num_tokens, copies)
-        for sequence in wanted:
-            if sequence in given:
-                self._extend(sequence, given[sequence], draft)
-        # Where someone lacked blocks, those who have some go on, or nobody would ever free any.
-        rows -= sum(given[sequence] for sequence in given if sequence in draft.entries)
-        for sequence, num_left in prompts:
-            if rows and sequence not in draft.entries:
-                self._extend(sequence, min(rows, num_left), draft)
-                rows -= draft.num_rows(sequence)
-        self._accounts.refund(given, draft.entries)
-
-    def _rows(self, prompts: list[tuple[Sequence, int]], draft: Draft, step: int) -> int:
-        """Rows that prompts may have in this step."""
-        if not draft.entries:
-            return draft.budget
-        context = sum([entry.start for entry in draft.entries.values()])
-        start = max([sequence.num_computed for sequence, _ in prompts], default=0)
-        rows = self.budget.prompt_rows(len(draft.entries), context, start)
-        if rows >= draft.budget:
-            return draft.budget
-        saved = self._stalls + (step - self._last_step) / STALL_STEPS
-        self._stalls, self._last_step = min(MAX_STALLS, saved), step
-        if self._stalls < 1:
-            return rows
-        # Of those that run already all rows: what is left of a long prompt is no short one.
-        wanted = sum([len(one.token_ids) - one.num_cached for one, _ in prompts])
-        for sequence in islice(self._admission.waiting.queued(), self._admission.num_slots):
-            if wanted > MAX_STALLS * draft.budget:
-                break
-            wanted += sequence.num_uncomputed
-        if wanted > rows and may_stall(wanted, draft.budget):
-            self._stalls -= 1
-            return draft.budget
+def _rows(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> int:
+    """Rows that prompts may have in this step."""
+    if not draft.entries:
+        return draft.budget
+    context = sum([entry.start for entry in draft.entries.values()])
+    start = max([sequence.num_computed for sequence, _ in prompts], default=0)
+    rows = state.budget.prompt_rows(len(draft.entries), context, start)
+    if rows >= draft.budget:
+        return draft.budget
+    if not state.stalls.count(state.counters.steps):
         return rows
+    # Of those that run already all rows: what is left of a long prompt is no short one.
+    wanted = sum([len(one.token_ids) - one.num_cached for one, _ in prompts])
+    for sequence in islice(state.waiting.queued(), len(state.slots)):
+        if wanted > MAX_STALLS * draft.budget:
+            break
+        wanted += sequence.num_uncomputed
+    if wanted > rows and may_stall(wanted, draft.budget):
+        state.stalls.spend()
+        return draft.budget
+    return rows
 
 
 @dataclass(slots=True, eq=False)

@@ -56,20 +56,23 @@ class WaitingQueue:
 
     Args:
         accounts: of the owners of all live sequences.
+
+    Attributes:
+        parked: siblings by parent.
     """
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
         self._lanes: dict[tuple[int, str], Lane] = {}  # none is empty
         self._num_queued = 0
-        self._parked: dict[Sequence, list[Sequence]] = {}  # by parent
+        self.parked: dict[Sequence, list[Sequence]] = {}
 
     def __len__(self) -> int:
-        return self._num_queued + sum(map(len, self._parked.values()))
+        return self._num_queued + sum(map(len, self.parked.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self.queued()
-        for siblings in self._parked.values():
+        for siblings in self.parked.values():
             yield from siblings
 
     def queued(self) -> Iterator[Sequence]:
@@ -94,8 +97,8 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, queued or parked."""
         parent = sequence.parent
-        if parent is not None and sequence in self._parked.get(parent, ()):
-            self._parked[parent].remove(sequence)
+        if parent is not None and sequence in self.parked.get(parent, ()):
+            self.parked[parent].remove(sequence)
             return
         key = (sequence.request.priority, sequence.request.owner)
         lane = self._lanes[key]
@@ -107,10 +110,10 @@ class WaitingQueue:
 
     def park(self, parent: Sequence, siblings: list[Sequence]) -> None:
         """Keep siblings until their parent's prompt is computed."""
-        self._parked[parent] = siblings
+        self.parked[parent] = siblings
 
     def unpark(self, parent: Sequence) -> None:
         """Queue the siblings of a sequence that has computed its prompt, or never will."""
-        if parent in self._parked:
-            for sibling in self._parked.pop(parent):
+        if parent in self.parked:
+            for sibling in self.parked.pop(parent):
                 self.push(sibling)

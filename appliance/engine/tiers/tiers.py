@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.blocks.prefix_cache import Prefix
+    from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
     from appliance.engine.tiers.write_behind import WriteBehind
@@ -256,13 +257,16 @@ class Tiers:
             self.counters.disk_hits += from_disk * size
             self.counters.host_hits += (len(found) - from_disk) * size
 
-    def confirm(self, sequence: Sequence) -> None:
-        """The plan that loaded a sequence's blocks, if any did, has run."""
-        loading = self._loading.pop(sequence, None)
-        if loading is not None:
-            self._blocks.confirm_loads(sequence, loading.first)
-            if loading.kept is not None:
-                self._release(loading.kept)
+    def confirm(self, scheduled: Iterable[ScheduledSequence]) -> None:
+        """A plan has run; what it loaded for some of its sequences is there."""
+        if not self._loading:
+            return
+        for entry in scheduled:
+            loading = self._loading.pop(entry.sequence, None)
+            if loading is not None:
+                self._blocks.confirm_loads(entry.sequence, loading.first)
+                if loading.kept is not None:
+                    self._release(loading.kept)
 
     def is_loading(self, sequence: Sequence) -> bool:
         """Whether a plan that is not committed yet brings some of a sequence's blocks."""

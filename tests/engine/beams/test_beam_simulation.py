@@ -23,10 +23,11 @@ from reading_model import (
     stops,
 )
 
+from appliance.engine.beams.beam_group import BeamGroup
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.limits import max_beam_tokens
-from appliance.engine.plan import Plan
+from appliance.engine.plan import Plan, Sampled
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.engine.scheduling.policy import may_admit
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -35,7 +36,6 @@ from appliance.errors import RequestError
 pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
 
 if TYPE_CHECKING:
-    from appliance.engine.beams.beam_groups import BeamGroup
     from appliance.engine.sequence import Sequence
 
 seen: Counter[str] = Counter()  # how often what matters came up
@@ -150,25 +150,26 @@ class Simulation:
             one.request.sampling.use_beam_search for one in plan.preempted
         )
         seen["shared blocks"] += self.blocks.pool.num_shared
-        seen["beams without an answer"] += sum(len(g.beams) < len(g.members) for g in self.groups())
+        seen["beams without an answer"] += sum(len(g.beams) < len(g.live) for g in self.groups())
 
     def groups(self) -> list[BeamGroup]:
         """Those that have come past the prompt."""
-        groups = self.scheduler._beams._groups.values()
-        return [group for group in groups if group.members[0].num_output_tokens]
+        groups = {one.group for one in self.scheduler.sequences()}
+        searches = [group for group in groups if isinstance(group, BeamGroup)]
+        return [group for group in searches if group.live[0].num_output_tokens]
 
     def commit(self, plan: Plan) -> None:
         found = self.model.run(plan)
-        tokens = [found[e.sequence].candidates[0].token_id for e in plan.scheduled if e.samples]
-        for update in self.scheduler.commit(plan, tokens, found):
-            key = update.sequence.request.request_id, update.sequence.index
-            self.answers[key] = (*self.answers.get(key, ()), update.token_id)
-        for answer in self.scheduler.take_answers():
-            key = answer.sequence.request.request_id, answer.sequence.index
-            assert key not in self.answers
-            self.answers[key] = answer.token_ids
-            ends = stops(answer.sequence.request, answer.token_ids)
-            assert answer.finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
+        follows = [found[entry.sequence] for entry in plan.scheduled if entry.samples]
+        sampled = [Sampled(one.candidates[0].token_id, continuations=one) for one in follows]
+        for update in self.scheduler.commit(plan, sampled):
+            request = update.sequence.request
+            key = request.request_id, update.sequence.index
+            assert key not in self.answers or not request.sampling.use_beam_search
+            self.answers[key] = (*self.answers.get(key, ()), *update.token_ids)
+            if request.sampling.use_beam_search:
+                ends = stops(request, update.token_ids)
+                assert update.finish_reason is (FinishReason.STOP if ends else FinishReason.LENGTH)
 
     def check_outcome(self) -> None:
         for request in self.served:

@@ -6,12 +6,11 @@ from hypothesis import strategies as st
 
 from appliance.engine.blocks.block_metadata import (
     BYTES_PER_BLOCK,
-    MAX_OWNER,
     STAMPS_PER_SECOND,
     BlockMetadata,
     unpack,
 )
-from appliance.engine.blocks.block_word import count_states
+from appliance.engine.blocks.block_word import MAX_OWNER, count_states
 from appliance.events import BlockState
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.prefix_cache import Prefix
 from appliance.engine.moves import BlockCopy
+from appliance.engine.plan import Sampled
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import Sequence
@@ -123,7 +124,7 @@ def test_a_hit_that_needs_a_block_more_than_there_is_is_cut_to_whole_blocks() ->
         scheduler.add(Request(request_id=name, prompt_token_ids=prompt, sampling=sampling), 0.0)
         plan = scheduler.plan(0.0)
         assert plan is not None, "admission waits for a block that never comes free"
-        scheduler.commit(plan, [50])
+        scheduler.commit(plan, [Sampled(50)])
         scheduler.check_invariants()
     assert scheduler.stats().prefix_hits_total == 12
 

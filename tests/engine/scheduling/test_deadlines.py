@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.plan import SchedulerLimits
+from appliance.engine.limits import SchedulerLimits
+from appliance.engine.plan import Sampled
 from appliance.engine.request import MAX_TIMEOUT, FinishReason, Request, SamplingParams
 from appliance.engine.scheduling.deadlines import Deadlines, was_started, why_refused
 from appliance.engine.scheduling.scheduler import Scheduler
@@ -30,8 +31,15 @@ def scheduler(seqs: int = 1) -> Scheduler:
 def step(engine: Scheduler, now: float) -> None:
     plan = engine.plan(now)
     assert plan is not None
-    engine.commit(plan, [50] * plan.num_samples)
+    engine.commit(plan, [Sampled(50)] * plan.num_samples)
     engine.check_invariants()
+
+
+def over(engine: Scheduler, now: float) -> list[Sequence]:
+    """Sequences that are told at this moment that their time is over."""
+    updates = engine.expire(now)
+    assert all(update.finish_reason is FinishReason.TIMEOUT for update in updates)
+    return [update.sequence for update in updates]
 
 
 def names(sequences: list[Sequence]) -> list[str]:
@@ -44,22 +52,22 @@ def test_a_waiting_request_ends_when_its_time_is_over(limits: dict[str, float]) 
     engine.add(request("runs"), now=0.0)
     step(engine, 0.0)
     engine.add(request("waits", **limits), now=1.0)  # type: ignore[arg-type]
-    assert engine.expire(5.9) == []
-    (sequence,) = engine.expire(6.0)
+    assert over(engine, 5.9) == []
+    (sequence,) = over(engine, 6.0)
     assert sequence.finish_reason is FinishReason.TIMEOUT
     assert sequence.num_computed == 0
     assert not was_started(sequence)
     engine.check_invariants()
     assert [s.request.request_id for s in engine.sequences()] == ["runs"]
     assert engine.stats().expired_total == 1
-    assert engine.expire(100.0) == []
+    assert over(engine, 100.0) == []
 
 
 def test_the_limit_of_the_queue_does_not_touch_what_was_started() -> None:
     engine = scheduler()
     engine.add(request("a", queue=5.0), now=0.0)
     step(engine, 1.0)
-    assert engine.expire(50.0) == []
+    assert over(engine, 50.0) == []
 
 
 def test_a_running_request_ends_with_what_it_has() -> None:
@@ -67,7 +75,7 @@ def test_a_running_request_ends_with_what_it_has() -> None:
     engine.add(request("a", timeout=5.0), now=0.0)
     for now in range(4):
         step(engine, float(now))
-    (sequence,) = engine.expire(5.0)
+    (sequence,) = over(engine, 5.0)
     assert was_started(sequence)
     assert sequence.num_output_tokens == 4
     assert engine.stats().blocks_active == 0
@@ -79,10 +87,10 @@ def test_a_request_in_flight_keeps_its_blocks_until_commit() -> None:
     engine.add(request("a", timeout=5.0), now=0.0)
     plan = engine.plan(0.0)
     assert plan is not None
-    assert names(engine.expire(5.0)) == ["a"]
+    assert names(over(engine, 5.0)) == ["a"]
     engine.check_invariants()
     assert engine.stats().blocks_active > 0
-    assert engine.commit(plan, [50]) == []
+    assert engine.commit(plan, [Sampled(50)]) == []
     assert engine.stats().blocks_active == 0
 
 
@@ -91,9 +99,9 @@ def test_all_choices_end_once_and_count_as_one_request() -> None:
     engine.add(request("a", timeout=5.0, queue=5.0, n=4), now=0.0)
     for now in range(3):
         step(engine, float(now))
-    over = engine.expire(5.0)
-    assert sorted(sequence.index for sequence in over) == [0, 1, 2, 3]
-    assert all(was_started(sequence) for sequence in over), "the parked ones too"
+    ended = over(engine, 5.0)
+    assert sorted(sequence.index for sequence in ended) == [0, 1, 2, 3]
+    assert all(was_started(sequence) for sequence in ended), "the parked ones too"
     assert engine.stats().expired_total == 1
 
 
@@ -105,7 +113,7 @@ def test_a_preempted_request_is_not_one_that_was_never_started() -> None:
     engine.discard_plans()
     (sequence,) = engine.sequences()
     assert sequence.status is SequenceStatus.WAITING
-    assert engine.expire(9.0) == []
+    assert over(engine, 9.0) == []
 
 
 def test_what_has_ended_is_forgotten() -> None:

@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.plan import Plan, SchedulerLimits, StepLoad
+from appliance.engine.plan import Plan, Sampled, StepLoad
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.policy import MAX_OVERTAKEN, STALL_STEPS, TURNS
-from appliance.engine.scheduling.scheduler import Scheduler
+from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
 
 @dataclass
@@ -58,7 +58,7 @@ class House:
         for name in plan.started:
             self.started[name] = self.now
         self.preempted += [sequence.request.request_id for sequence in plan.preempted]
-        for update in self.scheduler.commit(plan, [50] * plan.num_samples):
+        for update in self.scheduler.commit(plan, [Sampled(50)] * plan.num_samples):
             if update.finish_reason is not None:
                 self.ended[update.sequence.request.request_id] = self.now
         if self.now % 16 == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.plan import Plan
+from appliance.engine.plan import Plan, Sampled
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 
@@ -26,9 +26,10 @@ class Pipeline:
         return plan
 
     def commit(self, plan: Plan, *tokens: int) -> list[tuple[str, int, FinishReason | None]]:
-        updates = self.scheduler.commit(plan, list(tokens))
+        updates = self.scheduler.commit(plan, [Sampled(token) for token in tokens])
         self.scheduler.check_invariants()
-        return [(u.sequence.request.request_id, u.token_id, u.finish_reason) for u in updates]
+        assert all(len(update.token_ids) == 1 for update in updates)
+        return [(u.sequence.request.request_id, u.token_ids[0], u.finish_reason) for u in updates]
 
 
 def pipeline(num_blocks: int = 32, *, rows: int = 16, look_ahead: bool = True) -> Pipeline:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.limits import reason_to_finish
-from appliance.engine.plan import Plan
+from appliance.engine.limits import Bounds, reason_to_finish
+from appliance.engine.plan import Plan, Sampled
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import Sequence, SequenceStatus
@@ -48,7 +48,7 @@ def rows(plan: Plan | None) -> list[tuple[str, int, int, int, bool]]:
 def step(engine: Scheduler, token: int = 50) -> Plan:
     plan = engine.plan(now=0.0)
     assert plan is not None
-    engine.commit(plan, [token] * plan.num_samples)
+    engine.commit(plan, [Sampled(token)] * plan.num_samples)
     engine.check_invariants()
     return plan
 
@@ -72,8 +72,8 @@ def test_prompts_run_in_chunks_beside_decodes() -> None:
     assert rows(first) == [("a", 0, 0, 3, True), ("b", 0, 0, 5, False)]
     assert first is not None
     assert first.started == ("a", "b")
-    updates = engine.commit(first, [50])
-    assert [(u.sequence.request.request_id, u.token_id) for u in updates] == [("a", 50)]
+    updates = engine.commit(first, [Sampled(50)])
+    assert [(u.sequence.request.request_id, u.token_ids) for u in updates] == [("a", (50,))]
     assert by_name(engine)["b", 0].first_scheduled == 5.0
     assert rows(step(engine)) == [("a", 0, 3, 1, True), ("b", 0, 5, 7, False)]
     assert rows(step(engine)) == [("a", 0, 4, 1, True), ("b", 0, 12, 7, False)]
@@ -223,7 +223,7 @@ def test_abort_within_a_step_keeps_the_blocks_until_commit() -> None:
     assert list(entry.sequence.block_table) == table
     engine.add(request("b", range(100, 112)), now=1.0)
     assert engine.plan(now=1.0) is None, "the blocks are still being written to"
-    assert engine.commit(plan, [50]) == []
+    assert engine.commit(plan, [Sampled(50)]) == []
     assert entry.sequence.token_ids == list(range(8))
     engine.check_invariants()
     assert engine.stats().blocks_cached == 0, "what an ended sequence computed is not trusted"
@@ -250,7 +250,7 @@ def test_a_plan_in_flight_is_left_alone_by_the_next_one() -> None:
     assert rows(second) == [("b", 0, 0, 8, True)]
     assert engine.plan(now=0.0) is None
     assert first is not None
-    engine.commit(first, [50])
+    engine.commit(first, [Sampled(50)])
     assert rows(engine.plan(now=0.0)) == [("a", 0, 8, 1, True)]
     engine.check_invariants()
 
@@ -279,7 +279,7 @@ def test_a_prompt_that_fills_the_context_is_refused_with_both_numbers() -> None:
     engine.add(request("a", range(11)), now=0.0)
     plan = engine.plan(now=0.0)
     assert plan is not None
-    (update,) = engine.commit(plan, [50])
+    (update,) = engine.commit(plan, [Sampled(50)])
     assert update.finish_reason is FinishReason.LENGTH
 
 
@@ -342,7 +342,9 @@ def test_reasons_to_finish(
 ) -> None:
     seq = Sequence(request("a", [1, 1], sampling=sampling))
     seq.token_ids += answer
-    assert reason_to_finish(seq, frozenset({EOS}), max_tokens=6) is reason
+    bounds = Bounds(SchedulerLimits(1, 8, 6), 8, 4, frozenset({EOS}))
+    assert bounds.max_tokens == 6
+    assert reason_to_finish(seq, bounds) is reason
 
 
 def test_stats_count_what_happened() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.plan import Plan, ScheduledSequence
+from appliance.engine.plan import Plan, Sampled, ScheduledSequence
 from appliance.engine.request import FinishReason, Request, SamplingParams
 from appliance.engine.scheduling.policy import may_admit
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -281,9 +281,9 @@ class Simulation:
             assert now == table or self.load.look_ahead
             if entry.follows and entry.sequence.status is SequenceStatus.FINISHED:
                 seen["rows for nothing"] += 1
-        for update in self.scheduler.commit(plan, self.model.run(plan)):
+        for update in self.scheduler.commit(plan, list(map(Sampled, self.model.run(plan)))):
             assert update.sequence not in self.endings
-            self.emitted.setdefault(update.sequence, []).append(update.token_id)
+            self.emitted.setdefault(update.sequence, []).extend(update.token_ids)
             if update.finish_reason is not None:
                 self.endings[update.sequence] += 1
                 assert update.sequence.finish_reason is update.finish_reason

@@ -16,7 +16,7 @@ import pytest
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock
-from appliance.engine.plan import Plan
+from appliance.engine.plan import Plan, Sampled
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -216,9 +216,10 @@ class Simulation:
                 name = victim.request.request_id
                 if victim.status is not SequenceStatus.FINISHED and self.scheduler.abort(name):
                     self.aborted.add(name)
-            for update in self.scheduler.commit(plan, self.memory.run(plan, saved)):
+            sampled = list(map(Sampled, self.memory.run(plan, saved)))
+            for update in self.scheduler.commit(plan, sampled):
                 name = update.sequence.request.request_id
-                self.answers.setdefault(name, []).append(update.token_id)
+                self.answers.setdefault(name, []).extend(update.token_ids)
             self.write_some(plan)
         self.scheduler.check_invariants()
 

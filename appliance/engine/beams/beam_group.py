@@ -1,0 +1,198 @@
+"""A beam search as a sequence group: one sequence for each beam, which fork one another.
+
+All are admitted and preempted together, so that none of them waits for a slot or blocks that
+another one waits with. Among them only the first runs at first; the others are held, with a slot
+and without blocks, until there is something to fork. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from appliance.engine.beams.beam_search import Beam, BeamSearch
+from appliance.engine.limits import max_beam_tokens
+from appliance.engine.plan import Update
+from appliance.engine.request import FinishReason
+from appliance.engine.sequence import SequenceStatus
+from appliance.engine.sequence_group import SequenceGroup
+
+if TYPE_CHECKING:
+    from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.limits import Bounds
+    from appliance.engine.plan import Continuations, Sampled
+    from appliance.engine.request import Request
+    from appliance.engine.sequence import Sequence
+
+
+class BeamGroup(SequenceGroup):
+    """The beams of one request.
+
+    Args:
+        request: what was asked.
+        members: one for each beam, the first of which leads.
+        bounds: where answers end.
+        blocks: the KV cache's books.
+
+    Attributes:
+        beams: of the members that have one; they all have equally many tokens.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        members: tuple[Sequence, ...],
+        bounds: Bounds,
+        blocks: BlockManager,
+    ) -> None:
+        super().__init__(request, members, bounds)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        longest = max_beam_tokens(
+            num_prompt_tokens, len(members), bounds.block_size, bounds.num_blocks
+        )
+        room = min(bounds.limits.context_length, longest) - num_prompt_tokens
+        max_tokens = min(room, request.sampling.max_tokens or room)
+        self.beams = {members[0]: Beam()}
+        self._members = members
+        self._blocks = blocks
+        self._search = BeamSearch(request, bounds.eos_token_ids, max_tokens)
+        self._heard: dict[Sequence, Continuations] = {}  # what may follow those that are computed
+        # Blocks that it needs soon, or held when it was preempted, beside those of the leader.
+        self._num_beside_leader = len(members) - 1
+
+    def unit(self, sequence: Sequence) -> tuple[Sequence, ...]:
+        """All of them."""
+        return self._members
+
+    def num_beside(self, sequence: Sequence) -> int:
+        """See `SequenceGroup`; as far as there are so many."""
+        own = self._blocks.blocks_for(len(sequence.token_ids))
+        return max(0, min(self._num_beside_leader, self._blocks.num_blocks - own))
+
+    def start(self) -> None:
+        """Hold back all but the leader."""
+        for member in self._members[1:]:
+            member.is_held = True
+
+    def lose(self) -> None:
+        """See `SequenceGroup`."""
+        self._heard.clear()
+        for member in self._members:
+            member.is_held = False
+        tables = [member.block_table for member in self._members]
+        self._num_beside_leader = max(
+            len(self._members) - 1, len(set().union(*tables)) - len(tables[0])
+        )
+
+    def take(
+        self, sequence: Sequence, sampled: Sampled, updates: list[Update]
+    ) -> FinishReason | None:
+        """See `SequenceGroup`; the answers come with the last beam of the last step."""
+        assert sampled.continuations is not None
+        self._heard[sequence] = sampled.continuations
+        if len(self._heard) < len(self.beams):
+            self._fork_next()
+            return None
+        parents = list(self.beams)
+        grown = self._search.advance([(self.beams[one], self._heard[one]) for one in parents])
+        self._heard.clear()
+        if self._search.over:
+            updates += self._best()
+            return FinishReason.STOP
+        self._regroup([(parents[place], beam) for place, beam in grown])
+        return None
+
+    def cut(self) -> tuple[Update, ...]:
+        """The best so far, of beams that have come past the prompt."""
+        self._search.cut(self.beams.values())
+        return self._best()
+
+    def _regroup(self, grown: list[tuple[Sequence, Beam]]) -> None:
+        """Let the beams that go on have the sequences.
+
+        The best continuation of a beam stays in its sequence. The others fork it and go into those
+        of beams that end here.
+        """
+        chosen: dict[Sequence, tuple[Sequence, Beam]] = {}
+        forks = []
+        for parent, beam in grown:
+            if parent in chosen:
+                forks.append((parent, beam))
+            else:
+                chosen[parent] = (parent, beam)
+        empty = [member for member in self._members if member not in chosen]
+        chosen |= zip(empty, forks, strict=False)
+        leader = self._members[0]
+        if leader not in chosen:  # so many beams have ended that there are not enough forks
+            chosen[leader] = chosen.pop(next(iter(chosen)))
+        parents = {parent for parent, _ in chosen.values()}
+        for member in self._members:
+            if member not in parents:
+                self._blocks.free(member)
+        for member, (parent, beam) in chosen.items():
+            if member is not parent:
+                member.token_ids = [*parent.token_ids, beam.token_id]
+                self._blocks.fork(parent, member, parent.num_computed)
+                member.is_held = False
+        for member in self._members:
+            if member not in chosen:
+                self._blocks.free(member)
+                member.token_ids = list(member.request.prompt_token_ids)
+                member.block_hashes = []
+                member.is_held = True
+            elif chosen[member][0] is member:
+                member.token_ids.append(chosen[member][1].token_id)
+        self.beams = {member: chosen[member][1] for member in self._members if member in chosen}
+
+    def _fork_next(self) -> None:
+        """After a preemption: start the held beam that shares most with one that is computed.
+
+        One after another, so that blocks are shared as they were before.
+        """
+        waiting = [member for member in self.beams if member.is_held]
+        if len(self._heard) + len(waiting) < len(self.beams):
+            return  # one of them is being computed
+        pairs = [(parent, child) for parent in self._heard for child in waiting]
+        parent, child = max(pairs, key=lambda pair: _num_common(*pair))
+        num_tokens = min(_num_common(parent, child), len(child.token_ids) - 1)
+        self._blocks.fork(parent, child, num_tokens)
+        child.is_held = False
+
+    def _best(self) -> tuple[Update, ...]:
+        """The answers, best first, in the members of their places."""
+        sampling = self.request.sampling
+        return tuple(
+            Update(
+                member,
+                found.token_ids,
+                found.reason,
+                None if sampling.logprobs is None else found.logprobs,
+                found.cumulative_logprob,
+            )
+            for member, found in zip(
+                self._members[: sampling.n], self._search.finished, strict=False
+            )
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that members wait or run as a whole, and that only held ones have no blocks."""
+        is_running = self._members[0].status is SequenceStatus.RUNNING
+        states = {member.status for member in self._members}
+        assert len(states) == 1, "a group waits in part"
+        assert self._members[0] in self.beams
+        assert len({len(member.token_ids) for member in self.beams}) == 1
+        assert set(self._heard) < set(self.beams)
+        for member in self._members:
+            assert member.group is self
+            assert is_running or not member.is_held
+            assert not (member.block_table and member.is_held)
+            if member in self._heard:
+                assert not member.num_uncomputed
+            elif member not in self.beams and is_running:
+                assert member.is_held
+
+
+def _num_common(one: Sequence, other: Sequence) -> int:
+    """Tokens that two sequences begin with alike."""
+    pairs = zip(one.token_ids, other.token_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,0 +1,80 @@
+"""From what the scheduler tells of a sequence to what its client is told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.engine.messages import SequenceDelta
+from appliance.engine.request import FinishReason
+from appliance.engine.scheduling.deadlines import was_started, why_refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from appliance.engine.plan import Update
+    from appliance.engine.sequence import Sequence
+
+
+def deltas_of(updates: Iterable[Update]) -> tuple[SequenceDelta, ...]:
+    """One for each update that a client knows the sequence of."""
+    return tuple([_delta(update) for update in updates if _is_choice(update.sequence)])
+
+
+def overdue(updates: Iterable[Update], now: float) -> list[SequenceDelta]:
+    """The ends of sequences whose time is over: an error if their request was never started.
+
+    Args:
+        updates: what became of each.
+        now: seconds of the clock of their arrival.
+    """
+    return [
+        _delta(update) if update.token_ids else _late(update.sequence, now)
+        for update in updates
+        if _is_choice(update.sequence)
+    ]
+
+
+def _delta(update: Update) -> SequenceDelta:
+    sequence, token_ids, finish_reason, logprobs, cumulative_logprob, error = update
+    if error is not None:
+        return SequenceDelta(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            finish_reason=finish_reason,
+            error=error,
+        )
+    is_search = cumulative_logprob is not None  # which shows nothing before its end
+    first = sequence.index == 0 if is_search else sequence.num_output_tokens == len(token_ids)
+    return SequenceDelta(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=finish_reason,
+        num_cached_tokens=sequence.num_cached,
+        queue_seconds=_waited(sequence) if first else None,
+        cumulative_logprob=cumulative_logprob,
+    )
+
+
+def _late(sequence: Sequence, now: float) -> SequenceDelta:
+    started = was_started(sequence)
+    return SequenceDelta(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        finish_reason=FinishReason.TIMEOUT if started else FinishReason.ERROR,
+        error=None if started else why_refused(sequence.request, now - sequence.arrival),
+        expired=not started,
+        num_cached_tokens=sequence.num_cached,
+    )
+
+
+def _is_choice(sequence: Sequence) -> bool:
+    """Whether the client knows of it: a search may have more beams than answers."""
+    return sequence.index < sequence.request.sampling.num_choices
+
+
+def _waited(sequence: Sequence) -> float:
+    """Seconds in the queue, until its first step."""
+    first = sequence.first_scheduled
+    return 0.0 if first is None else first - sequence.arrival

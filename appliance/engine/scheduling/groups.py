@@ -1,0 +1,36 @@
+"""Which kind of sequence group a request becomes. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.engine.beams.beam_group import BeamGroup
+from appliance.engine.sequence import Sequence
+from appliance.engine.sequence_group import SequenceGroup
+
+if TYPE_CHECKING:
+    from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.limits import Bounds
+    from appliance.engine.request import Request
+
+
+def group_of(
+    request: Request, arrival: float, bounds: Bounds, blocks: BlockManager
+) -> SequenceGroup:
+    """A new group, nothing of which runs yet.
+
+    Args:
+        request: what was asked.
+        arrival: monotonic seconds; no other group has the same.
+        bounds: where answers end.
+        blocks: the KV cache's books.
+    """
+    parent = Sequence(request, arrival=arrival)
+    children = [
+        Sequence(request, index=index, arrival=arrival, parent=parent)
+        for index in range(1, request.sampling.num_sequences)
+    ]
+    members = (parent, *children)
+    if request.sampling.use_beam_search:
+        return BeamGroup(request, members, bounds, blocks)
+    return SequenceGroup(request, members, bounds)
