@@ -17,8 +17,8 @@ from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.penalties import cpu as penalties_on_cpu
 from appliance.kernels.sampling import batched
 from appliance.kernels.sampling.cpu import NativeSampling
-from appliance.kernels.token_mask import cpu as masks_on_cpu
 from appliance.kernels.token_mask import reference as masks_by_torch
+from appliance.kernels.token_mask.cpu import NativeMasks
 from appliance.model.executor import heads_of
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native, why_unsupported
@@ -202,8 +202,8 @@ class NativeExecution:
 
     @property
     def mask_tokens(self) -> MaskTokens:
-        """Numpy's."""
-        return masks_on_cpu.mask_tokens
+        """The library's."""
+        return NativeMasks(self.engine.library)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,10 +290,9 @@ class TorchExecution:
 
     @property
     def mask_tokens(self) -> MaskTokens:
-        """Triton's, torch's, or numpy's."""
+        """Triton's, or torch's."""
         if not self.uses_triton:
-            on_cpu = self.precision.device.type == "cpu"
-            return masks_on_cpu.mask_tokens if on_cpu else masks_by_torch.mask_tokens
+            return masks_by_torch.mask_tokens
         from appliance.kernels.token_mask.launch import mask_tokens
 
         return mask_tokens

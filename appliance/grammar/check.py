@@ -85,7 +85,7 @@ def in_words(message: str, kind: GrammarKind) -> str:
         kept.append(line.strip())
     text = " ".join(filter(None, kept)).removeprefix("failed to compile JSON schema: ")
     if "oneOf constraints are not supported" in text:
-        text = "oneOf is supported only where no two of its schemas can both match; use anyOf"
+        text = "oneOf needs schemas of which no two can match the same value, plainly; use anyOf"
     if unknown := _UNIMPLEMENTED.match(text):
         text = f"not supported: {', '.join(json.loads(unknown[1]))}"
     if found and kind is GrammarKind.LARK:  # the first line of the source is not the user's

@@ -11,7 +11,8 @@ from prometheus_client.registry import Collector
 from appliance.api_keys import NO_KEY
 from appliance.engine.blocks.block_word import count_states
 from appliance.engine.process.supervisor import EngineState
-from appliance.server.families import counter, gauge
+from appliance.server.families import counter, gauge, histogram
+from appliance.stats import COMPILE_SECONDS
 from appliance.version import __version__
 
 if TYPE_CHECKING:
@@ -48,6 +49,16 @@ class EngineCollector(Collector):
             ("appliance_sequences_aborted", "Sequences aborted.", stats.aborted_total),
             ("appliance_nan_logits", "Sequences ended by broken logits.", stats.nan_logits_total),
             ("appliance_engine_restarts", "Engine processes after the first.", engine.restarts),
+            (
+                "appliance_grammar_requests",
+                "Requests for structured output.",
+                stats.grammar_requests_total,
+            ),
+            (
+                "appliance_grammar_cache_hits",
+                "Of these, whose grammar was compiled already.",
+                stats.grammar_cache_hits_total,
+            ),
             ("appliance_swaps", "Preemptions that kept the blocks.", stats.swaps_total),
             (
                 "appliance_requests_failed",
@@ -61,6 +72,14 @@ class EngineCollector(Collector):
             ),
         ):
             yield counter(name, text, [(self._labels, value)])
+        yield histogram(
+            "appliance_grammar_compile_seconds",
+            "Compiling a grammar in the engine.",
+            self._state.model_id,
+            COMPILE_SECONDS,
+            stats.grammar_compiles or [0] * (len(COMPILE_SECONDS) + 1),
+            stats.grammar_compile_seconds_total,
+        )
         host, disk = stats.prefix_hits_host_total, stats.prefix_hits_disk_total
         for name, text, label, counts in (
             (

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
+
+from appliance.server.families import histogram
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 
 class Histogram(Collector):
@@ -39,8 +42,6 @@ class Histogram(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """For the registry."""
-        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        buckets = list(zip(names, accumulate(self._counts), strict=True))
-        family.add_metric([self._model_name], buckets, self._sum)
-        yield family
+        yield histogram(
+            self._name, self._text, self._model_name, self._bounds, self._counts, self._sum
+        )

@@ -49,6 +49,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int32,
         (c_void_p, _POINTER, c_int32, c_int32, POINTER(structs.SamplingStruct), _POINTER),
     ),
+    "ap_mask_logits": (None, (_POINTER, c_int32, c_int32, _POINTER, _POINTER, c_int32)),
     "ap_linear_forward": (
         c_int32,
         (c_void_p, POINTER(structs.LinearStruct), _POINTER, c_int32, _POINTER),

@@ -1,19 +1,41 @@
-"""Token masks on the CPU: one pass over the logits of the rows that have one."""
+"""Token masks by the CPU library: one pass over the logits of the rows that have one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
+import torch
 
 if TYPE_CHECKING:
+    import ctypes
+
     from torch import Tensor
 
 
-def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """See `reference.mask_tokens`."""
-    vocab_size = logits.shape[1]
-    values = logits.numpy()
-    for row, mask in zip(rows.tolist(), words.numpy(), strict=True):
-        banned = np.unpackbits(~mask.view(np.uint8), count=vocab_size, bitorder="little")
-        np.putmask(values[row], banned.view(np.bool_), -np.inf)
+class NativeMasks:
+    """See `reference.mask_tokens`.
+
+    Args:
+        library: the loaded library.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def __call__(self, logits: Tensor, rows: Tensor, words: Tensor) -> None:
+        """Ban the tokens of some rows whose bit is 0; all tensors are contiguous, on the CPU."""
+        num_masks, vocab_size = len(rows), logits.shape[1]
+        for values, dtype in ((logits, torch.float32), (rows, torch.int64), (words, torch.int32)):
+            assert values.dtype is dtype, f"{values.dtype} where {dtype} is read"
+            assert not values.is_cuda, "the CPU library reads the memory of the CPU"
+            assert values.is_contiguous(), "the CPU library reads element after element"
+        assert words.shape[0] == num_masks, (words.shape, num_masks)
+        assert words.shape[1] * 32 >= vocab_size, (words.shape, vocab_size)
+        self._library.ap_mask_logits(
+            logits.data_ptr(),
+            vocab_size,
+            num_masks,
+            rows.data_ptr(),
+            words.data_ptr(),
+            words.shape[1],
+        )

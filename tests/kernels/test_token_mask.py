@@ -5,11 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.kernels.token_mask import cpu, reference
+from appliance.kernels.cpu.library import load_library
+from appliance.kernels.token_mask.cpu import NativeMasks
 from appliance.kernels.token_mask.reference import MaskTokens
+from appliance.kernels.token_mask.reference import mask_tokens as reference
 
 each_way = pytest.mark.parametrize(
-    "mask_tokens", [reference.mask_tokens, cpu.mask_tokens], ids=["reference", "cpu"]
+    "mask_tokens", [reference, NativeMasks(load_library())], ids=["reference", "cpu"]
 )
 
 

@@ -16,7 +16,7 @@ from appliance.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.server.conftest import Serve
+    from tests.server.conftest import Running, Serve
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {
@@ -128,6 +128,17 @@ async def test_a_grammar_that_takes_too_long_ends_its_process_alone(
         assert (await running.chat(max_tokens=1, guided_regex="a")).status_code == 200
 
 
+async def check_metrics(running: Running) -> None:
+    await running.until(lambda: running.state.engine.stats.grammar_requests_total == 7)
+    lines = (await running.http.get("/metrics")).text.splitlines()
+    found = dict(line.rsplit(" ", 1) for line in lines if "_grammar_" in line and line[0] != "#")
+    label = '{model_name="echo"}'
+    assert float(found[f"appliance_grammar_requests_total{label}"]) == 7
+    assert float(found[f"appliance_grammar_cache_hits_total{label}"]) == 1
+    assert float(found[f"appliance_grammar_compile_seconds_count{label}"]) == 6
+    assert float(found[f"appliance_grammar_compile_seconds_sum{label}"]) > 0
+
+
 @pytest.mark.model
 async def test_the_default_model_answers_in_form(serve: Serve, smollm2_gguf: Path) -> None:
     async with serve(
@@ -164,6 +175,7 @@ async def test_the_default_model_answers_in_form(serve: Serve, smollm2_gguf: Pat
         ):
             response = await running.complete("x", structured_outputs=outputs, **common)
             assert response.json()["choices"][0]["text"] in allowed
+        await check_metrics(running)
         unknown = {"grammar": "start: <nowhere>"}
         for stream in (False, True):
             refused = await running.chat(structured_outputs=unknown, stream=stream)

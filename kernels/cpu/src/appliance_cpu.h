@@ -206,6 +206,11 @@ int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
 int32_t ap_sample(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,
                   const ap_sampling *sampling, int64_t *tokens);
 
+/* Ban tokens in some rows of logits (..., vocab_size): those without a bit in words (num_masks,
+ * words_stride), of which token 32 * w + i has bit i of word w, become -inf. */
+void ap_mask_logits(float *logits, int32_t vocab_size, int32_t num_masks, const int64_t *rows,
+                    const uint32_t *words, int32_t words_stride);
+
 /* ---- its parts, each callable alone ---- */
 /* x (rows, in_features) -> out (rows, out_features) */
 int32_t ap_linear_forward(ap_engine *engine, const ap_linear *linear, const float *x, int32_t rows,
