@@ -68,6 +68,7 @@ class SlotSettings:
         self._rows[0]["repetition"] = 1.0
         self._rows[0]["is_plain"] = True
         self._owners: list[Sequence | None] = [None] * (num_slots + 1)
+        self._last: tuple[list[int], StepSettings] | None = None  # slots; until one is written
 
     def of(self, sequences: Iterable[Sequence], padding: int = 0) -> StepSettings:
         """Those of running sequences, and greedy ones that fill up behind them."""
@@ -77,7 +78,13 @@ class SlotSettings:
             if owners[slot] is not sequence:
                 self._move_in(sequence)
             slots.append(slot)
-        rows = self._rows[slots + [0] * padding]
+        slots += [0] * padding
+        if self._last is None or self._last[0] != slots:
+            self._last = slots, self._pick(slots)
+        return self._last[1]
+
+    def _pick(self, slots: list[int]) -> StepSettings:
+        rows = self._rows[slots]
         if rows["is_plain"].all():
             return StepSettings(rows)
         return StepSettings(
@@ -92,6 +99,7 @@ class SlotSettings:
         slot, sampling = sequence.slot, sequence.request.sampling
         assert slot, "a sequence that does not run"
         self._owners[slot] = sequence
+        self._last = None
         adjusts = bool(sampling.logit_bias or sampling.forced or sampling.min_tokens)
         reports, searches = sampling.logprobs is not None, sampling.use_beam_search
         self._rows[slot] = (

@@ -224,8 +224,7 @@ class Staging:
 
     def _keep(self, known: dict[StepShape, Layout], shape: StepShape, layout: Layout) -> None:
         # Layouts lie scattered between the logits of steps in the memory of the host: where those
-        # are too, they would keep it from being used again.
-        if self._device.is_asynchronous:
-            if len(known) == MAX_SHAPES:
-                known.clear()
-            known[shape] = layout
+        # are too, many would keep it from being used again.
+        if len(known) == (MAX_SHAPES if self._device.is_asynchronous else 1):
+            known.clear()
+        known[shape] = layout
