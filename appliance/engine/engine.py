@@ -16,6 +16,7 @@ import msgspec
 
 from appliance.engine.beacon import Beacon
 from appliance.engine.beams.beam_search import num_candidates
+from appliance.engine.grammars.grammars import Grammars
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Table
 from appliance.engine.request import FinishReason
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.grammars.matchers import Matchers
+    from appliance.engine.messages import Vocabulary
     from appliance.engine.plan import BeamAnswer, Plan, Sampled, Update
     from appliance.engine.request import Request
     from appliance.engine.runner import Runner
@@ -50,6 +53,7 @@ class LLMEngine:
         scheduler: decides.
         runner: runs.
         info: what was loaded.
+        matchers: what the runner follows grammars with.
         clock: monotonic seconds.
         beacon: for whoever watches.
     """
@@ -59,6 +63,7 @@ class LLMEngine:
         scheduler: Scheduler,
         runner: Runner,
         info: EngineInfo,
+        matchers: Matchers | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         beacon: Beacon | None = None,
@@ -68,6 +73,7 @@ class LLMEngine:
         self._beacon = beacon or Beacon()
         self._scheduler = scheduler
         self._runner = runner
+        self._grammars = Grammars(scheduler, matchers, info)
         self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
         self._expired: list[SequenceDelta] = []  # to be told with the next report
         self._last_end = 0.0
@@ -106,8 +112,14 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        serving = self._scheduler.has_work or bool(self._in_flight or self._expired)
+        serving = self._scheduler.has_work or bool(
+            self._in_flight or self._expired or self._grammars.waiting
+        )
         return serving or self._runner.has_idle_work or self._has_writes
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """The model's tokens; needed before the first request with a grammar."""
+        self._grammars.set_vocabulary(vocabulary)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -139,11 +151,12 @@ class LLMEngine:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             request = msgspec.structs.replace(request, sampling=sampling)
-        self._scheduler.add(request, self._clock())
+        if not self._grammars.hold(request):
+            self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in whatever phase; False if it was not live."""
-        return self._scheduler.abort(request_id, index)
+        return self._grammars.abandon(request_id) or self._scheduler.abort(request_id, index)
 
     def step(self) -> StepReport:
         """Start one step and finish the oldest one; deltas are in the order of its plan.
@@ -152,7 +165,7 @@ class LLMEngine:
         steps repeat it.
         """
         begin = now = self._clock()
-        self._expired += self._expire(now)
+        self._expired += [*self._expire(now), *self._grammars.start(now)]
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
@@ -232,7 +245,11 @@ class LLMEngine:
             if result.continuations is not None
         }
         tokens = [result.token_id for result in sampled]
-        updates = self._scheduler.commit(plan, tokens, continuations)
+        updates, unfit = self._grammars.advance(self._scheduler.commit(plan, tokens, continuations))
+        failed += [
+            delta for sequence, error in unfit.items() for delta in self._fail(sequence, error)
+        ]
+        self._grammars.forget_if_idle()
         deltas = [self._delta(update, results[update.sequence]) for update in updates]
         found = [self._found(answer) for answer in self._scheduler.take_answers()]
         return (*deltas, *found, *failed)
@@ -245,7 +262,9 @@ class LLMEngine:
     def _idle(self) -> None:
         """Use a moment in which nothing runs."""
         tiers = self._scheduler.tiers
-        if tiers.reading and tiers.disk is not None:
+        if self._grammars.waiting:
+            self._grammars.wait(_READ_SECONDS)
+        elif tiers.reading and tiers.disk is not None:
             tiers.disk.wait_for_read(_READ_SECONDS)
         elif tiers.writes is not None and tiers.writes.has_work:
             tiers.writes.idle()
@@ -267,7 +286,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """A snapshot of the numbers."""
         return msgspec.structs.replace(
-            self._scheduler.stats(),
+            self._grammars.add_stats(self._scheduler.stats()),
             step_seconds=self._step_seconds,
             model_seconds=self._runner.seconds,
             nan_logits_total=self._nan_logits,

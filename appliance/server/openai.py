@@ -19,6 +19,7 @@ from appliance.server.completions import completion_frames, whole_completion
 from appliance.server.door import key_name
 from appliance.server.errors import json_response
 from appliance.server.exchange import Exchange
+from appliance.server.grammars import prepare_grammar
 from appliance.server.openapi import describes
 from appliance.server.prompt import chat_prompt, completion_prompts, prompt_text
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
@@ -156,6 +157,7 @@ async def _submit(
     reading: Reading | None = None,
 ) -> tuple[Answer, Exchange]:
     """Check lengths and queue, then hand one request per prompt to the engine."""
+    grammar = await prepare_grammar(state, body)
     info, _ = state.serving()
     exchange = Exchange.begin(state, prefix, logprobs=logprobs is not None)
     terms = Terms.of(body, state, owner)
@@ -175,6 +177,7 @@ async def _submit(
                     len(prompt), max_tokens, info, param=param, default=default
                 ),
                 logprobs=logprobs,
+                grammar=grammar,
             ),
         )
         for number, prompt in enumerate(prompts)

@@ -47,6 +47,32 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """A schema that the answer obeys, strict or not."""
+
+    schema: dict[str, Any] | bool | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the answer is: text, json_object or json_schema."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the answer must look like, in vLLM's words; one of them."""
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
+    json_object: bool | None = None
+
+
 class SamplingFields(msgspec.Struct, kw_only=True):
     """What chat and text completions have in common; null means the same as absent."""
 
@@ -80,6 +106,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         ]
         | None
     ) = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None  # and its kin: older names of vLLM
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] | None = None
     priority: Priority | None = None
     timeout: Timeout | None = None

@@ -14,17 +14,11 @@ _ANYWHERE: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": _NOTHING,
     "bad_words": _NOTHING,
     "grammar": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
     "include_stop_str_in_output": _NOTHING,
     "logits_processors": _NOTHING,
     "prompt_embeds": _NOTHING,
     "prompt_logprobs": (None,),
-    "response_format": (*_NOTHING, {"type": "text"}),
     "skip_special_tokens": (None, True),
-    "structured_outputs": _NOTHING,
     "truncate_prompt_tokens": (None,),
 }
 CHAT: dict[str, tuple[Any, ...]] = _ANYWHERE | {

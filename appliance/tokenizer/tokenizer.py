@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from appliance.tokenizer.source import TokenizerSource
 
 logger = logging.getLogger(__name__)
+
+
+_CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")  # <tool_call>, [TOOL_CALLS]
 
 
 class WholeText(dict[int, str | None]):
@@ -218,6 +222,20 @@ class Tokenizer:
         if (cached := self._bytes.get(token_id)) is None:
             cached = self._bytes[token_id] = self._find_bytes(token_id)
         return cached
+
+    def vocabulary(self) -> tuple[list[bytes], list[int]]:
+        """Of every token its bytes, and the ids of those that no text contains.
+
+        Those are control tokens, and added ones that are written like one. Takes some tenths of a
+        second for a large vocabulary.
+        """
+        tokens = [self._find_bytes(token_id) for token_id in range(self.vocab_size)]
+        special = [
+            token_id
+            for token_id, text in self._added_text.items()
+            if token_id in self._control_ids or _CONTROL.fullmatch(text)
+        ]
+        return tokens, special
 
     def visible_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to an answer: none for control tokens."""

@@ -172,11 +172,9 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("chat_template_kwargs", {"a": nested(70)}),
     # What is not supported is refused by name, never swallowed.
     ("functions", [{"name": "f"}]),
-    ("response_format", {"type": "json_object"}),
     ("audio", {"voice": "alloy"}),
     ("modalities", ["text", "audio"]),
     ("chat_template", "{{ 1 }}"),
-    ("guided_json", {"type": "object"}),
     ("add_generation_prompt", False),
     ("skip_special_tokens", False),
 ]

@@ -26,6 +26,7 @@ from appliance.engine.messages import (
     StepReport,
     Table,
     TokenLogprobs,
+    Vocabulary,
 )
 from appliance.engine.process.entry import run_engine_process
 from appliance.engine.request import FinishReason, Request
@@ -103,6 +104,9 @@ class EchoEngine:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
 
     def submit(self, request: Request) -> None:
         if REFUSE in request.prompt_token_ids:
