@@ -22,6 +22,7 @@ import tokenizers
 import uvicorn
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers
+from waiting import LIMIT
 
 from appliance.config import EngineConfig, ServerConfig
 from appliance.engine.process.client import EngineClient
@@ -122,11 +123,6 @@ class Running:
             and not any(engine.metadata or [1])
         )
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition():  # noqa: ASYNC110 - it looks at another process
-                await asyncio.sleep(0.005)
-
 
 Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
@@ -151,7 +147,7 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
         **engine_options: Any,
     ) -> AsyncIterator[Running]:
         config = ServerConfig(port=0, **(server or {}))
-        limits = limits or SupervisionLimits(step_timeout=30.0, backoff=0.01)
+        limits = limits or SupervisionLimits(step_timeout=LIMIT, backoff=0.01)
         engine = EngineClient(
             EngineConfig(model=model, **engine_options), command=command, limits=limits
         )
@@ -174,12 +170,12 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
             await engine.start(tokenizer.eos_token_ids, lambda stage, done, total: None)
             state.tokenizer = tokenizer
             async with (
-                httpx.AsyncClient(base_url=url, timeout=30, headers=headers) as http,
+                httpx.AsyncClient(base_url=url, timeout=LIMIT, headers=headers) as http,
                 openai.AsyncOpenAI(
                     base_url=f"{url}/v1",
                     api_key=config.api_key or "unused",
                     max_retries=0,
-                    timeout=30,
+                    timeout=LIMIT,
                 ) as client,
             ):
                 yield Running(url, state, http, client)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from waiting import until
 
 from appliance.tokenizer import Tokenizer
 
@@ -106,7 +107,7 @@ async def test_one_call_only_if_the_client_says_so(serve: Serve, tokenizer: Toke
         (choice,) = (await running.http.post(CHAT, json=body)).json()["choices"]
         assert len(choice["message"]["tool_calls"]) == 1
         assert choice["finish_reason"] == "tool_calls"
-        await running.until(running.idle)
+        await until(running.idle)
         parts = deltas(await running.frames(CHAT, **body))
         assert parts[-1]["finish_reason"] == "tool_calls"
         entries = [part["delta"].get("tool_calls", [{}])[0] for part in parts]

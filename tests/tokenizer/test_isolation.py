@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from waiting import has_ended, wait_until
 
 from appliance.errors import ChatTemplateError, ModelError, RequestError
 from appliance.tokenizer import ChatTemplate, Tokenizer, isolation, pre_tokenizers
@@ -117,8 +118,7 @@ def test_closing_ends_processes_at_work() -> None:
 
     thread = threading.Thread(target=render)
     thread.start()
-    while not template._workers._all:
-        assert thread.is_alive()
+    wait_until(lambda: template._workers._all)
     template.close()
     thread.join()
     assert len(caught) == 1
@@ -154,10 +154,9 @@ def test_a_process_ends_with_the_one_that_started_it() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))
-        assert worker.is_running()
+        assert not has_ended(worker)
         parent.kill()
-    psutil.wait_procs([worker], timeout=10)
-    assert not worker.is_running()
+    wait_until(lambda: has_ended(worker))
 
 
 def test_what_cannot_be_set_up_is_no_worker() -> None:
