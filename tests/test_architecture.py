@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "grammar": set(),
     "vocabulary": {"engine.messages", "tokenizer"},
     "tokenizer": {"gguf", "sampling_defaults", "dialects", "grammar"},
-    "dialects": set(),
+    "dialects": {"grammar"},
     "hub": {"config", "progress", "sampling_defaults"},
     "kernels": set(),
     "quant.scheme": {"kernels"},

@@ -15,6 +15,7 @@ from appliance.server.answer_size import OFF_LOOP_LOGPROBS, check_answer, most_t
 from appliance.server.beams import prepare_beams
 from appliance.server.body import note_ignored, read_json
 from appliance.server.chat import chat_frames, whole_chat
+from appliance.server.chat_grammars import chat_grammar
 from appliance.server.completions import completion_frames, whole_completion
 from appliance.server.door import key_name
 from appliance.server.errors import json_response
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
+    from appliance.grammar import Grammar
     from appliance.server.answer import Reading, Whole
     from appliance.server.schema import SamplingFields
     from appliance.server.state import ServerState
@@ -58,6 +60,7 @@ def openai_router(state: ServerState) -> APIRouter:
         salt = salt_of(state, body, key_name(request.scope))
         tools = Tools.of(body)
         prompt = await chat_prompt(state, body, tools, salt)
+        grammar = await chat_grammar(state, body, tools, thinking=prompt.thinking)
         asked = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
@@ -71,6 +74,7 @@ def openai_router(state: ServerState) -> APIRouter:
             param="messages",
             owner=key_name(request.scope),
             reading=prompt.reading,
+            grammar=grammar,
         )
         if body.stream:
             frames = chat_frames(exchange, answer, include_usage=_include_usage(body))
@@ -93,6 +97,7 @@ def openai_router(state: ServerState) -> APIRouter:
         if body.echo:
             texts = prompt_text(body.prompt, state.serving()[1])
         echo = [text for text in texts for _ in range(body.n or 1)]
+        grammar = await prepare_grammar(state, body)
         answer, exchange = await _submit(
             state,
             body,
@@ -103,6 +108,7 @@ def openai_router(state: ServerState) -> APIRouter:
             param="prompt",
             owner=key_name(request.scope),
             default=DEFAULT_COMPLETION_TOKENS,
+            grammar=grammar,
         )
         if body.stream:
             frames = completion_frames(
@@ -155,9 +161,9 @@ async def _submit(
     owner: str,
     default: int | None = None,
     reading: Reading | None = None,
+    grammar: Grammar | None = None,
 ) -> tuple[Answer, Exchange]:
     """Check lengths and queue, then hand one request per prompt to the engine."""
-    grammar = await prepare_grammar(state, body)
     info, _ = state.serving()
     exchange = Exchange.begin(state, prefix, logprobs=logprobs is not None)
     terms = Terms.of(body, state, owner)

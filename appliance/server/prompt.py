@@ -35,6 +35,7 @@ class ChatPrompt:
 
     ids: list[int]
     reading: Reading | None
+    thinking: bool  # the answer begins within a thought
 
 
 async def chat_prompt(state: ServerState, body: ChatRequest, tools: Tools, salt: str) -> ChatPrompt:
@@ -63,24 +64,20 @@ async def chat_prompt(state: ServerState, body: ChatRequest, tools: Tools, salt:
         dialect = tokenizer.dialect
         turns, definitions = prepare(dialect, turns_of(body.messages), tools.definitions)
         ids = tokenizer.encode_chat(turns, tools=definitions, options=options, salt=salt)
-        return ChatPrompt(ids, _reading(tokenizer, tools, ids))
+        end = "".join(map(tokenizer.token_text, ids[-_TAIL:]))
+        thinking = dialect.begins_thinking(end)
+        return ChatPrompt(ids, _reading(tokenizer, tools, thinking=thinking), thinking)
 
     # However short its texts are, a chat can have a great deal beside them.
     return await _off_loop(state, encode)
 
 
-def _reading(tokenizer: Tokenizer, tools: Tools, ids: list[int]) -> Reading | None:
-    """How to read the answer to a prompt; None if all of it is content."""
+def _reading(tokenizer: Tokenizer, tools: Tools, *, thinking: bool) -> Reading | None:
+    """How to read an answer, which may begin within a thought; None if all of it is content."""
     dialect = tokenizer.dialect
     if tools.schemas is None and not dialect.splits_any:
         return None
-    end = "".join(map(tokenizer.token_text, ids[-_TAIL:]))
-    make = partial(
-        dialect.reader,
-        tools.schemas,
-        thinking=dialect.begins_thinking(end),
-        one_call=tools.one_call,
-    )
+    make = partial(dialect.reader, tools.schemas, thinking=thinking, one_call=tools.one_call)
     return Reading(make, tokenizer.control_ids(dialect.marks))
 
 

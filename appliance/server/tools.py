@@ -31,14 +31,14 @@ class Tools:
         definitions: for the model; None if it may call none.
         schemas: of the arguments, by name.
         required: names of which one has to be called; empty if the model may choose.
-        strict: names of those whose schema the arguments have to obey.
+        strict: the arguments of a call have to obey its schema.
         one_call: there may be one call at most.
     """
 
     definitions: tuple[dict[str, Any], ...] | None = None
     schemas: dict[str, dict[str, Any]] | None = None
     required: tuple[str, ...] = ()
-    strict: frozenset[str] = frozenset()
+    strict: bool = False
     one_call: bool = False
 
     @classmethod
@@ -68,19 +68,13 @@ class Tools:
             twice = next(name for name in names if names.count(name) > 1)
             raise RequestError(f"there are two tools of the name {twice!r}", param="tools")
         required = _required(body, tuple(schemas))
-        if required:
-            raise RequestError(
-                "tool_choice can be auto or none here; a call that has to be is not supported",
-                param="tool_choice",
-                code="unsupported_parameter",
-            )
         if not definitions or body.tool_choice == "none":
             return cls()
         return cls(
             definitions=definitions,
             schemas=schemas,
             required=required,
-            strict=frozenset(tool.function.name for tool in offered if tool.function.strict),
+            strict=any(tool.function.strict for tool in offered),
             one_call=body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool),
         )
 

@@ -176,8 +176,16 @@ class Tokenizer:
 
     def control_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """The control tokens among some texts."""
+        return frozenset(self.mark_ids(texts).values()) & self._control_ids
+
+    def mark_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those of some texts that are a token which no other text contains, see `vocabulary`."""
         wanted = set(texts)
-        return frozenset(i for i in self._control_ids if self._added_text[i] in wanted)
+        return {
+            text: token_id
+            for token_id, text in self._added_text.items()
+            if text in wanted and self._is_mark(token_id)
+        }
 
     @property
     def is_isolated(self) -> bool:
@@ -230,12 +238,11 @@ class Tokenizer:
         second for a large vocabulary.
         """
         tokens = [self._find_bytes(token_id) for token_id in range(self.vocab_size)]
-        special = [
-            token_id
-            for token_id, text in self._added_text.items()
-            if token_id in self._control_ids or _CONTROL.fullmatch(text)
-        ]
-        return tokens, special
+        return tokens, list(filter(self._is_mark, self._added_text))
+
+    def _is_mark(self, token_id: int) -> bool:
+        is_control = token_id in self._control_ids
+        return is_control or _CONTROL.fullmatch(self._added_text[token_id]) is not None
 
     def visible_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to an answer: none for control tokens."""

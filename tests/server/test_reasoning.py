@@ -15,6 +15,7 @@ from appliance.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam
 
+    from appliance.engine.request import Request
     from tests.server.conftest import Serve
 
 CHAT = "/v1/chat/completions"
@@ -131,3 +132,36 @@ async def test_the_openai_client(serve: Serve, tokenizer: Tokenizer) -> None:
     assert final.usage is not None
     assert final.usage.completion_tokens_details is not None
     assert final.usage.completion_tokens_details.reasoning_tokens == len("<think>Hm.</think>") - 6
+
+
+async def test_the_form_of_an_answer_counts_after_its_thought(
+    serve: Serve, tokenizer_with: Callable[..., Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    for special in ((), ("<think>", "</think>")):
+        tokenizer = tokenizer_with(TEMPLATE, *special)
+        seen: list[Request] = []
+        async with serve(tokenizer=tokenizer) as running:
+            generate = running.state.engine.generate
+
+            def noted(
+                request: Request,
+                seen: list[Request] = seen,
+                generate: Callable[[Request], Any] = generate,
+            ) -> Any:
+                seen.append(request)
+                return generate(request)
+
+            monkeypatch.setattr(running.state.engine, "generate", noted)
+            for options in ({}, {"open": True}):
+                body = ask("hi", response_format=form, chat_template_kwargs=options, max_tokens=2)
+                assert (await running.http.post(CHAT, json=body)).status_code == 200
+        plain, opened = (request.sampling.grammar for request in seen)
+        assert plain is not None
+        assert opened is not None
+        assert plain.after is None
+        if special:
+            assert opened.text == plain.text
+            assert opened.after == tokenizer.mark_ids(["</think>"])["</think>"]
+        else:
+            assert "think>" in opened.text

@@ -35,6 +35,7 @@ TOOL: ChatCompletionToolUnionParam = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
+CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
 OSLO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo 🎈"}}\n</tool_call>'
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
@@ -141,12 +142,33 @@ async def test_without_tools_calls_are_text(serve: Serve, tokenizer: Tokenizer) 
             assert answer["usage"]["prompt_tokens"] == prompt, "tools are left out of the prompt"
 
 
-async def test_a_call_that_has_to_be_is_refused(serve: Serve, tokenizer: Tokenizer) -> None:
+def with_schema(parameters: Any, **fields: Any) -> dict[str, Any]:
+    function = {"name": "weather", "parameters": parameters, **fields}
+    return {"type": "function", "function": function}
+
+
+async def test_what_cannot_be_obeyed_is_refused(serve: Serve, tokenizer: Tokenizer) -> None:
+    wrong = {"type": "object", "properties": {"city": {"type": "text"}}}
+    place = "tools[1].function.parameters.properties.city.type"
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [CLOCK, with_schema(wrong)], "tool_choice": "required"}, place),
+        ({"tools": [CLOCK, with_schema(wrong, strict=True)]}, place),
+        ({"tool_choice": "required", "response_format": schema}, "tool_choice"),
+        ({"tool_choice": "required", "use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+    ]
     async with serve(tokenizer=tokenizer) as running:
-        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-            answer = await running.http.post(CHAT, json=ask("hi", tool_choice=choice))
-            assert answer.status_code == 400
-            assert answer.json()["error"]["param"] == "tool_choice"
+        for fields, param in cases:
+            answer = await running.http.post(CHAT, json=ask("hi", **fields))
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == param
+        loose = ask("hi", tools=[CLOCK, with_schema(wrong)])
+        assert (await running.http.post(CHAT, json=loose)).status_code == 200, "nothing is obeyed"
+        fine = ask("hi", tool_choice="required", stop_token_ids=[0])
+        assert (await running.http.post(CHAT, json=fine)).status_code == 200
+        both = ask("hi", response_format=schema)
+        assert (await running.http.post(CHAT, json=both)).status_code == 200
 
 
 async def test_malformed_calls_are_content(serve: Serve, tokenizer: Tokenizer) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
+    from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
 
 
@@ -84,3 +85,36 @@ def bare(arguments: str) -> dict[str, str]:
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in values.items()
     }
+
+
+def bare_arguments(
+    schema: Mapping[str, Any],
+    lark: Lark,
+    before: tuple[str, ...],
+    between: tuple[str, ...],
+    after: tuple[str, ...],
+) -> str:
+    """Rules for the arguments of a call, in the order of the schema.
+
+    Args:
+        schema: of all of them.
+        lark: that the rules go to.
+        before: marks before a key.
+        between: after the key, before the value.
+        after: after the value.
+    """
+    properties, required = schema.get("properties") or {}, schema.get("required") or ()
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    members = []
+    for key, one in properties.items():
+        head = lark.marks(*before, key, *between)
+        if not is_text(one):
+            inner = one if isinstance(one, Mapping) else {}
+            value = f"{lark.schema({**inner, **shared})} {lark.marks(*after)}"
+        elif "enum" in one:
+            texts = lark.rule(" | ".join(map(json.dumps, one["enum"])))
+            value = f"{texts} {lark.marks(*after)}"
+        else:
+            value = f"{lark.until(after[0])} {lark.marks(*after[1:])}"
+        members.append(f"({head} {value}){'' if key in required else '?'}")
+    return " ".join(members)

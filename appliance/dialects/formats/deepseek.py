@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from appliance.dialects.call_object import read_arguments
-from appliance.dialects.formats.form import read_content
+from appliance.dialects.formats.form import CallForm, read_content
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
     from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
@@ -17,7 +19,7 @@ CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
 _FENCE, _FENCE_END = "```json", "```"
 
 
-class DeepSeek:
+class DeepSeek(CallForm):
     """`function<sep>f`, then a fenced object; or `f<sep>` and the object. Both are read.
 
     Args:
@@ -25,8 +27,7 @@ class DeepSeek:
     """
 
     marks: tuple[str, ...] = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
-    short_ids = False
-    framed = False
+    opening = CALLS
 
     def __init__(self, *, fenced: bool) -> None:
         self._fenced = fenced
@@ -42,6 +43,14 @@ class DeepSeek:
         if self._fenced:
             call = f"function{SEPARATOR}{name}\n{_FENCE}\n{arguments}\n{_FENCE_END}"
         return f"{CALLS}{CALL}{call}{CALL_END}{CALLS_END}"
+
+    def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
+        """What follows the opening in a call."""
+        head, tail = lark.marks(CALL, name, SEPARATOR), lark.marks(CALL_END, CALLS_END)
+        if self._fenced:
+            head = lark.marks(CALL, "function", SEPARATOR, f"{name}\n{_FENCE}\n")
+            tail = lark.marks(f"\n{_FENCE_END}", CALL_END, CALLS_END)
+        return f"{head} {lark.schema(schema)} {tail}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
         """Read an answer."""

@@ -2,43 +2,61 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
+    from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by the name of the tool
 
 
-class CallForm(Protocol):
+class CallForm(ABC):
     """One way in which models write calls.
 
     Attributes:
         name: for people.
         marks: texts to be shown to the parser, also where they are control tokens.
+        opening: the mark before a call; empty if there is none.
+        between: what stands between two calls; None if a turn has but one.
         short_ids: calls are told apart by nine letters and digits, and by nothing else.
         framed: all of an answer stands between marks, so that it is read even without tools.
     """
 
     name: str
     marks: tuple[str, ...]
-    short_ids: bool
-    framed: bool
+    opening: str
+    between: str | None = None
+    short_ids = False
+    framed = False
 
+    @abstractmethod
     def recognises(self, text: str, tool: str) -> bool:
         """Whether a template that wrote this for a call of that tool has this form."""
-        ...
 
+    @abstractmethod
     def write(self, name: str, arguments: str) -> str:
         """A call as the model is to write it, with its arguments as JSON."""
-        ...
 
+    @abstractmethod
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
         """Read an answer after its first thought."""
-        ...
+
+    @abstractmethod
+    def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
+        """What follows the opening in a call of that tool, in Lark's notation."""
+
+    def remarks(self, lark: Lark) -> str:
+        """What may stand before a call or an answer, where the form is framed."""
+        return ""
+
+    def plain(self, lark: Lark, text: str | None = None) -> str:
+        """An answer without a call; `text` is the rule for its text, if not any will do."""
+        return text or lark.without(self.opening)
 
 
 def read_content(

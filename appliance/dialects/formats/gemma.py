@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from appliance.dialects.formats.bare_values import as_json, escaped
-from appliance.dialects.formats.form import read_content
+from appliance.dialects.formats.form import CallForm, read_content
+from appliance.dialects.formats.gemma_values import NotQuiteJson
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
     from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
 
 MAX_NESTING = 64
 
 
-class Gemma:
+class Gemma(CallForm):
     """Almost JSON: keys are bare, strings stand between two equal marks.
 
     Args:
@@ -26,22 +29,23 @@ class Gemma:
         quote: on both sides of a string.
     """
 
-    marks: tuple[str, ...]
-    short_ids = False
-    framed = False
-
     def __init__(self, name: str, opening: str, closing: str, quote: str) -> None:
         self.name = name
         self.marks = (opening, closing, quote)
-        self._opening, self._closing, self._quote = opening, closing, quote
+        self.opening, self._closing, self._quote = opening, closing, quote
 
     def recognises(self, text: str, tool: str) -> bool:
         """Whether a template wrote a call in this form."""
-        return f"{self._opening}call:{tool}{{" in text
+        return f"{self.opening}call:{tool}{{" in text
 
     def write(self, name: str, arguments: str) -> str:
         """A call in this form."""
-        return f"{self._opening}call:{name}{self._written(json.loads(arguments))}{self._closing}"
+        return f"{self.opening}call:{name}{self._written(json.loads(arguments))}{self._closing}"
+
+    def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
+        """What follows the opening in a call."""
+        values = NotQuiteJson(self._quote, lark, schema).value(schema)
+        return f"{lark.mark(f'call:{name}')} {values} {lark.mark(self._closing)}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
         """Read an answer."""
@@ -57,7 +61,7 @@ class Gemma:
             yield from source.closing(self._closing)
             source.output.end_call()
 
-        yield from read_content(source, (self._opening,), read_call)
+        yield from read_content(source, (self.opening,), read_call)
 
     def _value(self, source: Source, nesting: int) -> Steps[None]:
         """Read a value and write it as JSON.

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from appliance.dialects.formats.bare_values import ArgumentWriter, bare
-from appliance.dialects.formats.form import read_content
+from appliance.dialects.formats.bare_values import ArgumentWriter, bare, bare_arguments
+from appliance.dialects.formats.form import CallForm, read_content
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
     from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 
 
-class Glm:
+class Glm(CallForm):
     """The name, then keys and values in turn."""
 
     name = "glm"
     marks: tuple[str, ...] = (OPENING, CLOSING, KEY, KEY_END, VALUE, VALUE_END)
-    short_ids = False
-    framed = False
+    opening = OPENING
+    between = "\n"
 
     def recognises(self, text: str, tool: str) -> bool:
         """Whether a template wrote a call in this form."""
@@ -35,6 +37,11 @@ class Glm:
             for key, value in bare(arguments).items()
         )
         return f"{OPENING}{name}{values}\n{CLOSING}"
+
+    def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
+        """What follows the opening in a call."""
+        values = bare_arguments(schema, lark, ("\n", KEY), (KEY_END, "\n", VALUE), (VALUE_END,))
+        return f"{lark.mark(name)} {values} {lark.marks(chr(10), CLOSING)}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
         """Read an answer."""

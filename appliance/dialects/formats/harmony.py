@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from appliance.dialects.formats.form import CallForm
 from appliance.dialects.json_text import read_value
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
     from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -17,12 +20,12 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
-class Harmony:
+class Harmony(CallForm):
     """Each message has a head, that says its channel and for whom it is, and a text."""
 
     name = "harmony"
     marks: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-    short_ids = False
+    opening = CHANNEL
     framed = True
 
     def recognises(self, text: str, tool: str) -> bool:
@@ -33,6 +36,20 @@ class Harmony:
         """A call in this form."""
         head = f"{CHANNEL}commentary to=functions.{name} {CONSTRAIN}json"
         return f"{head}{MESSAGE}{arguments}<|call|>"
+
+    def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
+        """What follows the opening in a call."""
+        head = lark.marks(f"commentary to=functions.{name} ", CONSTRAIN, "json", MESSAGE)
+        return f"{head} {lark.schema(schema)} {lark.mark(ENDS[1])}"
+
+    def remarks(self, lark: Lark) -> str:
+        """Thoughts and remarks, each a message."""
+        text = f"{lark.mark(MESSAGE)} {lark.until(ENDS[0])} {lark.marks(START, 'assistant')}"
+        return f'({lark.mark(CHANNEL)} ("analysis" | "commentary") {text})*'
+
+    def plain(self, lark: Lark, text: str | None = None) -> str:
+        """An answer without a call."""
+        return f"{lark.marks(CHANNEL, 'final', MESSAGE)} {text or lark.without(ENDS[2])}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
         """Read an answer, message by message."""

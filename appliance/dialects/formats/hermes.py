@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from appliance.dialects.call_object import call_object, read_call_object
-from appliance.dialects.formats.form import read_content
+from appliance.dialects.formats.form import CallForm, read_content
 
 if TYPE_CHECKING:
     from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 
-class Hermes:
+class Hermes(CallForm):
     """`<tool_call>{"name": "f", "arguments": {}}</tool_call>`."""
 
     name = "hermes"
     marks: tuple[str, ...] = (OPENING, CLOSING)
-    short_ids = False
-    framed = False
+    opening = OPENING
+    between = "\n"
 
     def recognises(self, text: str, tool: str) -> bool:
         """Whether a template wrote a call in this form."""
@@ -29,6 +31,11 @@ class Hermes:
     def write(self, name: str, arguments: str) -> str:
         """A call in this form."""
         return f"{OPENING}\n{call_object(name, arguments)}\n{CLOSING}"
+
+    def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
+        """What follows the opening in a call."""
+        head = f'\n{{"name": "{name}", "arguments": '
+        return f"{lark.mark(head)} {lark.schema(schema)} {lark.marks('}' + chr(10), CLOSING)}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
         """Read an answer."""

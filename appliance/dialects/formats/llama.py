@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from appliance.dialects.call_object import call_object, read_call_object
-from appliance.dialects.formats.form import read_content
+from appliance.dialects.formats.form import CallForm, read_content
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
     from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
 
 PYTHON_TAG = "<|python_tag|>"
 
 
-class Llama:
+class Llama(CallForm):
     """`{"name": "f", "parameters": {}}`, at the beginning of an answer or after a mark.
 
     An object is a call only if it has the name of a tool, since any answer can be JSON.
@@ -23,8 +25,7 @@ class Llama:
 
     name = "llama"
     marks: tuple[str, ...] = (PYTHON_TAG,)
-    short_ids = False
-    framed = False
+    opening = ""
 
     def recognises(self, text: str, tool: str) -> bool:
         """Whether a template wrote a call in this form."""
@@ -33,6 +34,15 @@ class Llama:
     def write(self, name: str, arguments: str) -> str:
         """A call in this form."""
         return call_object(name, arguments, key="parameters")
+
+    def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
+        """A call."""
+        head = f'{{"name": "{name}", "parameters": '
+        return f"{lark.mark(head)} {lark.schema(schema)} {lark.mark('}')}"
+
+    def plain(self, lark: Lark, text: str | None = None) -> str:
+        """An answer without a call: it does not begin like one."""
+        return text or lark.rule(r"/\s*([^{\s](.|\n)*)?/")
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
         """Read an answer."""

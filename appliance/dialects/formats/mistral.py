@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from appliance.dialects.call_object import call_object, read_arguments, read_call_object
-from appliance.dialects.formats.form import read_content
+from appliance.dialects.formats.form import CallForm, read_content
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
     from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
 
 OPENING, ID, ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
-class Mistral:
+class Mistral(CallForm):
     """`[TOOL_CALLS] [{"name": "f", "arguments": {}}]` or `[TOOL_CALLS]f[ARGS]{}`.
 
     Both are read.
@@ -25,8 +27,8 @@ class Mistral:
     """
 
     marks: tuple[str, ...] = (OPENING, ID, ARGUMENTS)
+    opening = OPENING
     short_ids = True
-    framed = False
 
     def __init__(self, *, named: bool) -> None:
         self._named = named
@@ -41,6 +43,13 @@ class Mistral:
         if self._named:
             return f"{OPENING}{name}{ARGUMENTS}{arguments}"
         return f"{OPENING} [{call_object(name, arguments)}]"
+
+    def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
+        """What follows the opening in a call."""
+        if self._named:
+            return f"{lark.marks(name, ARGUMENTS)} {lark.schema(schema)}"
+        head = f' [{{"name": "{name}", "arguments": '
+        return f"{lark.mark(head)} {lark.schema(schema)} {lark.mark('}]')}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
         """Read an answer."""

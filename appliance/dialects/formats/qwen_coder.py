@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from appliance.dialects.formats.bare_values import ArgumentWriter, bare
-from appliance.dialects.formats.form import read_content
+from appliance.dialects.formats.bare_values import ArgumentWriter, bare, bare_arguments
+from appliance.dialects.formats.form import CallForm, read_content
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
     from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -17,13 +19,13 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 
-class QwenCoder:
+class QwenCoder(CallForm):
     """Name and arguments in marks of their own; the outermost is sometimes left out."""
 
     name = "qwen coder"
     marks: tuple[str, ...] = (OPENING, CLOSING)
-    short_ids = False
-    framed = False
+    opening = OPENING
+    between = "\n"
 
     def recognises(self, text: str, tool: str) -> bool:
         """Whether a template wrote a call in this form."""
@@ -36,6 +38,12 @@ class QwenCoder:
             for key, value in bare(arguments).items()
         )
         return f"{OPENING}\n{FUNCTION}{name}>\n{values}{FUNCTION_END}\n{CLOSING}"
+
+    def frame(self, name: str, schema: Mapping[str, Any], lark: Lark) -> str:
+        """What follows the opening in a call."""
+        values = bare_arguments(schema, lark, (PARAMETER,), (">\n",), (f"\n{PARAMETER_END}\n",))
+        head, tail = lark.mark(f"\n{FUNCTION}{name}>\n"), lark.marks(f"{FUNCTION_END}\n", CLOSING)
+        return f"{head} {values} {tail}"
 
     def read(self, source: Source, schemas: Schemas) -> Steps[None]:
         """Read an answer."""

@@ -1,0 +1,107 @@
+"""Grammars for answers that have to call a tool, or whose calls have to obey a schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from appliance.dialects.lark import Lark
+from appliance.errors import RequestError
+from appliance.grammar import Grammar
+from appliance.grammar.grammar import with_options
+
+if TYPE_CHECKING:
+    from appliance.dialects.dialect import Dialect
+    from appliance.dialects.formats.form import Schemas
+
+MAX_CALLS = 8  # of an answer that has to call: small models do not find an end
+_SPACE = r"/[ \n]{0,4}/"
+_COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "additionalProperties")
+
+
+def must_call(
+    dialect: Dialect,
+    schemas: Schemas,
+    control: Mapping[str, int],
+    *,
+    one_call: bool,
+    thinking: bool,
+) -> Grammar:
+    """A grammar of answers that are a call, or several, perhaps after a thought.
+
+    Args:
+        dialect: of the model.
+        schemas: of the arguments of the tools of which one has to be called, by name.
+        control: ids of the control tokens among the dialect's marks.
+        one_call: there may be no more than one.
+        thinking: whether the answer begins within a thought.
+    """
+    lark, form = Lark(control), dialect.form
+    call = f"{lark.mark(form.opening)} {_calls(dialect, schemas, lark)}"
+    start = f"{_before(dialect, lark, thinking=thinking)} {call}"
+    if not one_call and form.between is not None:
+        start += f" ({lark.mark(form.between)} {call}){{0,{MAX_CALLS - 1}}}"
+    return Grammar.lark(lark.text(start))
+
+
+def may_call(
+    dialect: Dialect,
+    schemas: Schemas,
+    control: Mapping[str, int],
+    *,
+    thinking: bool,
+    content: Grammar | None = None,
+) -> Grammar:
+    """A grammar of answers that may call, where the arguments of every call obey the schema.
+
+    Args:
+        dialect: of the model.
+        schemas: of the arguments of all tools, by name.
+        control: ids of the control tokens among the dialect's marks.
+        thinking: whether the answer begins within a thought.
+        content: a schema that an answer without a call obeys; none allows any text.
+
+    Raises:
+        RequestError: calls could not be told from such an answer.
+    """
+    lark, form = Lark(control), dialect.form
+    if content is not None and schemas and not form.opening:
+        raise RequestError(
+            "this model writes calls as JSON, so beside tools the answer cannot have to be JSON, "
+            "too; leave tools or the format out",
+            param="tools",
+        )
+    before = _before(dialect, lark, thinking=thinking)
+    text = None if content is None else lark.rule(f"%json {with_options(content.text)}")
+    plain = form.plain(lark, text)
+    if not schemas:
+        start = f"{before} {plain}"
+    elif form.framed or not form.opening or text is not None:
+        start = f"{before} ({lark.mark(form.opening)} {_calls(dialect, schemas, lark)} | {plain})"
+    else:
+        start = f"{before} ({lark.until(form.opening)} {_calls(dialect, schemas, lark)})* {plain}"
+    return Grammar.lark(lark.text(start))
+
+
+def _calls(dialect: Dialect, schemas: Schemas, lark: Lark) -> str:
+    """What follows the opening in a call of any of some tools."""
+    frames = [dialect.form.frame(name, _closed(one), lark) for name, one in schemas.items()]
+    return lark.rule(" | ".join(frames))
+
+
+def _before(dialect: Dialect, lark: Lark, *, thinking: bool) -> str:
+    """What may stand before a call: a thought."""
+    form, marks = dialect.form, dialect.thought_marks
+    if form.framed:
+        return form.remarks(lark)
+    if marks is None:
+        return ""
+    rest = f"{lark.until(marks.closing)} {lark.rule(_SPACE)}"
+    return rest if thinking else f"({lark.mark(marks.opening)} {rest})?"
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same, without arguments that nobody described: a model would go on making some up."""
+    if "properties" not in schema or any(key in schema for key in _COMBINING):
+        return schema
+    return {**schema, "additionalProperties": False}

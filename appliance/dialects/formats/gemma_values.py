@@ -1,0 +1,111 @@
+"""Gemma's own notation of values, as rules of a grammar."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from appliance.dialects.lark import Lark
+
+MAX_NESTING = 8  # beyond which any plain value goes
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+
+class NotQuiteJson:
+    """Makes rules for values that obey a schema, as far as types, names, enums and numbers go.
+
+    Args:
+        quote: on both sides of a string.
+        lark: that the rules go to.
+        root: the schema that references are looked up in.
+    """
+
+    def __init__(self, quote: str, lark: Lark, root: Mapping[str, Any]) -> None:
+        self._quote = quote
+        self._lark = lark
+        self._root = root
+
+    def value(self, schema: Any, nesting: int = 0) -> str:
+        """The rule of a value."""
+        schema = self._resolved(schema)
+        if nesting > MAX_NESTING or not isinstance(schema, Mapping):
+            return self._plain()
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            return self._lark.rule(" | ".join(map(self._written, values)))
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list) and schema[key]:
+                several = [self.value(one, nesting + 1) for one in schema[key]]
+                return self._lark.rule(" | ".join(several))
+        kinds = schema.get("type")
+        names = kinds if isinstance(kinds, list) and kinds else [kinds]
+        return self._lark.rule(" | ".join(self._of(kind, schema, nesting) for kind in names))
+
+    def _of(self, kind: Any, schema: Mapping[str, Any], nesting: int) -> str:
+        match kind:
+            case "string":
+                return self._string()
+            case "integer" | "number":
+                bounds = {key: schema[key] for key in _BOUNDS if key in schema}
+                return self._lark.schema({"type": kind, **bounds})
+            case "boolean":
+                return '("true" | "false")'
+            case "null":
+                return '"null"'
+            case "array":
+                item = self.value(schema.get("items"), nesting + 1)
+                least, most = schema.get("minItems", 0), schema.get("maxItems", "")
+                if most == 0:
+                    return '"[" "]"'
+                others = f"{{{max(0, least - 1)},{most and most - 1}}}"
+                items = f'{item} ("," {item}){others}'
+                return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
+            case "object":
+                return self._object(schema, nesting)
+            case _:
+                return self._plain()
+
+    def _object(self, schema: Mapping[str, Any], nesting: int) -> str:
+        """Required members first, then the others, each of them or not."""
+        properties = schema.get("properties") or {}
+        required = [key for key in schema.get("required") or () if key in properties]
+        pairs = {
+            key: f"{self._lark.mark(key + ':')} {self.value(one, nesting + 1)}"
+            for key, one in properties.items()
+        }
+        optional = [pairs[key] for key in properties if key not in required]
+        others = " ".join(f'("," {pair})?' for pair in optional)
+        if required:
+            inner = ' "," '.join(pairs[key] for key in required)
+            return f'"{{" {inner} {others} "}}"'
+        # Whichever comes first has no comma before it.
+        firsts = [
+            f"{pair} " + " ".join(f'("," {later})?' for later in optional[place + 1 :])
+            for place, pair in enumerate(optional)
+        ]
+        return f'"{{" ({" | ".join(firsts)})? "}}"' if firsts else '"{" "}"'
+
+    def _plain(self) -> str:
+        numbers = self._lark.schema({"type": "number"})
+        return self._lark.rule(f'{self._string()} | {numbers} | "true" | "false" | "null"')
+
+    def _string(self) -> str:
+        return f"{self._lark.mark(self._quote)} {self._lark.until(self._quote)}"
+
+    def _written(self, value: Any) -> str:
+        if isinstance(value, str):
+            return self._lark.marks(self._quote, value, self._quote)
+        return self._lark.mark(json.dumps(value))
+
+    def _resolved(self, schema: Any) -> Any:
+        """What a schema refers to within its root, if it does."""
+        for _ in range(MAX_NESTING):
+            if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+                return schema
+            found: Any = self._root
+            for name in schema["$ref"].removeprefix("#/").split("/"):
+                found = found.get(name) if isinstance(found, Mapping) else None
+            schema = found
+        return None

@@ -1,0 +1,82 @@
+"""What the answer to a chat must look like: its tools and its format, as one grammar."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.dialects.constrain import may_call, must_call
+from appliance.errors import RequestError
+from appliance.grammar import Grammar, GrammarKind
+from appliance.server.grammars import checked_grammar, prepare_grammar
+
+if TYPE_CHECKING:
+    from appliance.server.schema import ChatRequest
+    from appliance.server.state import ServerState
+    from appliance.server.tools import Tools
+    from appliance.tokenizer import Tokenizer
+
+
+async def chat_grammar(
+    state: ServerState, body: ChatRequest, tools: Tools, *, thinking: bool
+) -> Grammar | None:
+    """The grammar for the engine; None if any answer is right.
+
+    Args:
+        state: the server.
+        body: the request.
+        tools: that it offers.
+        thinking: whether the answer begins within a thought.
+
+    Raises:
+        RequestError: two things do not go together, or something cannot be compiled.
+    """
+    content = await prepare_grammar(state, body)
+    _, tokenizer = state.serving()
+    loop = asyncio.get_running_loop()
+    build = partial(_build, tokenizer, tools, content, thinking=thinking)
+    try:
+        grammar = await loop.run_in_executor(state.text_pool, build)
+    except RequestError as error:
+        raise RequestError(error.message, param=error.param or "tools") from error
+    if grammar is None or (content is not None and grammar.text == content.text):
+        return grammar
+    try:
+        return await checked_grammar(state, grammar, "tools")
+    except RequestError:
+        for number, definition in enumerate(tools.definitions or ()):
+            schema = Grammar.json_schema(definition["function"]["parameters"])
+            await state.grammars.check(schema, f"tools[{number}].function.parameters")
+        raise
+
+
+def _build(
+    tokenizer: Tokenizer, tools: Tools, content: Grammar | None, *, thinking: bool
+) -> Grammar | None:
+    if content is None and not (tools.required or tools.strict):
+        return None
+    dialect = tokenizer.dialect
+    control = tokenizer.mark_ids(dialect.marks)
+    if tools.required and content is not None:
+        raise RequestError(
+            "tool_choice and the format of the answer exclude one another; leave one out",
+            param="tool_choice",
+        )
+    if tools.required and tools.schemas is not None:
+        wanted = {name: tools.schemas[name] for name in tools.required}
+        return must_call(dialect, wanted, control, one_call=tools.one_call, thinking=thinking)
+    closing = dialect.thought_marks.closing if thinking and dialect.thought_marks else None
+    after = None if closing is None else control.get(closing)
+    if content is not None:
+        if tools.schemas is None and not dialect.form.framed and (not thinking or after):
+            return msgspec.structs.replace(content, after=after)
+        if content.kind is not GrammarKind.JSON_SCHEMA:
+            raise RequestError(
+                "beside tools, and with the marks of this model, an answer's format can be a JSON "
+                "schema only",
+                param="structured_outputs",
+            )
+    return may_call(dialect, tools.schemas or {}, control, thinking=thinking, content=content)
