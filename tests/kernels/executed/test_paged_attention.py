@@ -128,10 +128,20 @@ def test_windows_and_caps_of_every_kind_of_page(make_case: MakeCase, kv_format: 
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"),
-    [(2, 2, 96), (9, 3, 64), (8, 2, 128), (8, 1, 80), (4, 1, 256), (16, 1, 16)],
+    ("num_heads", "num_kv_heads", "head_dim", "kv_format"),
+    [
+        (*shape, kv_format)
+        for shape, other in (
+            ((2, 2, 96), KVFormat.FP16),
+            ((9, 3, 64), KVFormat.INT8),
+            ((8, 2, 128), KVFormat.FP16),
+            ((8, 1, 80), KVFormat.INT8),
+            ((4, 1, 256), KVFormat.FP16),
+            ((16, 1, 16), KVFormat.INT8),
+        )
+        for kv_format in (other, KVFormat.INT4)
+    ],
 )
-@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT8, KVFormat.INT4])
 def test_every_shape_of_heads(
     make_case: MakeCase, num_heads: int, num_kv_heads: int, head_dim: int, kv_format: KVFormat
 ) -> None:
@@ -160,8 +170,13 @@ def test_chunk_lengths_around_tiles(make_case: MakeCase) -> None:
     assert_matches_reference(case)
 
 
-@pytest.mark.parametrize("window", [1, 15, 32, 129, 1000])
-@pytest.mark.parametrize("kv_format", [KVFormat.FP16, KVFormat.INT4])
+@pytest.mark.parametrize(
+    ("window", "kv_format"),
+    [
+        *((1, KVFormat.FP16), (15, KVFormat.INT4), (32, KVFormat.FP16)),
+        *((32, KVFormat.INT4), (129, KVFormat.INT4), (1000, KVFormat.FP16)),
+    ],
+)
 def test_windows(make_case: MakeCase, window: int, kv_format: KVFormat) -> None:
     # A window shorter than the context leaves whole spans without a visible key.
     case = make_case((1, 1, 70), (700, 20, 90), kv_format=kv_format)
