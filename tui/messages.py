@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from textual.message import Message
@@ -10,37 +11,22 @@ if TYPE_CHECKING:
     from appliance.tui.look import SequenceKey, Sort
 
 
+@dataclass
 class SequenceChosen(Message):
-    """Somebody pointed at a sequence, or at what belongs to none.
+    """Somebody pointed at a sequence, or at what belongs to none."""
 
-    Attributes:
-        key: the sequence; None for no sequence.
-    """
-
-    def __init__(self, key: SequenceKey | None) -> None:
-        super().__init__()
-        self.key = key
+    key: SequenceKey | None
 
 
+@dataclass
 class BlockChosen(Message):
-    """Somebody pointed at a block.
+    """Somebody pointed at a block: the first one under the mouse."""
 
-    Attributes:
-        block: the first one under the mouse.
-    """
-
-    def __init__(self, block: int) -> None:
-        super().__init__()
-        self.block = block
+    block: int
 
 
+@dataclass
 class SortChosen(Message):
-    """Somebody pointed at the heading of a column.
+    """Somebody pointed at the heading of a column."""
 
-    Attributes:
-        sort: the order that stands for it.
-    """
-
-    def __init__(self, sort: Sort) -> None:
-        super().__init__()
-        self.sort = sort
+    sort: Sort

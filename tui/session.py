@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from appliance.tui.recording import Recorder
     from appliance.tui.state import FeedItem
 
+_LOST = (Phase.LOST, Phase.NO_KEY, Phase.UNAUTHORIZED, Phase.FOREIGN)
+
 
 class Session:
     """Takes in the feed, and the choices of the person who watches.
@@ -69,6 +71,9 @@ class Session:
             if failure := self._recorder.failure:
                 self._recorder = None
                 return failure
+        after = self.state.connection
+        if before.connection.phase is Phase.LIVE and after.phase in _LOST:
+            return f"Connection lost: {after.reason}."
         return ""
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from tests.tui.piloting import (
     dashboard,
     screen_text,
     shown,
+    until,
 )
 
 
@@ -30,6 +31,7 @@ async def test_a_lost_server_leaves_a_dim_picture_and_comes_back(event_server: E
         await event_server.stop()
         await shown(app, pilot, lambda: app.session.state.connection.phase is Phase.LOST)
         assert "lost, retrying" in screen_text(app)
+        await until(pilot, lambda: "Connection lost: " in screen_text(app))
         seen = block_map_colors(app)
         assert palette.dimmed(palette.owner_hue(1)) in seen
         assert palette.owner_hue(1) not in seen

@@ -11,8 +11,11 @@ from textual.events import Key
 
 from appliance.events import Gpu, Job, Log, LogLine, Machine, QualityFact
 from appliance.tui.app import DashboardApp
+from appliance.tui.display import Colors, Display
 from appliance.tui.look import Sort
+from appliance.tui.palette import BACKGROUND, TEXT
 from appliance.tui.recording import Recorder, ReplayFeed
+from appliance.tui.scheme import SCHEMES
 from appliance.tui.screens.page import Page
 from appliance.tui.state import Connection, Phase
 from appliance.tui.widgets.panel import LongPanel
@@ -173,6 +176,23 @@ async def test_a_request_is_aborted_after_a_question(
         await pilot.press("x", "y")
         await until(pilot, lambda: "Aborted chatcmpl-1" in screen_text(app))
         assert sum(path in request for request in event_server.requests) == 1
+
+
+@pytest.mark.parametrize("theme", SCHEMES)
+async def test_what_is_typed_can_be_read_in_every_theme(
+    event_server: EventServer, theme: str
+) -> None:
+    display = Display(Colors.TRUECOLOR, theme=theme)
+    async with dashboard(event_server, SMALL, WITH_THREE, display=display) as (app, pilot):
+        await pilot.press("3", "slash", "a")
+        await shown(app, pilot, lambda: app.session.look.query == "a")
+        (typed,) = [segment for segment in screen_strips(app)[-2] if segment.text.strip() == "a"]
+        assert typed.style is not None
+        assert typed.style.color is not None
+        assert typed.style.bgcolor is not None
+        wanted = {color: SCHEMES[theme].get(color, color) for color in (TEXT, BACKGROUND)}
+        assert typed.style.color.name == wanted[TEXT]
+        assert typed.style.bgcolor.name == wanted[BACKGROUND]
 
 
 async def test_keys_that_come_at_once_are_all_typed(event_server: EventServer) -> None:

@@ -170,6 +170,7 @@ class Tour:
         display: Display = TRUECOLOR,
     ) -> None:
         monkeypatch.setattr("appliance.tui.widgets.log.time.localtime", lambda when: (0,) * 9)
+        monkeypatch.setattr("appliance.tui.client.SILENCE_TIMEOUT", 600.0)  # of a slow machine
         server.pages["/admin/v1/sequences/chatcmpl-1/0/blocks"] = page(msgspec.json.encode(TABLE))
         self._server, self._answer, self._display = server, Answer(events), display
 

@@ -20,7 +20,6 @@ from appliance.tui.widgets.minimap import Minimap
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
-    from textual.driver import Driver
 
     from appliance.tui.view import View
 
@@ -65,16 +64,15 @@ class MapPage(Page):
                 yield Detail()
             yield BlockTablePanel()
 
-    def paint(self, view: View, *, panels: bool = True, terminal: Driver | None = None) -> None:
-        """Show another view."""
-        blocks = view.state.blocks
+    def framed(self, view: View) -> View:
+        """The title tells which part of the blocks is seen."""
+        blocks, title = view.state.blocks, f"KV blocks by {view.mode.value}"
         for block_map in self.query(BlockMap):
-            title = f"KV blocks by {view.mode.value}"
             port = block_map.viewport(view)
             if blocks is not None and port.zoomed:
                 title += f", {port.span.start:,} to {port.span.stop - 1:,}"
-            self.entitle("#map-panel", title)
-        super().paint(view, panels=panels, terminal=terminal)
+        self.entitle("#map-panel", title)
+        return view
 
     def action_zoom(self, step: int) -> None:
         """Look closer or from farther away."""

@@ -22,7 +22,6 @@ from appliance.tui.widgets.trends import Trends
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
-    from textual.driver import Driver
 
     from appliance.tui.view import View
 
@@ -76,7 +75,7 @@ class Overview(Page):
                 yield MachinePanel()
         yield RequestTable()
 
-    def paint(self, view: View, *, panels: bool = True, terminal: Driver | None = None) -> None:
-        """Show another view; here the map is always whole and without a cursor."""
+    def framed(self, view: View) -> View:
+        """Here the map is always whole and without a cursor."""
         self.entitle("#map-panel", f"KV blocks by {view.mode.value}")
-        super().paint(view.whole(), panels=panels, terminal=terminal)
+        return view.whole()

@@ -96,6 +96,10 @@ class Page(Screen[None]):
         """Show at once what changed while another page was seen."""
         self.call_after_refresh(lambda: self.paint(self.session.view()))
 
+    def framed(self, view: View) -> View:
+        """A view as this page shows it; the page dresses itself for it."""
+        return view
+
     def entitle(self, selector: str, title: str) -> None:
         """Put a title into the border of a panel; each change paints all of it anew."""
         for panel in self.query(selector):
@@ -112,6 +116,7 @@ class Page(Screen[None]):
         """
         if self.app.screen is not self or self.query("Toast"):
             terminal = None  # something lies over the page
+        view = self.framed(view)
         # A query, as a frame may fall due before the widgets are there and after they are gone.
         for widget in self.query(Lines if panels else BlockMap):
             widget.present(view, terminal)

@@ -15,7 +15,6 @@ from appliance.tui.widgets.requests import RequestTable
 
 if TYPE_CHECKING:
     from textual.app import ComposeResult
-    from textual.driver import Driver
 
     from appliance.tui.view import View
 
@@ -63,8 +62,8 @@ class RequestsPage(Page):
         RequestTable {{ height: 1fr; }}
         RequestDetail {{ width: 44; }}
         Filter {{
-            padding: 0 1 !important; display: none;
-            color: {palette.TEXT}; background: {palette.BACKGROUND}; background-tint: transparent;
+            padding: 0 1 !important; display: none; color: {palette.TEXT};
+            background: {palette.BACKGROUND}; background-tint: transparent !important;
         }}
         Filter.-used {{ display: block; }}
         StatusLine {{ display: none; }}
@@ -82,10 +81,10 @@ class RequestsPage(Page):
                 yield Filter(placeholder="filter: id, key, state, model", compact=True)
             yield RequestDetail()
 
-    def paint(self, view: View, *, panels: bool = True, terminal: Driver | None = None) -> None:
-        """Show another view; a narrow terminal has the detail only while there is any."""
+    def framed(self, view: View) -> View:
+        """A narrow terminal has the detail only while there is any."""
         self.set_class(view.focused is not None, "-focused")
-        super().paint(view, panels=panels, terminal=terminal)
+        return view
 
     def action_filter(self) -> None:
         """Let the person type, from the next key on."""
