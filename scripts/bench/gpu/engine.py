@@ -143,7 +143,7 @@ def _idle(loaded: Loaded, setup: Setup, streams: int) -> dict[str, Any]:
 
 
 def _memory(loaded: Loaded, setup: Setup) -> dict[str, Any]:
-    """What is in use after all of the above, beside what was planned."""
+    """The most that was in use in all of the above, beside what was planned."""
     info = loaded.get(setup).info
     found: dict[str, Any] = {
         "backend": info.backend,
@@ -155,12 +155,15 @@ def _memory(loaded: Loaded, setup: Setup) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         planned = info.weight_bytes + info.workspace_bytes + info.kv_bytes
-        used = device_bytes() - loaded.bytes_before
+        # What torch had at most since the last graph was captured, prompts included, and what
+        # others have beside it.
+        at_most = torch.cuda.max_memory_reserved()
+        used = at_most + device_bytes() - torch.cuda.memory_reserved() - loaded.bytes_before
         found |= {
             "planned_bytes": planned,
             "used_bytes": used,
             "used_of_planned": round(used / planned, 4),
-            "torch_reserved_at_most": torch.cuda.max_memory_reserved(),
+            "torch_reserved_at_most": at_most,
         }
     return found
 

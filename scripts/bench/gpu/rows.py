@@ -102,6 +102,9 @@ class Rows:
             return
         key = {"kernel": work.kernel, "shape": work.shape, **work.size, "who": contender.name}
         self._find(key, lambda row: self._time(row, work, contender))
+        gc.collect()  # the operands
+        if self.bench.is_gpu:
+            torch.cuda.empty_cache()
 
     def note(self, key: dict[str, Any], find: Callable[[], dict[str, Any]]) -> None:
         """Find something out that is no time of a call; an exception is a row that says so."""
@@ -131,9 +134,6 @@ class Rows:
     def _say(self, row: dict[str, Any]) -> None:
         print(in_words(row), file=sys.stderr, flush=True)
         self.tell(row=row)
-        gc.collect()
-        if self.bench.is_gpu:
-            torch.cuda.empty_cache()
 
     def _failed(self, row: dict[str, Any], error: Exception) -> None:
         """Say so, and end the process if the error may have left the GPU of no use to it.
