@@ -37,17 +37,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": {"gguf", "sampling_defaults"},
     "hub": {"config", "progress", "sampling_defaults"},
     "kernels": set(),
-    "quant.scheme": {"kernels"},
-    "quant.pack": {"kernels", "quant.scheme"},
-    "quant.methods.rtn": {"kernels", "quant.scheme", "quant.pack"},
-    "quant.text.self_text": {"tokenizer", "llm", "engine.request", "model", "quant.run.memory"},
-    "quant.formats": {"kernels", "quant.scheme", "quant.pack", "checkpoint"},
+    # The lower floor of quant: how weights are stored. Models read it, so it knows no model.
+    "quant.formats": {"kernels", "checkpoint"},
+    "quant.methods.rtn": {"kernels", "quant.formats"},
+    # A program of its own, the only part of quant that runs an engine.
+    "quant.text.row_writer": {"tokenizer", "llm", "engine.request", "model", "quant.run.memory"},
     "quant": {
         "kernels", "model", "checkpoint", "gguf", "tokenizer", "hub", "config", "sampling_defaults",
     },
-    "model": {
-        "kernels", "quant.scheme", "quant.pack", "quant.formats", "checkpoint", "gguf",
-    },
+    "model": {"kernels", "quant.formats", "checkpoint", "gguf"},
     "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log"},
     "server": {
         "engine", "api_keys", "config", "tokenizer", "output", "best_of", "stop_pieces", "log",

@@ -36,7 +36,7 @@ from appliance import SamplingParams
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request
-from appliance.quant.scheme import WeightScheme
+from appliance.quant.formats.scheme import WeightScheme
 
 INT4 = WeightScheme(4, 128, symmetric=False)
 INT8 = WeightScheme(8, 128)
