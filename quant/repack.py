@@ -17,6 +17,7 @@ from appliance.model.source import open_model
 from appliance.quant.formats.grouping import zero_points_of
 from appliance.quant.formats.kv_plan import FILE as KV_PLAN
 from appliance.quant.formats.kv_plan import SCALE_NAMES
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.formats.word_packed import WEIGHT
 from appliance.quant.quality.run_facts import facts_of_run, write_facts
 from appliance.quant.run.options import MAX_SHARD_BYTES, WeightFormat
@@ -24,7 +25,6 @@ from appliance.quant.run.plan import choose_store, stored_dtype
 from appliance.quant.run.shard_writer import ShardWriter, TensorLayout
 from appliance.quant.run.staging import check_destination, staged_folder
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
-from appliance.quant.scheme import WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Callable

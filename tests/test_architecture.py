@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,17 +40,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dialects": {"grammar"},
     "hub": {"config", "progress", "sampling_defaults"},
     "kernels": set(),
-    "quant.scheme": {"kernels"},
-    "quant.pack": {"kernels", "quant.scheme"},
-    "quant.methods.rtn": {"kernels", "quant.scheme", "quant.pack"},
-    "quant.text.self_text": {"tokenizer", "llm", "engine.request", "model", "quant.run.memory"},
-    "quant.formats": {"kernels", "quant.scheme", "quant.pack", "checkpoint"},
+    # The lower floor of quant: how weights are stored. Models read it, so it knows no model.
+    "quant.formats": {"kernels", "checkpoint"},
+    "quant.methods.rtn": {"kernels", "quant.formats"},
+    # A program of its own, the only part of quant that runs an engine.
+    "quant.text.row_writer": {"tokenizer", "llm", "engine.request", "model", "quant.run.memory"},
     "quant": {
         "kernels", "model", "checkpoint", "gguf", "tokenizer", "hub", "config", "sampling_defaults",
     },
-    "model": {
-        "kernels", "quant.scheme", "quant.pack", "quant.formats", "checkpoint", "gguf",
-    },
+    "model": {"kernels", "quant.formats", "checkpoint", "gguf"},
     "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log", "grammar"},
     "server": {
         "engine", "api_keys", "config", "tokenizer", "output", "best_of", "stop_pieces", "log",
@@ -76,16 +75,40 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }  # fmt: skip
 
+# The rooms of the engine, lowest first: each may import itself and those before it.
+ENGINE_ROOMS: dict[str, set[str]] = {
+    "nouns": {
+        "engine.request", "engine.messages", "engine.moves", "engine.plan", "engine.limits",
+        "engine.sequence", "engine.sequence_group", "engine.rates", "engine.beacon",
+    },
+    "blocks": {"engine.blocks"},
+    "tiers": {"engine.tiers"},
+    "beams": {"engine.beams"},
+    "scheduling": {"engine.scheduling"},
+    "grammars": {"engine.grammars"},
+    "run": {"engine.run", "engine.runner"},
+    "loading": {
+        "engine.execution", "engine.kv_precision", "engine.memory_plan", "engine.load_tiers",
+        "engine.runner_setup", "engine.loading",
+    },
+    "engine": {
+        "engine.engine", "engine.deltas", "engine.check_tokens", "engine.sequence_views",
+    },
+    "process": {"engine.process"},
+}  # fmt: skip
+
 # Run while the package is being built, when nothing is installed but setuptools.
 BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
 
 NO_TORCH = [
     "engine.request", "engine.sequence", "engine.blocks.block_manager",
-    "engine.blocks.prefix_cache", "engine.scheduling.scheduler", "engine.messages", "model.spec",
+    "engine.blocks.prefix_cache", "engine.tiers.tiers", "engine.scheduling.scheduler",
+    "engine.messages", "model.spec",
     "errors", "stats", "events", "config", "api_keys", "kernels.cpu.library", "quantize_events",
 ]  # fmt: skip
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of ours, by its name below `appliance`."""
     found: dict[str, Path] = {}
@@ -99,6 +122,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
 def imports_of(path: Path) -> set[str]:
     """Names below `appliance` that a file imports, at any depth of its code."""
     names: set[str] = set()
@@ -130,6 +154,32 @@ def test_imports_follow_the_diagram(name: str) -> None:
         if not any(within(imported, target) for target in allowed)
     }
     assert not wrong, f"{name} may not import {sorted(wrong)}"
+
+
+def engine_room(name: str) -> int:
+    """Which of the engine's rooms a module is in, counted from the lowest."""
+    rooms = [
+        at for at, units in enumerate(ENGINE_ROOMS.values()) if any(within(name, u) for u in units)
+    ]
+    assert len(rooms) == 1, f"{name} is in no room of the engine, or in two"
+    return rooms[0]
+
+
+@pytest.mark.parametrize("name", sorted(n for n in modules() if n.startswith("engine.")))
+def test_the_engines_rooms_import_only_downwards(name: str) -> None:
+    rooms = list(ENGINE_ROOMS)
+    own = engine_room(name)
+    wrong = {
+        imported
+        for imported in imports_of(modules()[name])
+        if within(imported, "engine") and engine_room(imported) > own
+    }
+    assert not wrong, f"{name} is in {rooms[own]} and may not import {sorted(wrong)}"
+
+
+def test_the_page_names_the_engines_rooms_in_their_order() -> None:
+    page = (ROOT / "appliance" / "docs" / "architecture.md").read_text()
+    assert " < ".join(f"`{room}`" for room in ENGINE_ROOMS) in page
 
 
 @pytest.mark.parametrize("name", sorted(modules()))

@@ -25,14 +25,14 @@ from appliance.engine.execution import (
 )
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.kv_precision import choose_kv, in_words
+from appliance.engine.load_tiers import load_tiers
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.run.cuda_device import CudaDevice
 from appliance.engine.run.device import HostDevice
-from appliance.engine.run.setup import Steps, make_runner, plan_measured
+from appliance.engine.runner_setup import Steps, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from appliance.engine.tiers.load_tiers import load_tiers
 from appliance.errors import ConfigError
 from appliance.model.decoder import Decoder
 from appliance.model.source import open_model

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.formats.scheme import WeightScheme
 
 # What was found when it was tried; the package is archived, so that it will not change.
 TRIED = (

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.formats.scheme import WeightScheme
 
 TRIED = (
     "optimum 2.3.0 quantizes by gptqmodel 7 only: of that, 7.7.0 needs torch 2.14.1 or newer, and"

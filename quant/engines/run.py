@@ -10,11 +10,11 @@ from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import ConfigError, QuantizeError
 from appliance.model.source import open_model
 from appliance.quant.engines import autoawq, optimum
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Engine, Method, WeightFormat
 from appliance.quant.run.report import QuantizeReport
 from appliance.quant.run.staging import check_destination, staged_folder
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import CalibrationText
 
 if TYPE_CHECKING:

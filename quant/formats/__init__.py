@@ -1,4 +1,7 @@
-"""How quantized and plain weights lie in safetensors folders, one file per format."""
+"""How quantized and plain weights are stored: schemes, packing, and one file per format of folder.
+
+The lower floor of `quant`: models read it, so it knows neither models nor what else quantizes.
+"""
 
 from appliance.quant.formats.reader import WeightReader, is_read, open_weights
 

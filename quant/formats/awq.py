@@ -18,8 +18,8 @@ from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.float16 import exact_enough
 from appliance.quant.formats.grouping import integer_zero_points, scales_in_groups
 from appliance.quant.formats.input_groups import even_groups
+from appliance.quant.formats.pack import pack_codes
 from appliance.quant.formats.word_packed import QWEIGHT, QZEROS, SCALES, Layout
-from appliance.quant.pack import pack_codes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

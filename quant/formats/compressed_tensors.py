@@ -20,7 +20,7 @@ from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.compressed_tensors_config import declared_schemes
 from appliance.quant.formats.input_groups import regrouped
-from appliance.quant.pack import (
+from appliance.quant.formats.pack import (
     bytes_to_words,
     pack_codes,
     pack_threes,
@@ -30,14 +30,14 @@ from appliance.quant.pack import (
     unpack_zero_points,
     words_to_bytes,
 )
-from appliance.quant.scheme import Fp8Scheme, WeightScheme
+from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from appliance.checkpoint import SafetensorsFolder
     from appliance.kernels.weight import Weight
-    from appliance.quant.scheme import LinearScheme
+    from appliance.quant.formats.scheme import LinearScheme
 
 PACKED, SCALE, SHAPE, ZERO_POINT = "_packed", "_scale", "_shape", "_zero_point"
 G_IDX = "_g_idx"

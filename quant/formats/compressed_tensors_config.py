@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ConfigError, UnsupportedModelError
 from appliance.kernels.fp8 import BLOCK
-from appliance.quant.scheme import Fp8Scheme, WeightScheme
+from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from appliance.quant.scheme import LinearScheme
+    from appliance.quant.formats.scheme import LinearScheme
 
 METHOD = "compressed-tensors"
 FORMAT = "pack-quantized"

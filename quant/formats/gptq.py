@@ -19,8 +19,8 @@ from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats.float16 import exact_enough
 from appliance.quant.formats.grouping import integer_zero_points, scales_in_groups
 from appliance.quant.formats.input_groups import even_groups, listed_groups
+from appliance.quant.formats.pack import bytes_to_words, pack_codes, unpack_codes, words_to_bytes
 from appliance.quant.formats.word_packed import G_IDX, QWEIGHT, QZEROS, SCALES, Layout
-from appliance.quant.pack import bytes_to_words, pack_codes, unpack_codes, words_to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

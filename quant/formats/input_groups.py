@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from appliance.errors import CheckpointError, UnsupportedModelError
-from appliance.quant.pack import pack_codes, unpack_codes
-from appliance.quant.scheme import GROUP_SIZES
+from appliance.quant.formats.pack import pack_codes, unpack_codes
+from appliance.quant.formats.scheme import GROUP_SIZES
 
 if TYPE_CHECKING:
     from appliance.kernels.packed import PackedWeight

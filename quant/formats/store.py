@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from appliance.kernels.fp8 import Fp8Weight
     from appliance.kernels.packed import PackedWeight
-    from appliance.quant.scheme import LinearScheme
+    from appliance.quant.formats.scheme import LinearScheme
 
 
 class WeightStore(Protocol):

@@ -17,8 +17,8 @@ from appliance.kernels.packed import PackedWeight
 from appliance.quant.formats import awq, gptq
 from appliance.quant.formats.awq import AwqLayout
 from appliance.quant.formats.gptq import V1, V2, GptqLayout
+from appliance.quant.formats.scheme import GROUP_SIZES, WeightScheme
 from appliance.quant.formats.word_packed import G_IDX, WEIGHT
-from appliance.quant.scheme import GROUP_SIZES, WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.fp8 import Fp8Weight
-    from appliance.quant.scheme import LinearScheme
+    from appliance.quant.formats.scheme import LinearScheme
 
 Weights = dict[str, tuple[tuple[int, int], WeightScheme]]  # shape and scheme by name
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.formats.scheme import WeightScheme
 
 EXPONENTS = tuple(step / 20 for step in range(20))
 LARGEST_SCALE = 1e4  # of an input, and its inverse the smallest: far from float16's limits

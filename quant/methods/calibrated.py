@@ -14,10 +14,10 @@ import torch
 from appliance.errors import QuantizeError
 from appliance.kernels.packed import PackedWeight
 from appliance.model.tensors import Role
+from appliance.quant.formats.scheme import Fp8Scheme
 from appliance.quant.methods import gptq
 from appliance.quant.methods.fold import scale_inputs
 from appliance.quant.methods.ranges import SHRUNK, choose_steps
-from appliance.quant.scheme import Fp8Scheme
 from appliance.quant.walk.pieces import WeightPieces
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.model.source import ModelSource
+    from appliance.quant.formats.scheme import LinearScheme, WeightScheme
     from appliance.quant.run.options import Method
-    from appliance.quant.scheme import LinearScheme, WeightScheme
     from appliance.quant.walk.block import Block, ObservedLinear
     from appliance.quant.walk.walk import Walk
 

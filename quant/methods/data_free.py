@@ -8,15 +8,15 @@ import torch
 
 from appliance.kernels.fp8 import Fp8Weight
 from appliance.kernels.packed import PackedWeight
+from appliance.quant.formats.scheme import Fp8Scheme
 from appliance.quant.methods import fp8, rtn
 from appliance.quant.methods.ranges import AROUND, choose_steps
 from appliance.quant.run.options import Method
-from appliance.quant.scheme import Fp8Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.quant.scheme import LinearScheme, WeightScheme
+    from appliance.quant.formats.scheme import LinearScheme, WeightScheme
 
 
 def quantize(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.model.norm import Norm
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.formats.scheme import WeightScheme
     from appliance.quant.walk.block import Block, Moments
 
 

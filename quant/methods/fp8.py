@@ -15,7 +15,7 @@ from appliance.kernels.fp8 import BLOCK, E4M3_MAX, Fp8Weight
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.quant.scheme import Fp8Scheme
+    from appliance.quant.formats.scheme import Fp8Scheme
 
 STORED = torch.bfloat16  # scales; float16 would lose those of small weights
 WHOLE = (1.0,)

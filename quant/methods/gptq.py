@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.packed import PackedWeight
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.formats.scheme import WeightScheme
 
 DAMPING = 0.01  # of the mean diagonal, added to all of it
 DOUBT = 0.4  # of what calibration rows say of how inputs go together, taken as chance

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.model.source import ModelSource
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.formats.scheme import WeightScheme
 
 DENSE_BITS = 16.0
 PROBE_TOKENS = 256  # of a row

@@ -8,8 +8,8 @@ import msgspec
 
 from appliance.errors import ConfigError
 from appliance.files import replace_atomically
+from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.methods.mixed import choose_precisions
-from appliance.quant.scheme import Fp8Scheme, WeightScheme
 
 if TYPE_CHECKING:
     from pathlib import Path

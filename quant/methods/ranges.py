@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.packed import PackedWeight
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.formats.scheme import WeightScheme
 
 WHOLE = (1.0,)
 AROUND = tuple(1.05 - step / 40 for step in range(12))  # of the range, from a little beyond it

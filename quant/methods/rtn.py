@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.quant.pack import pack_codes
+from appliance.quant.formats.pack import pack_codes
 
 if TYPE_CHECKING:
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.formats.scheme import WeightScheme
 
 
 def quantize(

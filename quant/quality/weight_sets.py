@@ -14,8 +14,8 @@ from appliance.kernels.weight import dense, some_rows
 from appliance.model.embedding import Embedding
 from appliance.model.linear import stack_neighbours
 from appliance.model.reader import ModelReader
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import rtn
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.walk.pieces import FloatReader
 
 if TYPE_CHECKING:

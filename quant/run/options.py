@@ -7,10 +7,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from appliance.errors import ConfigError
-from appliance.quant.scheme import CHANNEL, Fp8Scheme, WeightScheme
+from appliance.quant.formats.scheme import CHANNEL, Fp8Scheme, WeightScheme
 
 if TYPE_CHECKING:
-    from appliance.quant.scheme import LinearScheme
+    from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.text.calibration import CalibrationText
 
 MAX_SHARD_BYTES = 4 << 30

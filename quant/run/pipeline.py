@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from appliance.quant.formats.scheme import LinearScheme
     from appliance.quant.run.report import QuantizeReport
     from appliance.quant.run.writing import Unit
-    from appliance.quant.scheme import LinearScheme
     from appliance.quantize_events import OnEvent, Plan
 
 STREAM = "stream"  # in the state folder

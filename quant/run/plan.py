@@ -10,21 +10,21 @@ import torch
 
 from appliance.errors import ConfigError, QuantizeError
 from appliance.model.tensors import Role
+from appliance.quant.formats.scheme import Fp8Scheme
 from appliance.quant.formats.store import CompressedTensorsStore
 from appliance.quant.formats.word_writer import awq_writer, gptq_writer
 from appliance.quant.run.options import WeightFormat, end_scheme
 from appliance.quant.run.shard_writer import TensorLayout
-from appliance.quant.scheme import Fp8Scheme
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from appliance.model.source import ModelSource
     from appliance.model.tensors import TensorSlot
+    from appliance.quant.formats.scheme import LinearScheme, WeightScheme
     from appliance.quant.formats.store import WeightStore
     from appliance.quant.formats.word_writer import Weights
     from appliance.quant.run.options import QuantizeOptions
-    from appliance.quant.scheme import LinearScheme, WeightScheme
 
 _WEIGHT = ".weight"
 

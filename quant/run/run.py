@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.gguf import GGUFFile
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.memory import MemoryUse
 from appliance.quant.run.plan import growth_note
 from appliance.quant.run.report import QuantizeReport
-from appliance.quant.scheme import WeightScheme
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -47,7 +47,7 @@ from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.model.decoder import Decoder
 from appliance.model.source import open_model
-from appliance.quant.scheme import WeightScheme
+from appliance.quant.formats.scheme import WeightScheme
 
 OUT = ROOT / "benchmarks" / "results" / "kernel_compile.json"
 LIMITS = SchedulerLimits(32, 512, 8192)  # the default, but for the length

@@ -28,10 +28,10 @@ from appliance.checkpoint import write_safetensors
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
 from appliance.model.source import open_model
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import Calibration, CalibrationText
 from appliance.tokenizer import Tokenizer
 

@@ -21,7 +21,7 @@ from appliance.quant.formats.compressed_tensors_config import quantization_confi
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from appliance.quant.scheme import WeightScheme
+    from appliance.quant.formats.scheme import WeightScheme
 
 # https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
 LLAMA_3_8B: dict[str, Any] = {

@@ -13,7 +13,7 @@ from gpu.plan import SUITES
 from gpu.results import Results
 from synthetic_checkpoint import TINY, write_checkpoint
 
-from appliance.quant.scheme import WeightScheme
+from appliance.quant.formats.scheme import WeightScheme
 
 ROOT = Path(__file__).parents[2]
 # Of ours, what is not there and is not carried either.

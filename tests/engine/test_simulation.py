@@ -24,7 +24,9 @@ def test_every_request_gets_the_right_answer_whatever_happens(
     for name in (
         *("preempted", "swapped", "failed steps", "deaths", "evictions", "refused"),
         *("tokens from the cache", "tokens from the host", "tokens from the disk"),
-        *("damaged files", "beams", "beams cut off", "best of several"),
+        *("damaged files", "beams", "beams cut off", "best of several", "preempted beams"),
+        *("copies", "copies of open pages", "shared blocks", "mixed steps"),
+        *("rows ahead", "rows for nothing", "blocks back from the host"),
     ):
         assert seen[name] >= 10, f"the loads hardly touch {name}: {seen}"
     for reason in ("stop", "length", "abort", "error", "timeout"):

@@ -29,10 +29,10 @@ from appliance.quant.formats import awq, compressed_tensors, gptq
 from appliance.quant.formats.awq import AwqLayout
 from appliance.quant.formats.compressed_tensors_config import quantization_config
 from appliance.quant.formats.gptq import V1, V2, GptqLayout
+from appliance.quant.formats.pack import bytes_to_words, pack_codes, unpack_codes, words_to_bytes
+from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.formats.word_packed import G_IDX, QWEIGHT
 from appliance.quant.methods import rtn
-from appliance.quant.pack import bytes_to_words, pack_codes, unpack_codes, words_to_bytes
-from appliance.quant.scheme import Fp8Scheme, WeightScheme
 
 DEVICE = torch.device("cpu")
 CONFIG: dict[str, Any] = {

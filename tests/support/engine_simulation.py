@@ -12,16 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from load_script import EOS, VOCAB, Event, Script, Setting, answer_of, beams_of, ends
+from load_script import Event, Script, Setting, answer_of, beams_of, ends
+from plain_search import Found
+from simulated_client import Choice, Search, first_limit
 from virtual_disk import VirtualDisk
-from virtual_runner import (
-    Clock,
-    DeviceLostError,
-    VirtualRunner,
-    content_of,
-    logprob_of,
-    next_token,
-)
+from virtual_model import EOS, VOCAB, content_of, logprob_of, next_token
+from virtual_runner import Clock, DeviceLostError, VirtualRunner
 
 from appliance.best_of import Likelihood, best
 from appliance.engine.blocks.block_manager import BlockManager
@@ -32,6 +28,7 @@ from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.scheduling.policy import may_admit
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.tiers import Tiers, TierSizes
 from appliance.engine.tiers.write_behind import WriteBehind
 from appliance.errors import RequestError
@@ -39,37 +36,10 @@ from appliance.errors import RequestError
 if TYPE_CHECKING:
     from appliance.engine.messages import SequenceDelta
     from appliance.engine.request import Request
+    from appliance.engine.sequence import Sequence
 
 PATIENCE = 300  # steps in which nobody gets a token
 MIN_DISK_TOKENS = 4  # of what is written, and of what is read: prompts are short here
-
-Found = tuple[tuple[int, ...], FinishReason]
-
-
-@dataclass(slots=True)
-class Search:
-    """A beam search, as its client sees it."""
-
-    right: list[Found]
-    found: dict[int, Found] = field(default_factory=dict)  # so far
-
-    def is_part_of(self, answers: list[Found]) -> bool:
-        """Whether these may be all of the answers."""
-        return all(answers[index] == found for index, found in self.found.items())
-
-
-@dataclass(slots=True)
-class Choice:
-    """One choice of a request that was accepted, as its client sees it."""
-
-    request: Request
-    index: int
-    last: int  # content of the slot before the next token
-    arrival: float
-    num_tokens: int = 0  # of the answer
-    reason: FinishReason | None = None
-    search: Search | None = None
-    likelihood: Likelihood = field(default_factory=Likelihood)
 
 
 @dataclass
@@ -95,6 +65,7 @@ class Simulation:
         self.failed = False  # the latest step
         self.moved = 0  # the last step in which anybody got a token
         self.live: dict[tuple[str, int], Choice] = {}
+        self.started: set[str] = set()  # requests that something was computed for
         self.ended: dict[str, list[Choice]] = {}  # of requests that want the best of several
         self.disk: VirtualDisk | None = None
         if setting.disk_blocks and setting.prefix_caching:
@@ -121,8 +92,6 @@ class Simulation:
         )
         self.runner = VirtualRunner(
             blocks,
-            vocab_size=VOCAB,
-            eos_token_ids=(EOS,),
             max_rows=setting.max_num_batched_tokens,
             sealed=setting.sealed,
             depth=setting.depth,
@@ -137,12 +106,12 @@ class Simulation:
         )
         # To move a block takes as long as to compute so many tokens.
         rates = Rates(prefill=1.0, moves=8.0 / setting.tokens_per_move)
-        tiers = Tiers(blocks, sizes, rates)
+        self.tiers = tiers = Tiers(blocks, sizes, rates)
         if (disk := self.disk) is not None:
             tiers.disk = disk  # type: ignore[assignment]
             tiers.writes = WriteBehind(blocks, disk, self.runner.save, self.clock.read)  # type: ignore[arg-type]
         self.scheduler = Scheduler(
-            blocks, limits, (EOS,), look_ahead=setting.depth > 0, tiers=tiers
+            blocks, limits, (EOS,), look_ahead=setting.depth == 1, tiers=tiers
         )
         self.engine = LLMEngine(
             self.scheduler, tiers, self.runner, engine_info(setting), clock=self.clock.read
@@ -228,16 +197,44 @@ class Simulation:
 
     def step(self) -> bool:
         """Whether anybody got a token, or ended."""
+        begin, before, first = self.clock.now, self.runner.latest, self.first_in_rank()
         try:
             report = self.engine.step()
         except DeviceLostError:
             self.seen["failed steps"] += 1
             self.failed = True
+            self.started.update(choice.request.request_id for choice in self.live.values())
             return False
         self.failed = False
+        plan = self.runner.latest
+        if first is not None and plan is not None and plan is not before:
+            scheduled = [entry.sequence for entry in plan.scheduled]
+            is_live = first.finish_reason is not FinishReason.TIMEOUT
+            assert first in scheduled or not is_live, "the first in rank stands still"
+        self.started.update(report.started)
         for delta in report.deltas:
             self.receive(delta)
+        for choice in self.live.values():
+            self.look_at_time(choice, begin)
         return bool(report.deltas)
+
+    def first_in_rank(self) -> Sequence | None:
+        """Who must get a row in the next step, whatever it costs the others, if anybody must."""
+        setting, live = self.script.setting, list(self.scheduler.sequences())
+        enough = setting.max_num_batched_tokens >= setting.max_num_seqs
+        if len({one.request.owner for one in live}) != 1 or not (enough and self.runner.is_idle):
+            return None
+        first = min(live, key=lambda one: (one.request.priority, one.arrival, one.index))
+        is_ready = first.status is SequenceStatus.RUNNING and not first.is_held
+        return first if is_ready and first.num_uncomputed else None
+
+    def look_at_time(self, choice: Choice, now: float) -> None:
+        """Whoever is still served may be."""
+        request = choice.request
+        timeout, longest = request.timeout, request.max_queue_seconds
+        assert timeout is None or now < choice.arrival + timeout, "its time is over"
+        if longest is not None and choice.index == 0 and request.request_id not in self.started:
+            assert now < choice.arrival + longest, "it waits for too long"
 
     def receive(self, delta: SequenceDelta) -> None:
         choice = self.live.get((delta.request_id, delta.index))
@@ -253,7 +250,7 @@ class Simulation:
             return
         choice.likelihood.add(delta)
         for token in delta.token_ids:
-            assert token == next_token(choice.last, choice.index, VOCAB), "a wrong token"
+            assert token == next_token(choice.last, choice.index), "a wrong token"
             choice.last = content_of(request.cache_salt, choice.last, token)
             choice.num_tokens += 1
             length = len(request.prompt_token_ids) + choice.num_tokens
@@ -272,11 +269,9 @@ class Simulation:
         assert choice.request.timeout is not None, "another beam is the best one"
         assert self.clock.now >= choice.arrival + choice.request.timeout, "it was cut off early"
         self.seen["beams cut off"] += 1
-        setting, longest = self.script.setting, max(len(found) for found, _ in search.right)
-        assert any(
-            search.is_part_of(beams_of(choice.request, setting, most))
-            for most in range(1, longest + 1)
-        ), "another beam is the best one so far"
+        cuts: list[list[Found]] = []
+        beams_of(choice.request, self.script.setting, cuts)
+        assert any(map(search.is_part_of, cuts)), "another beam is the best one so far"
 
     def look_at_best(self, choices: list[Choice]) -> None:
         """The best were chosen, if none of them was disturbed."""
@@ -327,6 +322,9 @@ class Simulation:
         held = (stats.running, stats.waiting, stats.blocks_active, stats.kv_tokens)
         assert held == (0, 0, 0, 0), "nothing is left to do, but something is held"
         assert stats.blocks_cached + stats.blocks_free == self.script.setting.num_blocks
+        unread = 0 if self.disk is None else sum(len(job.hashes) for job in self.disk.unfinished)
+        host = self.tiers.host
+        assert host.room == host.capacity - unread, "room in host memory is kept for nobody"
         self.count()
         if self.disk is not None:
             self.seen["damaged files"] += self.disk.counters.corrupt
@@ -335,7 +333,7 @@ class Simulation:
     def count(self) -> None:
         stats = self.engine.stats()
         self.seen["steps"] += stats.steps_total
-        self.seen["rows"] += self.runner.rows
+        self.seen += self.runner.seen
         self.seen["preempted"] += stats.preemptions_total
         self.seen["tokens from the cache"] += stats.prefix_hits_total
         self.seen["evictions"] += self.blocks.pool.num_evictions
@@ -371,9 +369,3 @@ def engine_info(setting: Setting) -> EngineInfo:
 
 def fits_now(cost: int, num_free_blocks: int, num_promised: int) -> bool:
     return cost <= num_free_blocks
-
-
-def first_limit(request: Request) -> float:
-    """Seconds before which a request's time cannot be over."""
-    limits = (request.timeout, request.max_queue_seconds)
-    return min(limit for limit in limits if limit is not None)

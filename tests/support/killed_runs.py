@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.staging import Staging
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.walk.pieces import FloatReader
 

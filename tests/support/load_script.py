@@ -9,14 +9,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from virtual_runner import content_of, continuations_of, next_token
+from plain_search import Found, best_answers
+from virtual_model import EOS, STOP, STOP_PIECES, VOCAB, content_of, next_token
 
-from appliance.engine.beams.beam_search import Beam, BeamSearch, num_candidates
 from appliance.engine.limits import max_beam_tokens
-from appliance.engine.request import FinishReason, Request, SamplingParams
+from appliance.engine.request import Request, SamplingParams
 
-VOCAB = 48
-EOS = 3
 SALTS = ("", "", "", "x")
 OWNERS = ("", "ann", "bob", "agent")
 FAULTS = ("memory", "launch", "collect", "nan", "death")
@@ -39,6 +37,7 @@ class Setting:
     host_keeps_evicted: bool
     tokens_per_move: int
     disk_blocks: int
+    searches: float  # share of requests that are beam searches
     admits_eagerly: bool  # whatever fits at this moment, at the price of many preemptions
 
     @property
@@ -81,7 +80,7 @@ def answer_of(request: Request, index: int, max_tokens: int) -> list[int]:
     answer: list[int] = []
     length = len(request.prompt_token_ids)
     while True:
-        token = next_token(last, index, VOCAB)
+        token = next_token(last, index)
         answer.append(token)
         if ends(sampling, token, len(answer)) or length + len(answer) >= max_tokens:
             return answer
@@ -89,35 +88,21 @@ def answer_of(request: Request, index: int, max_tokens: int) -> list[int]:
 
 
 def beams_of(
-    request: Request, setting: Setting, most: int | None = None
-) -> list[tuple[tuple[int, ...], FinishReason]]:
+    request: Request, setting: Setting, cuts: list[list[Found]] | None = None
+) -> list[Found]:
     """What a beam search must find, with no cache at all; nothing if it can never run.
 
     Args:
         request: what is searched for.
         setting: the engine, whose cache bounds the search.
-        most: tokens after which time is over.
+        cuts: gets what is found if time is over after one token, after two, and so on.
     """
     prompt, width = request.prompt_token_ids, request.sampling.num_sequences
     longest = max_beam_tokens(len(prompt), width, setting.block_size, setting.num_blocks)
     if width > setting.max_num_seqs or longest <= len(prompt):
         return []
     room = min(longest, setting.context_length) - len(prompt)
-    search = BeamSearch(request, (EOS,), min(room, request.sampling.max_tokens or room))
-    count = num_candidates(request.sampling, (EOS,))
-    last = 0
-    for token in prompt:
-        last = content_of(request.cache_salt, last, token)
-    grown = [(Beam(), last)]
-    while not search.over:
-        heard = [(beam, continuations_of(content, count, VOCAB)) for beam, content in grown]
-        grown = [
-            (beam, content_of(request.cache_salt, grown[place][1], beam.token_id))
-            for place, beam in search.advance(heard)
-        ]
-        if grown and grown[0][0].num_tokens == most:
-            search.cut(beam for beam, _ in grown)
-    return [(found.token_ids, found.reason) for found in search.finished]
+    return best_answers(request, min(room, request.sampling.max_tokens or room), cuts)
 
 
 def ends(sampling: SamplingParams, token: int, num_tokens: int) -> bool:
@@ -157,10 +142,10 @@ def _steps_of(request: Request, setting: Setting) -> float:
 
 
 def _setting(rng: random.Random) -> Setting:
-    block_size = rng.choice([1, 2, 4, 4, 8, 16])
-    max_num_seqs = rng.choice([1, 2, 3, 4, 6])
+    block_size = rng.choice([1, 2, 2, 4, 4, 8, 16])
+    max_num_seqs = rng.choice([1, 2, 3, 4, 6, 8])
     length = rng.choice([24, 48, 80])  # what one sequence comes to at most
-    slots = int(length * rng.choice([0.8, 1.0, 1.5, 3.0]))
+    slots = int(length * rng.choice([0.8, 1.0, 1.2, 1.5, 3.0]))
     return Setting(
         num_blocks=max(2, -(-slots // block_size)),
         block_size=block_size,
@@ -169,12 +154,13 @@ def _setting(rng: random.Random) -> Setting:
         context_length=length,
         prefix_caching=rng.random() < 0.85,
         sealed=rng.random() < 0.3,
-        depth=rng.choice([0, 0, 1]),
-        host_blocks=rng.choice([0, 4, 20, 100]),
+        depth=rng.choice([0, 0, 1, 1, 2]),  # with two or more nobody looks ahead
+        host_blocks=rng.choice([0, 4, 20, 100, 100]),
         host_keeps_evicted=rng.random() < 0.5,
-        tokens_per_move=rng.choice([1, 1, 1000]),
+        tokens_per_move=rng.choice([1, 1, 1, 1000]),
         disk_blocks=rng.choice([0, 30, 1000]),
-        admits_eagerly=rng.random() < 0.5,
+        searches=rng.choice([0.05, 0.05, 0.5]),
+        admits_eagerly=rng.random() < 0.8,
     )
 
 
@@ -211,7 +197,7 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
     if rng.random() < 0.95:
         prompt = prompt[: setting.max_tokens - 2]
     max_tokens = rng.choice([1, 2, 6, 12, 12, 20, 40, None])
-    beams = rng.random() < 0.08
+    beams = rng.random() < setting.searches
     n = rng.choice([1, 1, 1, 1, 2, 4])
     best_of = rng.choice([None, None, None, None, None, n + rng.choice([0, 1, 2])])
     return Request(
@@ -219,11 +205,13 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(
             n=rng.choice([1, 2]),
-            best_of=rng.choice([2, 3]),
+            best_of=rng.choice([2, 3, 4]),
             use_beam_search=True,
-            length_penalty=rng.choice([0.5, 1.0]),
-            early_stopping=rng.random() < 0.5,
-            max_tokens=rng.choice([3, 8, 16]),
+            length_penalty=rng.choice([0.0, 0.5, 1.0, 2.0, -1.0]),
+            early_stopping=rng.choice([True, False, "never"]),
+            max_tokens=rng.choice([3, 8, 16, None]),
+            min_tokens=rng.choice([0, 0, 1, 3]),
+            stop=rng.choice([(), (), (STOP,)]),
             ignore_eos=rng.random() < 0.5,
             seed=1,
         )
@@ -239,6 +227,7 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
             ignore_eos=rng.random() < 0.5,
             seed=1,
         ),
+        stop_pieces=STOP_PIECES if beams else {},
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=salt,
         owner=rng.choice(OWNERS),

@@ -1,7 +1,6 @@
 """A runner that computes nothing but what it reads through block tables, on slots of integers.
 
-A slot holds a hash of the slot before it and of its token, so each depends on all before it, and
-the next token is a hash of the last one. Every slot that a step reads is compared with what the
+The model is the one of `virtual_model`. Every slot that a step reads is compared with what the
 sequence's tokens should have left there: a wrong, stale, missing or shared block is seen at once.
 """
 
@@ -9,20 +8,25 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from plan_judge import look_at
+from virtual_model import EOS, content_of, logprob_of, next_token, ranking
 
 from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.messages import Candidate, TokenLogprobs
 from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock
 from appliance.engine.plan import Continuations, Sampled
+from appliance.engine.sequence import SequenceStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.plan import Plan, ScheduledSequence
+    from appliance.engine.request import Request
     from appliance.engine.sequence import Sequence
 
 STEP_SECONDS, ROW_SECONDS = 0.01, 0.001
@@ -30,15 +34,11 @@ JUNK = -1
 BROKEN = Sampled(error="the virtual model broke", broken=True)
 
 
-def continuations_of(content: int, count: int, vocab_size: int) -> Continuations:
-    """What may follow a beam, likeliest first."""
-    first = hash((content, -2)) % vocab_size
-    candidates = []
-    logprob = -0.1
-    for place in range(count):
-        candidates.append(Candidate((first + place) % vocab_size, logprob))
-        logprob -= 0.05 + hash((content, place)) % 1_000_003 / 1_000_003  # no two are equal
-    return Continuations(tuple(candidates))
+def continuations_of(content: int, request: Request, num_tokens: int) -> Continuations:
+    """What a sampler says of a beam whose answer has so many tokens."""
+    count = num_candidates(request.sampling, (EOS,))
+    found = ranking(content, request, num_tokens, count)
+    return Continuations(tuple(Candidate(token, logprob) for token, logprob in found))
 
 
 @dataclass(slots=True)
@@ -56,21 +56,6 @@ class DeviceLostError(Exception):
     """The virtual device failed."""
 
 
-def content_of(salt: str, previous: int, token: int) -> int:
-    """What a slot holds."""
-    return hash((salt != "", len(salt), previous, token))
-
-
-def next_token(content: int, index: int, vocab_size: int) -> int:
-    """What the model says after the last slot; `index` is the choice of the request."""
-    return hash((content, index)) % vocab_size
-
-
-def logprob_of(content: int, index: int) -> float:
-    """What the model thinks of that token."""
-    return -0.01 - hash((content, index, -3)) % 997 / 500
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """An entry as a device gets it: nothing of it changes any more."""
@@ -86,8 +71,6 @@ class VirtualRunner:
 
     Args:
         blocks: the books, to see that what is written belongs to one sequence alone.
-        vocab_size: tokens there are.
-        eos_token_ids: those that end an answer.
         max_rows: of a step.
         sealed: whether tokens lie in open pages until their block is full.
         depth: plans in flight when the next one is launched.
@@ -96,7 +79,8 @@ class VirtualRunner:
 
     Attributes:
         fault: what goes wrong next: "memory", "launch", "collect" or "nan"; empty is nothing.
-        rows: run so far.
+        seen: how often what matters came up.
+        latest: the plan that was launched last.
     """
 
     has_idle_work = False
@@ -106,8 +90,6 @@ class VirtualRunner:
         self,
         blocks: BlockManager,
         *,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...],
         max_rows: int,
         sealed: bool,
         depth: int,
@@ -116,11 +98,10 @@ class VirtualRunner:
     ) -> None:
         self.depth = depth
         self.fault = ""
-        self.rows = 0
+        self.seen: Counter[str] = Counter()
+        self.latest: Plan | None = None
         self._blocks = blocks
         self._size = blocks.block_size
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
         self._max_rows = max_rows
         self._sealed = sealed
         self._noise = noise
@@ -133,17 +114,16 @@ class VirtualRunner:
 
     def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
         """See `Runner`."""
-        size, references = self._size, self._blocks.pool.references
+        self.latest = plan
         assert 0 < plan.num_tokens <= self._max_rows, "the budget was exceeded"
         opened = plan.open_pages or ((),) * len(plan.scheduled)
         assert (plan.open_pages is not None) == self._sealed
-        self._look_at_moves(plan)
+        in_flight = [flying for flying, *_ in self._flight]
+        look_at(plan, in_flight, self._blocks, depth=int(self.depth == 1))
         entries = []
         for scheduled, pages in zip(plan.scheduled, opened, strict=True):
             sequence, start, end = scheduled.sequence, scheduled.start, scheduled.end
-            table = list(sequence.block_table[: -(-end // size)])
-            assert all(references[block] > 0 for block in table), "a free block is referred to"
-            assert all(references[block] == 1 for block in table[start // size :]), "shared"
+            table = list(sequence.block_table[: -(-end // self._size)])
             tokens = [] if scheduled.follows else sequence.token_ids[start:end]
             assert len(tokens) == (0 if scheduled.follows else scheduled.num_tokens)
             entries.append(_Entry(scheduled, table, pages, tokens))
@@ -159,7 +139,8 @@ class VirtualRunner:
         """See `Runner`."""
         plan, entries, saved = self._flight.popleft()
         self._clock.now += STEP_SECONDS + ROW_SECONDS * plan.num_tokens
-        if self.fault == "collect":
+        fails = self.fault == "collect"
+        if fails and self._noise.random() < 0.5:
             self._scribble(plan, entries, saved)
             self.fault = ""
             raise DeviceLostError("collect")
@@ -173,20 +154,23 @@ class VirtualRunner:
             scheduled = entry.scheduled
             request = scheduled.sequence.request
             if scheduled.samples and request.sampling.use_beam_search:
-                count = num_candidates(request.sampling, self._eos_token_ids)
-                follows = continuations_of(last, count, self._vocab_size)
+                num_tokens = scheduled.end - scheduled.sequence.num_prompt_tokens
+                follows = continuations_of(last, request, num_tokens)
                 sampled[scheduled.sequence] = -1
                 results.append(Sampled(continuations=follows))
             elif scheduled.samples:
                 index = scheduled.sequence.index
-                token = next_token(last, index, self._vocab_size)
+                token = next_token(last, index)
                 sampled[scheduled.sequence] = token
                 logprobs = None
                 if request.sampling.logprobs is not None:
                     logprobs = TokenLogprobs(Candidate(token, logprob_of(last, index)), ())
                 results.append(Sampled(token, logprobs))
+        if fails:  # all of it was done, and nobody hears of it
+            self.fault = ""
+            raise DeviceLostError("collect")
         self._latest = sampled
-        self.rows += plan.num_tokens
+        self._count(plan)
         if self.fault == "nan" and results:
             results[self._noise.randrange(len(results))] = BROKEN
             self.fault = ""
@@ -195,6 +179,11 @@ class VirtualRunner:
     def save(self, saves: Sequences[BlockSave]) -> tuple[SavedBlock, ...]:
         """Take content out of the cache; see `BlockMoves`."""
         return tuple(SavedBlock(self._content_of(save)) for save in saves)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight."""
+        return not self._flight
 
     def discard(self) -> None:
         """See `Runner`."""
@@ -208,28 +197,20 @@ class VirtualRunner:
         """A sequence has ended."""
         self._truth.pop(sequence, None)
 
-    def _look_at_moves(self, plan: Plan) -> None:
-        """What a plan copies and loads is for sequences in it, right before their first rows.
-
-        So nothing is left of a sequence that was preempted while the plan was made.
-        """
-        if not (plan.copies or plan.loads):
-            return
-        size = self._size
-        written = [move.block for move in plan.loads]
-        written += [copy.destination for copy in plan.copies]
-        assert len(set(written)) == len(written), "a block is filled twice"
-        # Blocks that first rows lie in behind others, and those before.
-        begun, before = set[int](), set[int]()
-        for entry in plan.scheduled:
-            table, full = entry.sequence.block_table, entry.start // size
-            before.update(table[:full])
-            if entry.start % size:
-                begun.add(table[full])
-        for copy in plan.copies:
-            assert copy.destination in begun, "a copy is made for nobody"
-        for move in plan.loads:
-            assert move.block in begun or move.block in before, "a block is loaded for nobody"
+    def _count(self, plan: Plan) -> None:
+        seen = self.seen
+        seen["rows"] += plan.num_tokens
+        seen["copies"] += len(plan.copies)
+        seen["copies of open pages"] += sum(copy.open_source >= 0 for copy in plan.copies)
+        seen["rows ahead"] += sum(entry.follows for entry in plan.scheduled)
+        seen["rows for nothing"] += sum(
+            entry.sequence.status is SequenceStatus.FINISHED for entry in plan.scheduled
+        )
+        seen["mixed steps"] += len({entry.num_tokens > 1 for entry in plan.scheduled}) == 2
+        seen["preempted beams"] += sum(
+            one.request.sampling.use_beam_search for one in plan.preempted
+        )
+        seen["shared blocks"] += self._blocks.pool.num_shared
 
     def _copy(self, plan: Plan) -> None:
         size, slots = self._size, self._slots

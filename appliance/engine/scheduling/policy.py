@@ -2,7 +2,8 @@
 
 Change these functions and figures to change the order of service; the scheduler guarantees the
 rest (budget, blocks, that every sequence ends) for any of it, as long as `rank` is a total order
-that does not change while a sequence lives. The order in which things are decided in a step:
+that does not change while a sequence lives. Whether a victim's blocks are kept or computed again
+is a rule of the tiers, see `tiers/swap_rule.py`. The order in which things are decided in a step:
 
 1. Every running answer gets its row.
 2. What is left of the step goes to prompts, those that run already and those that wait: the
@@ -159,20 +160,3 @@ def _is_bound(sequence: Sequence, beneficiary: Sequence, in_flight: Collection[S
     """Whether a sequence would take one with it that is to keep its blocks."""
     unit = sequence.group.unit(sequence)
     return len(unit) > 1 and any(one is beneficiary or one in in_flight for one in unit)
-
-
-def should_swap(num_tokens: int, num_bytes: int, *, prefill: float, moves: float) -> bool:
-    """Whether a victim's blocks go to host memory rather than being computed again.
-
-    It pays if out and back again takes less time than computing its tokens. What was never
-    measured is tried: after the first time it is known.
-
-    Args:
-        num_tokens: that would be computed again.
-        num_bytes: of the blocks that hold them.
-        prefill: tokens per second, 0 if unknown.
-        moves: bytes per second in one direction, 0 if unknown.
-    """
-    if prefill == 0 or moves == 0:
-        return True
-    return 2 * num_bytes / moves < num_tokens / prefill

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock
 from appliance.engine.rates import Rates
-from appliance.engine.scheduling.policy import should_swap
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.disk_rule import num_on_disk
 from appliance.engine.tiers.host_store import HostBlock, HostStore
+from appliance.engine.tiers.swap_rule import should_swap
 from appliance.engine.tiers.tier_counters import TierCounters, add_disk
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from appliance.config import EngineConfig
+from appliance.engine import runner_setup as setup
 from appliance.engine.engine import LLMEngine
 from appliance.engine.loading import load_parts
-from appliance.engine.run import setup
 from appliance.engine.run.device import HostDevice
 from appliance.engine.run.measure import (
     KERNEL_ROWS,

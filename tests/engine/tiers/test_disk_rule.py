@@ -14,8 +14,9 @@ import pytest
 from engine_simulation import engine_info
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from load_script import VOCAB, Setting
+from load_script import Setting
 from typer.testing import CliRunner
+from virtual_model import VOCAB
 from virtual_runner import Clock, VirtualRunner
 
 from appliance.cli import app
@@ -54,13 +55,12 @@ def running(folder: Path, block_size: int, num_blocks: int) -> Iterator[LLMEngin
         host_keeps_evicted=False,
         tokens_per_move=1,
         disk_blocks=0,
+        searches=0.0,
         admits_eagerly=False,
     )
     blocks = BlockManager(num_blocks, block_size)
     runner = VirtualRunner(
         blocks,
-        vocab_size=VOCAB,
-        eos_token_ids=(),
         max_rows=64,
         sealed=False,
         depth=0,

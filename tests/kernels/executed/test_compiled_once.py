@@ -27,7 +27,7 @@ from appliance.engine.memory_plan import MemoryRequest
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
-from appliance.engine.run.setup import Steps, make_runner, plan_measured
+from appliance.engine.runner_setup import Steps, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.activation import Activation

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from appliance.errors import ConfigError, QuantizeError
 from appliance.quant.engines import autoawq, optimum, quantize_by_engine, run
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Engine, Method, QuantizeOptions, WeightFormat
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import Calibration, CalibrationText
 
 MakeFolder = Callable[..., Path]

@@ -30,9 +30,9 @@ from appliance.quant.formats.compressed_tensors_config import (
     declared_schemes,
     quantization_config,
 )
+from appliance.quant.formats.pack import pack_codes
+from appliance.quant.formats.scheme import Fp8Scheme, LinearScheme, WeightScheme
 from appliance.quant.methods import fp8
-from appliance.quant.pack import pack_codes
-from appliance.quant.scheme import Fp8Scheme, LinearScheme, WeightScheme
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 MODULE = NAME.removesuffix(".weight")

@@ -14,8 +14,8 @@ from appliance.kernels.packed import PackedWeight
 from appliance.quant.formats import open_weights
 from appliance.quant.formats.compressed_tensors import encode
 from appliance.quant.formats.compressed_tensors_config import quantization_config
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize
-from appliance.quant.scheme import WeightScheme
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 SCHEME = WeightScheme(4, 32)

@@ -22,8 +22,8 @@ from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.quant.formats import awq, gptq, open_weights
 from appliance.quant.formats.awq import AwqLayout
 from appliance.quant.formats.gptq import V1, V2, GptqLayout
+from appliance.quant.formats.pack import pack_codes
 from appliance.quant.formats.word_packed import G_IDX, QWEIGHT, QZEROS, SCALES
-from appliance.quant.pack import pack_codes
 
 Parts = dict[str, Tensor]
 FolderOf = Callable[..., SafetensorsFolder]

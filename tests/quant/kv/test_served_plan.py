@@ -17,13 +17,13 @@ from appliance.model.kv import planned_kv
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.kv.calibrate import measure_kv
 from appliance.quant.kv.even_keys import with_even_keys
 from appliance.quant.quality.evaluate import What, evaluate
 from appliance.quant.quality.kv_caches import KV_FORMATS, NAMES
 from appliance.quant.run.options import QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.text.held_out import HeldOutText
 from appliance.tokenizer import Tokenizer

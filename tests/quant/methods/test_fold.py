@@ -9,9 +9,9 @@ import torch
 from model_families import FAMILIES, write_family
 
 from appliance.model.source import open_model
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import fold
 from appliance.quant.methods.sensitivity import Variants
-from appliance.quant.scheme import WeightScheme
 
 SCHEME = WeightScheme(4, 32, symmetric=False)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from appliance.kernels.fp8 import E4M3_MAX
+from appliance.quant.formats.scheme import Fp8Scheme
 from appliance.quant.methods import fp8
 from appliance.quant.methods.fp8 import OCTAVE, WHOLE, quantize
-from appliance.quant.scheme import Fp8Scheme
 
 SCHEMES = [Fp8Scheme(), Fp8Scheme(blockwise=True)]
 

@@ -7,10 +7,10 @@ import torch
 
 from appliance.errors import QuantizeError
 from appliance.kernels.packed import PackedWeight
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import awq, gptq, rtn
 from appliance.quant.methods.data_free import search
 from appliance.quant.methods.ranges import SHRUNK, WHOLE, choose_steps
-from appliance.quant.scheme import WeightScheme
 
 SCHEMES = [WeightScheme(4, 32, False), WeightScheme(4, 64, True), WeightScheme(8, 32, False),
            WeightScheme(4, None, False)]  # fmt: skip

@@ -11,8 +11,8 @@ import torch
 
 from appliance.errors import ConfigError
 from appliance.model.source import open_model
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.mixed import Choice, choose_precisions, spend
-from appliance.quant.scheme import WeightScheme
 
 THREE, FOUR, EIGHT = (WeightScheme(bits, 32) for bits in (3, 4, 8))
 ROWS = torch.randint(0, 50, (2, 48), generator=torch.Generator().manual_seed(0))

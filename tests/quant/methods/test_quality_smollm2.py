@@ -14,10 +14,10 @@ from appliance.kernels.weight import dense
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.text.documents import default_documents
 from appliance.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from appliance.kernels.packed import OffsetKind
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize
-from appliance.quant.scheme import WeightScheme
 
 SCHEMES = [
     WeightScheme(bits, group_size, symmetric)

@@ -18,6 +18,7 @@ from appliance.kernels.kv_cache import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
+from appliance.quant.formats.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.kv.calibrate import calibrate_kv
 from appliance.quant.kv.files import write_kv_plan
 from appliance.quant.quality.evaluate import What, evaluate
@@ -29,7 +30,6 @@ from appliance.quant.quality.kv_caches import (
 )
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.scheme import Fp8Scheme, WeightScheme
 from appliance.quant.text.held_out import Windows
 
 MakeFolder = Callable[..., Path]

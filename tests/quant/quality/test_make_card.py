@@ -21,13 +21,13 @@ from appliance.commands.serve import banner
 from appliance.engine.messages import EngineInfo
 from appliance.errors import ConfigError, QualityError, QuantizeError
 from appliance.kernels.kv_cache import KVFormat
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.quality.card import card_of, card_path
 from appliance.quant.quality.make_card import CardOptions, make_card, write_card
 from appliance.quant.quality.min_quality import parse_min_quality
 from appliance.quant.quality.run_facts import keep_facts
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.text.held_out import HeldOutText
 from appliance.tokenizer import Tokenizer

@@ -12,10 +12,10 @@ from appliance.errors import ApplianceError, QuantizeError
 from appliance.kernels.packed import PackedWeight
 from appliance.kernels.weight import dense
 from appliance.model.source import open_model
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import CalibrationText
 
 MakeFolder = Callable[..., Path]

@@ -14,9 +14,9 @@ from appliance.kernels.packed import PackedWeight
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import CalibrationText
 
 

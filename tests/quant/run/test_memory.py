@@ -16,6 +16,7 @@ from large_model import LETTERS, write_large_model
 
 from appliance.errors import MemoryPlanError
 from appliance.model.source import open_model
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run import dry_run, memory_plan
 from appliance.quant.run.memory import MemoryUse
 from appliance.quant.run.memory_plan import plan_memory
@@ -23,7 +24,6 @@ from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import dry_run as try_out
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.plan import make_plan
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quantize_events import Plan, QuantizeEvent
 
@@ -36,7 +36,7 @@ os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quantize_events import Plan
 
 def peak():

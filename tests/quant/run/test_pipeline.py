@@ -18,11 +18,11 @@ from appliance.checkpoint import SafetensorsFolder
 from appliance.errors import ApplianceError, CheckpointError, ConfigError, QuantizeError
 from appliance.kernels.packed import PackedWeight
 from appliance.model.source import open_model
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize
 from appliance.quant.run import pipeline, writing
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
 from appliance.quantize_events import Done, Plan, QuantizeEvent, Start, Unit, Written
 
 MakeFolder = Callable[..., Path]

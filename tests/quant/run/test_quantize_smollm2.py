@@ -16,11 +16,11 @@ from appliance.kernels.weight import dense as dense_of
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods.rtn import quantize
 from appliance.quant.run.options import QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.report import QuantizeReport
-from appliance.quant.scheme import WeightScheme
 from appliance.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
@@ -97,7 +97,7 @@ def test_a_fraction_of_the_model_is_in_memory_at_once(smollm2_gguf: Path, tmp_pa
 import re
 from pathlib import Path
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.tokenizer import Tokenizer
 
 def peak_kib():

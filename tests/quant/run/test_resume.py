@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from appliance.errors import ChangedRunError, QuantizeError
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.run.journal import Journal
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model, what_is_kept
 from appliance.quant.run.staging import Staging
 from appliance.quant.run.writing import UnitWriter
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import CalibrationText
 from appliance.quant.walk import stream
 from appliance.quantize_events import Failed, Plan, QuantizeEvent, Start, Unit, decode_event

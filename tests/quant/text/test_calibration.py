@@ -14,10 +14,10 @@ from appliance.kernels.backend import REFERENCE
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import logits_of
+from appliance.quant.formats.scheme import WeightScheme
 from appliance.quant.methods import fold
 from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
-from appliance.quant.scheme import WeightScheme
 from appliance.quant.text.calibration import Calibration, CalibrationText
 from appliance.quant.text.documents import default_documents
 from appliance.quant.walk.walk import Walk

@@ -15,18 +15,13 @@ from waiting import LIMIT
 from appliance.errors import QuantizeError
 from appliance.quant.text import calibration
 from appliance.quant.text.calibration import CalibrationText
-from appliance.quant.text.self_text import (
-    MIB,
-    WrittenRows,
-    _sample,
-    first_words,
-    sample_rows,
-)
+from appliance.quant.text.row_writer import MIB, _sample, first_words
+from appliance.quant.text.self_text import WrittenRows, sample_rows
 from appliance.tokenizer import Tokenizer
 
 WATCHED = """
 import sys, threading, time
-from appliance.quant.text.self_text import _watch
+from appliance.quant.text.row_writer import _watch
 
 most, taken = map(int, sys.argv[1:])
 threading.Thread(target=_watch, args=(most,), daemon=True).start()

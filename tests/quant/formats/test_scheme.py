@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import ConfigError
-from appliance.quant.scheme import GROUP_SIZES, WeightScheme
+from appliance.quant.formats.scheme import GROUP_SIZES, WeightScheme
 
 
 def test_a_width_that_divides_changes_nothing() -> None:

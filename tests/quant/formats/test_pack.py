@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from appliance.quant import pack
+from appliance.quant.formats import pack
 
 bits = st.sampled_from([4, 8])  # codes in memory
 stored_bits = st.sampled_from([3, 4, 8])

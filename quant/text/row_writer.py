@@ -1,0 +1,139 @@
+"""A program that lets a model write rows of tokens, and prints them: see `self_text`.
+
+It ends with the process that began it, however this ends, and when it takes more memory than it
+may.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from appliance.errors import ApplianceError, MemoryPlanError
+
+if TYPE_CHECKING:
+    from appliance.model.source import ModelSource
+    from appliance.tokenizer import Tokenizer
+
+AT_ONCE = 32  # rows that are sampled together; others change what a processor rounds
+SHORTEST_WORD = 3  # letters of a row's first token
+WATCHED_EVERY = 0.02  # seconds
+BLOCK_TOKENS = 32  # slots of the cache that are given to a row at once, on any device
+MIB = 1 << 20
+
+
+def first_words(tokenizer: Tokenizer, count: int, seed: int) -> list[int]:
+    """Tokens that are words of letters, drawn at random."""
+    chosen = random.Random(seed)
+    found: list[int] = []
+    while len(found) < count:
+        token_id = chosen.randrange(tokenizer.vocab_size)
+        word = tokenizer.decode([token_id]).strip()
+        if len(word) >= SHORTEST_WORD and word.isascii() and word.isalpha():
+            found.append(token_id)
+    return found
+
+
+def _sample(
+    model_path: str, device: str, count: int, row_tokens: int, seed: int
+) -> list[list[int]]:
+    from appliance.engine.request import SamplingParams
+    from appliance.llm import LLM
+    from appliance.model.source import open_model
+
+    llm = LLM(
+        model_path,
+        max_model_len=row_tokens,
+        max_num_seqs=AT_ONCE,
+        device=device,
+        kv_cache_dtype="bf16",
+        kv_cache_memory=_cache_bytes(open_model(Path(model_path)), count, row_tokens),
+    )
+    start = llm.tokenizer.encode("", add_special_tokens=True)
+    prompts = [[*start, word] for word in first_words(llm.tokenizer, count, seed)]
+    length = row_tokens - len(start) - 1
+    sampling = [
+        SamplingParams(max_tokens=length, seed=seed * count + row, ignore_eos=True)
+        for row in range(count)
+    ]
+    answers = llm.generate(prompts, sampling, progress=False)
+    return [
+        [*prompt, *answer.outputs[0].token_ids]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def _cache_bytes(source: ModelSource, count: int, row_tokens: int) -> int:
+    """Of a KV cache that holds all rows which are sampled together, so that none is preempted."""
+    from appliance.model.executor import heads_of
+
+    slots = -(-row_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
+    elements = sum(2 * num_kv_heads * head_dim for num_kv_heads, head_dim in heads_of(source.spec))
+    return min(count, AT_ONCE) * slots * elements * 2
+
+
+def _check_fits(model_path: str, count: int, row_tokens: int, max_bytes: int) -> None:
+    """Refuse a model that does not fit with its cache, before its weights are read.
+
+    Raises:
+        MemoryPlanError: it does not.
+    """
+    import torch
+
+    from appliance.model.size import estimate_native_bytes
+    from appliance.model.source import open_model
+
+    source = open_model(Path(model_path))
+    weights = estimate_native_bytes(source, torch.bfloat16)
+    cache = _cache_bytes(source, count, row_tokens)
+    needed = psutil.Process().memory_info().rss + weights + cache
+    if needed > max_bytes:
+        raise MemoryPlanError(_too_much(f"at least {needed / MIB:,.0f}", max_bytes))
+
+
+def _too_much(needed: str, max_bytes: int) -> str:
+    return (
+        f"running it takes {needed} MiB of memory, and --max-ram leaves"
+        f" {max_bytes / MIB:,.0f} MiB for that"
+    )
+
+
+def _watch(max_bytes: int) -> None:
+    """End this process when its parent is gone or it takes more memory than it may.
+
+    Args:
+        max_bytes: 0 is no limit.
+    """
+    process = psutil.Process()
+    while not select.select([0], [], [], WATCHED_EVERY)[0]:
+        if max_bytes and process.memory_info().rss > max_bytes:
+            message = _too_much(f"more than {max_bytes / MIB:,.0f}", max_bytes)
+            os.write(2, f"\n{message}\n".encode())
+            break
+    os._exit(1)  # the main thread may be in the middle of a step
+
+
+def _main() -> None:
+    path, device, *numbers = sys.argv[1:]
+    count, row_tokens, seed, max_bytes = map(int, numbers)
+    threading.Thread(target=_watch, args=(max_bytes,), daemon=True).start()
+    try:
+        if max_bytes:
+            _check_fits(path, count, row_tokens, max_bytes)
+        rows = _sample(path, device, count, row_tokens, seed)
+        from appliance.quant.run.memory import peak_ram
+    except ApplianceError as error:
+        sys.exit(str(error))
+    sys.stdout.write(json.dumps({"rows": rows, "peak_ram": peak_ram()}) + "\n")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,86 @@
+"""What must be true of every plan, whatever is asked for: looked at when it is launched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.engine.sequence import SequenceStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Sequences
+
+    from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.plan import Plan, ScheduledSequence
+    from appliance.engine.sequence import Sequence
+
+
+def look_at(plan: Plan, in_flight: Sequences[Plan], blocks: BlockManager, *, depth: int) -> None:
+    """Assert that a plan can be run behind others and harms nobody.
+
+    Args:
+        plan: the latest.
+        in_flight: those before it that are not committed, oldest first.
+        blocks: the cache's books.
+        depth: plans of the same sequence that may be in flight before it.
+    """
+    sequences = [entry.sequence for entry in plan.scheduled]
+    assert len(set(sequences)) == len(sequences), "a sequence is twice in a step"
+    singles = [entry.num_tokens == 1 for entry in plan.scheduled]
+    assert singles == sorted(singles, reverse=True), "single rows come first"
+    assert all(one.status is SequenceStatus.WAITING for one in plan.preempted)
+    before: dict[Sequence, list[ScheduledSequence]] = {}
+    for other in in_flight:
+        for entry in other.scheduled:
+            before.setdefault(entry.sequence, []).append(entry)
+    for entry in plan.scheduled:
+        assert len(before.get(entry.sequence, ())) <= depth, "it looks too far ahead"
+        _look_at_rows(entry, before.get(entry.sequence, []))
+    _look_at_writes(plan, blocks)
+    _look_at_moves(plan, blocks.block_size)
+
+
+def _look_at_rows(entry: ScheduledSequence, before: list[ScheduledSequence]) -> None:
+    """Rows go on where the sequence's others end, and only its last one samples."""
+    sequence = entry.sequence
+    assert sequence.status is SequenceStatus.RUNNING, "somebody who does not run is scheduled"
+    assert not sequence.is_held, "a beam runs that has nothing forked yet"
+    computed = sequence.num_computed + sum(other.num_tokens for other in before)
+    coming = sum(other.samples for other in before)
+    assert entry.start == computed, "rows are left out, or run twice"
+    assert entry.samples == (entry.end == len(sequence.token_ids) + coming)
+    assert entry.follows == (entry.end > len(sequence.token_ids))
+    assert not entry.follows or entry.num_tokens == 1
+
+
+def _look_at_writes(plan: Plan, blocks: BlockManager) -> None:
+    """Blocks are written by one sequence alone."""
+    size, references = blocks.block_size, blocks.pool.references
+    for entry in plan.scheduled:
+        table = entry.sequence.block_table[: -(-entry.end // size)]
+        assert all(references[block] > 0 for block in table), "a free block is referred to"
+        written = table[entry.start // size :]
+        assert all(references[block] == 1 for block in written), "a shared block is written"
+
+
+def _look_at_moves(plan: Plan, size: int) -> None:
+    """What a plan copies and loads is for sequences in it, right before their first rows.
+
+    So nothing is left of a sequence that was preempted while the plan was made.
+    """
+    if not (plan.copies or plan.loads):
+        return
+    written = [load.block for load in plan.loads]
+    written += [copy.destination for copy in plan.copies]
+    assert len(set(written)) == len(written), "a block is filled twice"
+    assert not {copy.source for copy in plan.copies} & set(written), "the order of copies matters"
+    # Blocks that first rows lie in behind others, and those before.
+    begun, before = set[int](), set[int]()
+    for entry in plan.scheduled:
+        table, full = entry.sequence.block_table, entry.start // size
+        before.update(table[:full])
+        if entry.start % size:
+            begun.add(table[full])
+    for copy in plan.copies:
+        assert copy.destination in begun, "a copy is made for nobody"
+    for load in plan.loads:
+        assert load.block in begun or load.block in before, "a block is loaded for nobody"
