@@ -200,7 +200,10 @@ class ThriftyDriver(LinuxDriver):
 
     def write(self, data: str) -> None:
         """Send what changes; a terminal of another size may have moved what stood on it."""
-        size = os.get_terminal_size(self.fileno)
+        try:
+            size = os.get_terminal_size(self.fileno)
+        except OSError:  # the terminal is gone, and nobody sees the rest
+            return
         if size != self._seen_size:
             self._seen_size = size
             self._memory.forget()
