@@ -78,7 +78,7 @@ def said(code: str, *arguments: str) -> Any:
 SHAPES: dict[str, dict[str, int]] = {
     "rtn": {"hidden": 1024, "middle": 4096, "layers": 10, "vocab": 150_000},
     "gptq": {"hidden": 512, "middle": 1024, "layers": 2, "vocab": 450_000},
-    "awq": {"hidden": 512, "middle": 1024, "layers": 2, "vocab": 450_000},
+    "awq": {"hidden": 512, "middle": 1024, "layers": 1, "vocab": 450_000},
 }
 
 
