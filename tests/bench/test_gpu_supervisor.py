@@ -12,28 +12,47 @@ from typing import Any
 
 import bench_worker
 from gpu.supervisor import Start, Supervisor, name_of
+from waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
 
 def supervise(
     *kinds: str,
-    seconds: float = 120,
-    patience: float = 8,
     done: tuple[int, ...] = (),
+    time_is_up: bool = False,
     work: Any = None,
     start: Start = "forkserver",
 ) -> tuple[str, list[dict[str, Any]], list[int]]:
-    """Why it stopped, the rows, and how much was done each time that a process began."""
+    """Why it stopped, the rows, and how much was done each time that a process began.
+
+    Args:
+        kinds: what each measurement does.
+        done: those that need no measuring any more.
+        time_is_up: once one hangs; otherwise patience with it is.
+        work: instead of these measurements.
+        start: how processes begin.
+    """
     messages: list[dict[str, Any]] = []
-    stopped = Supervisor(
+
+    def take(message: dict[str, Any]) -> None:
+        messages.append(message)
+        if "hangs" in message and time_is_up:
+            supervisor.deadline = time.monotonic()
+        elif "hangs" in message:
+            supervisor.patience = 0.1
+        else:
+            supervisor.patience = LIMIT
+
+    supervisor = Supervisor(
         work=work or partial(bench_worker.work, kinds),
-        take=messages.append,
+        take=take,
         done={name_of({"number": number}) for number in done},
-        patience=patience,
-        deadline=time.monotonic() + seconds,
+        patience=LIMIT,
+        deadline=time.monotonic() + 10 * LIMIT,
         start=start,
-    ).run()
+    )
+    stopped = supervisor.run()
     rows = [message["row"] for message in messages if "row" in message]
     return stopped, rows, [message["facts"] for message in messages if "facts" in message]
 
@@ -57,7 +76,7 @@ def test_a_process_of_its_own_from_the_start_is_no_different() -> None:
 
 
 def test_when_the_time_is_over_what_there_is_stays() -> None:
-    stopped, rows, _ = supervise("a", "hangs", "b", seconds=8, patience=60)
+    stopped, rows, _ = supervise("a", "hangs", "b", time_is_up=True)
     assert stopped == "the time is over"
     assert [row["key"]["number"] for row in rows] == [0, 1]
     assert rows[1]["failed"] == "the time of its suite was over"

@@ -26,7 +26,8 @@ def work(kinds: tuple[str, ...], tell: Tell, done: frozenset[str]) -> None:
         if kind == "dies":
             os.kill(os.getpid(), signal.SIGSEGV)
         if kind == "hangs":
-            time.sleep(60)
+            tell(hangs=number)
+            time.sleep(1000)
         tell(row={"key": key, "found": kind})
         if kind == "spoils":
             sys.exit(START_AGAIN)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 TRIED = (
     *("packed_matmul 4 bits g128 rows 1", "fp8_matmul fp8 rows 9", "kv_write int8", "kv_seal"),
     *("block_copy", "add_rms_norm", "gated_activation", "soft_cap", "penalties"),
+    "token_mask",
     "sampling, temperature 0.0",
 )
 # Finds the error and the bound that it must keep.

@@ -38,6 +38,8 @@ from appliance.kernels.sampling.launch import DeviceSampling
 from appliance.kernels.sealed_pages import SealedPages
 from appliance.kernels.soft_cap import reference as reference_cap
 from appliance.kernels.soft_cap.launch import soft_cap
+from appliance.kernels.token_mask import reference as reference_mask
+from appliance.kernels.token_mask.launch import mask_tokens
 from gpu.rows import relative_error
 
 Check = Callable[[], tuple[float, float]]  # the error and its bound
@@ -71,6 +73,7 @@ def all_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
     yield "gated_activation", partial(_activation, device)
     yield "soft_cap", partial(_cap, device)
     yield "penalties", partial(_penalties, device)
+    yield "token_mask", partial(_mask, device)
     for temperature in (0.0, 0.8):
         yield f"sampling, temperature {temperature}", partial(_sample, device, temperature)
 
@@ -286,6 +289,19 @@ def _penalties(device: torch.device) -> tuple[float, float]:
     reference_penalties.penalize(expected, expected_seen, rows, read)
     penalize(logits, seen, rows, read)
     return _unlike(logits, expected) + _unlike(seen, expected_seen), 0.0
+
+
+def _mask(device: torch.device) -> tuple[float, float]:
+    vocab = 5000
+    logits = _random(device, 4, vocab).float()
+    rows = torch.tensor([3, 0], device=device)
+    generator = torch.Generator().manual_seed(4)
+    shape = (2, -(-vocab // 32))
+    words = torch.randint(-(2**31), 2**31, shape, generator=generator).int().to(device)
+    expected = logits.clone()
+    reference_mask.mask_tokens(expected, rows, words)
+    mask_tokens(logits, rows, words)
+    return _unlike(logits, expected), 0.0
 
 
 def _sample(device: torch.device, temperature: float) -> tuple[float, float]:
