@@ -35,7 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": set(),
     "grammar": set(),
     "vocabulary": {"engine.messages", "tokenizer"},
-    "tokenizer": {"gguf", "sampling_defaults", "grammar"},
+    "tokenizer": {"gguf", "sampling_defaults", "dialects", "grammar"},
+    "dialects": set(),
     "hub": {"config", "progress", "sampling_defaults"},
     "kernels": set(),
     "quant.scheme": {"kernels"},
@@ -52,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log", "grammar"},
     "server": {
         "engine", "api_keys", "config", "tokenizer", "output", "best_of", "stop_pieces", "log",
-        "jobs", "sampling_defaults", "docs", "grammar", "vocabulary",
+        "jobs", "sampling_defaults", "docs", "dialects", "grammar", "vocabulary",
     },
     "tui": set(),
     "output": {"engine.request", "tokenizer"},

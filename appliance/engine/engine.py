@@ -37,11 +37,10 @@ if TYPE_CHECKING:
     from appliance.engine.runner import Runner
     from appliance.engine.scheduling.scheduler import Scheduler
     from appliance.engine.sequence import Sequence
+    from appliance.engine.tiers.tiers import Tiers
     from appliance.stats import SequenceView
 
 MAX_STEPS_KEPT = 1024
-_READ_SECONDS = 0.01  # of waiting for the disk, between looks at what else came
-_FLUSH_SECONDS = 2.0  # for the disk, when the engine ends
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +50,7 @@ class LLMEngine:
 
     Args:
         scheduler: decides.
+        tiers: what the scheduler keeps of content that leaves the cache.
         runner: runs.
         info: what was loaded.
         matchers: what the runner follows grammars with.
@@ -61,6 +61,7 @@ class LLMEngine:
     def __init__(
         self,
         scheduler: Scheduler,
+        tiers: Tiers,
         runner: Runner,
         info: EngineInfo,
         matchers: Matchers | None = None,
@@ -72,6 +73,7 @@ class LLMEngine:
         self._clock = clock
         self._beacon = beacon or Beacon()
         self._scheduler = scheduler
+        self._tiers = tiers
         self._runner = runner
         self._grammars = Grammars(scheduler, matchers, info)
         self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
@@ -115,7 +117,7 @@ class LLMEngine:
         serving = self._scheduler.has_work or bool(
             self._in_flight or self._expired or self._grammars.waiting
         )
-        return serving or self._runner.has_idle_work or self._has_writes
+        return serving or self._runner.has_idle_work or self._tiers.has_writes
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The model's tokens; needed before the first request with a grammar."""
@@ -169,14 +171,14 @@ class LLMEngine:
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
-            if not self._expired:
-                self._idle()
+            if not (self._expired or self._grammars.idle() or self._tiers.idle()):
+                self._runner.idle()
             return self._report()
         try:
             if launched is not None:
                 if started:
                     self._beacon.start(started)
-                self._runner.launch(launched)
+                self._tiers.hold(self._runner.launch(launched))
                 self._in_flight.append((launched, begin))
                 if len(self._in_flight) <= self._runner.depth:
                     return self._report(started=started)
@@ -197,11 +199,9 @@ class LLMEngine:
         self._num_steps += 1
         self._beacon.advance()
         self._steps.append(_view(self._num_steps, plan, self._step_seconds))
-        tiers = self._scheduler.tiers
         if plan.num_single_rows < len(plan.scheduled):
-            tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
-        if tiers.writes is not None:
-            tiers.writes.after_step()
+            self._tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
+        self._tiers.after_step()
         return self._report(deltas, started)
 
     def _collect(self) -> list[Sampled]:
@@ -254,29 +254,9 @@ class LLMEngine:
         found = [self._found(answer) for answer in self._scheduler.take_answers()]
         return (*deltas, *found, *failed)
 
-    @property
-    def _has_writes(self) -> bool:
-        writes = self._scheduler.tiers.writes
-        return writes is not None and writes.has_work
-
-    def _idle(self) -> None:
-        """Use a moment in which nothing runs."""
-        tiers = self._scheduler.tiers
-        if self._grammars.waiting:
-            self._grammars.wait(_READ_SECONDS)
-        elif tiers.reading and tiers.disk is not None:
-            tiers.disk.wait_for_read(_READ_SECONDS)
-        elif tiers.writes is not None and tiers.writes.has_work:
-            tiers.writes.idle()
-        else:
-            self._runner.idle()
-
     def close(self) -> None:
         """Write what is left for the disk, as far as there is time for it."""
-        tiers = self._scheduler.tiers
-        if tiers.writes is not None and tiers.disk is not None:
-            tiers.writes.flush(_FLUSH_SECONDS)
-            tiers.disk.close(_FLUSH_SECONDS)
+        self._tiers.close()
 
     def _discard_plans(self) -> None:
         self._in_flight.clear()
@@ -294,7 +274,7 @@ class LLMEngine:
 
     def sequences(self) -> tuple[SequenceView, ...]:
         """All live sequences, as the dashboard shows them."""
-        return view_sequences(self._scheduler, self._clock())
+        return view_sequences(self._scheduler, self._tiers, self._clock())
 
     def take_steps(self) -> tuple[StepView, ...]:
         """The steps since the last call, or the latest of them."""

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from appliance.engine.execution import Execution
     from appliance.engine.run.device import Device
     from appliance.engine.runner import Runner
+    from appliance.engine.tiers.tiers import Tiers
     from appliance.model.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ def load_parts(
     on_progress: Callable[[str, int, int], None],
     device: Device | None = None,
     beacon: Beacon | None = None,
-) -> tuple[Scheduler, Runner, EngineInfo, Matchers]:
+) -> tuple[Scheduler, Tiers, Runner, EngineInfo, Matchers]:
     """Load everything that an engine is made of; see `LLMEngine.load`.
 
     Args:
@@ -134,7 +135,7 @@ def load_parts(
     info = msgspec.structs.replace(info, notes=(*info.notes, *tier_notes))
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     scheduler = Scheduler(blocks, limits, eos_token_ids, look_ahead=runner.depth > 0, tiers=tiers)
-    return scheduler, runner, info, matchers
+    return scheduler, tiers, runner, info, matchers
 
 
 def _open_device(device: torch.device) -> Device:

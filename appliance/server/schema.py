@@ -37,6 +37,7 @@ Priority = Annotated[
 Timeout = Annotated[
     float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT})
 ]  # seconds
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Prompt = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 
@@ -124,14 +125,60 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """Which tool a model called, and how; the arguments are JSON, or the object itself."""
+
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call of an earlier turn."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
 class Message(msgspec.Struct, kw_only=True):
     """One turn of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same by its newer name
+
+
+class Function(msgspec.Struct, kw_only=True):
+    """What a tool is called, does and takes."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """Something that a model may call."""
+
+    type: str
+    function: Function
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """One of the tools."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The tool that has to be called."""
+
+    type: str
+    function: FunctionName
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -140,6 +187,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     # As many as a body has room for: agents send hundreds.
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 

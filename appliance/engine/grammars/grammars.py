@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
     from appliance.stats import EngineStats
 
+_WAIT_SECONDS = 0.01  # for a grammar, between looks at what else came
+
 
 class Grammars:
     """Between the engine and its scheduler, which knows of no grammar.
@@ -62,9 +64,12 @@ class Grammars:
         """Forget a request that waits; False if there is no such."""
         return self._compiler.abandon(request_id)
 
-    def wait(self, seconds: float) -> None:
-        """Until a grammar is compiled, or so long."""
-        self._compiler.wait(seconds)
+    def idle(self) -> bool:
+        """Wait in a moment in which nothing runs for a grammar; False if there is none to come."""
+        if not self.waiting:
+            return False
+        self._compiler.wait(_WAIT_SECONDS)
+        return True
 
     def start(self, now: float) -> list[SequenceDelta]:
         """Queue the requests whose grammar is compiled.

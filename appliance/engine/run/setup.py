@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from appliance.engine.blocks.block_moves import DeviceMoves, HostMoves, staging_bytes
 from appliance.engine.memory_plan import plan_memory
 from appliance.engine.run.batch import Spare
+from appliance.engine.run.block_moves import DeviceMoves, HostMoves, staging_bytes
 from appliance.engine.run.grammar_masks import GrammarMasks
 from appliance.engine.run.kernels_ahead import compile_kernels
 from appliance.engine.run.measure import graph_allowance, measure_workspace
@@ -25,11 +25,11 @@ from appliance.model.decoder import Decoder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from appliance.engine.blocks.block_moves import BlockMoves
     from appliance.engine.execution import Execution
     from appliance.engine.grammars.matchers import Matchers
     from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
     from appliance.engine.rates import Rates
+    from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.device import Device
     from appliance.engine.run.measure import StepMemory
     from appliance.engine.run.sampler import SampleTokens

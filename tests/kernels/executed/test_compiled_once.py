@@ -29,6 +29,7 @@ from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run.setup import Steps, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import Backend, Linear, triton_backend
 from appliance.kernels.compile_ahead import compiled_ahead
@@ -103,9 +104,10 @@ def engine_of(
         steps, plan, graph_bytes, (), Rates(), Matchers(source.spec.vocab_size, ())
     )
     blocks = BlockManager(plan.num_blocks, 32, num_open=num_open)
-    scheduler = Scheduler(blocks, limits, (), look_ahead=True)
+    tiers = Tiers.none(blocks)
+    scheduler = Scheduler(blocks, limits, (), look_ahead=True, tiers=tiers)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=())
-    return LLMEngine(scheduler, runner, cast(EngineInfo, info))
+    return LLMEngine(scheduler, tiers, runner, cast(EngineInfo, info))
 
 
 def request(name: str, length: int, **sampling: Any) -> Request:
