@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
+from waiting import until
 
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.supervisor import SupervisionLimits
@@ -129,7 +130,7 @@ async def test_a_grammar_that_takes_too_long_ends_its_process_alone(
 
 
 async def check_metrics(running: Running) -> None:
-    await running.until(lambda: running.state.engine.stats.grammar_requests_total == 7)
+    await until(lambda: running.state.engine.stats.grammar_requests_total == 7)
     lines = (await running.http.get("/metrics")).text.splitlines()
     found = dict(line.rsplit(" ", 1) for line in lines if "_grammar_" in line and line[0] != "#")
     label = '{model_name="echo"}'
