@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
     from appliance.grammar import Grammar
 
-MAX_KEPT = 128  # grammars that nobody uses: a few hundred KB each
+MAX_KEPT = 128  # grammars that nobody uses: a few hundred KB each for usual schemas
+MAX_KEPT_TEXT = 2**21  # characters of these: what is compiled grows with its text
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +182,9 @@ class GrammarCompiler:
         if not mask.any():
             raise RequestError("no answer of this model can obey this grammar")
         self._kept[key] = matcher
-        if len(self._kept) > MAX_KEPT:
+        while len(self._kept) > 1 and (
+            len(self._kept) > MAX_KEPT or sum(len(text) for _, text in self._kept) > MAX_KEPT_TEXT
+        ):
             self._kept.popitem(last=False)
         self.times.add(time.perf_counter() - begin)
         return matcher
