@@ -281,7 +281,9 @@ def test_few_unused_grammars_are_kept(tiny_llama: Path, monkeypatch: pytest.Monk
     def kept(names: str) -> list[str]:
         for name in names:
             run(engine, request(name, Grammar.regex(name)))
-        return [text for _, text in engine._grammars._compiler._kept]
+        compiler = engine._grammars._compiler
+        assert compiler is not None
+        return [text for _, text in compiler._kept]
 
     monkeypatch.setattr(compiling, "MAX_KEPT", 3)
     assert kept("stuvt") == ["u", "v", "t"]
