@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CPU_SECONDS = 2.0
 MEMORY_BYTES = 1 << 30
-MAX_KNOWN = 256  # grammars that were fine lately
+MAX_KNOWN = 64  # grammars that were fine lately: 16 MiB of text at most
 
 _FORMATS = ("text", "json_object", "json_schema")
 

@@ -92,8 +92,7 @@ def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> tup
 
 def masks(vocabulary: Vocabulary, size: int, eos: tuple[int, ...], text: str) -> dict[str, Any]:
     """Microseconds of a thread for the mask of each token of a text, as the engine makes them."""
-    compiler = GrammarCompiler(size, eos)
-    compiler.set_vocabulary(vocabulary)
+    compiler = GrammarCompiler(size, eos, vocabulary)
     first = compiler._compile(Grammar.json_schema(PEOPLE))
     ids = list(greedy(vocabulary, text))
     executor, words = LLExecutor(1), np.zeros((1, num_words(size)), dtype=np.int32)

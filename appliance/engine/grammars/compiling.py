@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
     from appliance.grammar import Grammar
 
-MAX_KEPT = 128  # grammars that nobody uses: a few hundred KB each
+MAX_KEPT = 128  # grammars that nobody uses: a few hundred KB each for usual schemas
+MAX_KEPT_TEXT = 2**21  # characters of these: what is compiled grows with its text
 
 logger = logging.getLogger(__name__)
 
@@ -83,27 +84,25 @@ class GrammarCompiler:
     Args:
         vocab_size: logits of a row.
         eos_token_ids: tokens that end an answer.
+        vocabulary: the model's tokens.
 
     Attributes:
         times: what was compiled so far.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: tuple[int, ...], vocabulary: Vocabulary
+    ) -> None:
         self.times = CompileTimes()
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None  # made when the first grammar needs it
         self._kept: OrderedDict[tuple[object, str], LLMatcher] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._waiting: dict[str, Request] = {}  # by request id
         self._ready: deque[Compiled] = deque()
         self._changed = threading.Condition()
-
-    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """The model's tokens; needed before the first grammar."""
-        if self._vocabulary is None:
-            self._vocabulary = vocabulary
 
     @property
     def waiting(self) -> int:
@@ -115,13 +114,7 @@ class GrammarCompiler:
         return request_id in self._waiting
 
     def begin(self, request: Request, grammar: Grammar) -> None:
-        """Compile what a request asks for; it comes back through `take`.
-
-        Raises:
-            RequestError: there is no vocabulary.
-        """
-        if self._vocabulary is None:
-            raise RequestError("this engine has no vocabulary, which grammars need")
+        """Compile what a request asks for; it comes back through `take`."""
         self._waiting[request.request_id] = request
         self._thread.submit(self._run, request, grammar)
 
@@ -181,7 +174,9 @@ class GrammarCompiler:
         if not mask.any():
             raise RequestError("no answer of this model can obey this grammar")
         self._kept[key] = matcher
-        if len(self._kept) > MAX_KEPT:
+        while len(self._kept) > 1 and (
+            len(self._kept) > MAX_KEPT or sum(len(text) for _, text in self._kept) > MAX_KEPT_TEXT
+        ):
             self._kept.popitem(last=False)
         self.times.add(time.perf_counter() - begin)
         return matcher
@@ -191,7 +186,6 @@ class GrammarCompiler:
 
         Holds Python's lock for some tenths of a second, once.
         """
-        assert self._vocabulary is not None
         tokens = list(self._vocabulary.tokens[: self._vocab_size])
         tokens += [b""] * (32 * num_words(self._vocab_size) - len(tokens))
         special = [i for i in self._vocabulary.special if i < self._vocab_size]

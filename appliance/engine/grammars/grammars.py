@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appliance.engine.grammars.compiling import GrammarCompiler
 from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.messages import SequenceDelta
 from appliance.engine.request import FinishReason
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence as Sequences
 
+    from appliance.engine.grammars.compiling import GrammarCompiler
     from appliance.engine.messages import EngineInfo, Vocabulary
     from appliance.engine.plan import Update
     from appliance.engine.request import Request
@@ -38,16 +38,22 @@ class Grammars:
     def __init__(self, scheduler: Scheduler, matchers: Matchers | None, info: EngineInfo) -> None:
         self._scheduler = scheduler
         self._matchers = matchers or Matchers(info.vocab_size, info.eos_token_ids)
-        self._compiler = GrammarCompiler(info.vocab_size, info.eos_token_ids)
+        self._info = info
+        self._compiler: GrammarCompiler | None = None  # until there is a vocabulary
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The model's tokens; needed before the first grammar."""
-        self._compiler.set_vocabulary(vocabulary)
+        # With it comes a library that most servers never need.
+        from appliance.engine.grammars.compiling import GrammarCompiler
+
+        if self._compiler is None:
+            info = self._info
+            self._compiler = GrammarCompiler(info.vocab_size, info.eos_token_ids, vocabulary)
 
     @property
     def waiting(self) -> int:
         """Requests that wait for their grammar."""
-        return self._compiler.waiting
+        return 0 if self._compiler is None else self._compiler.waiting
 
     def hold(self, request: Request) -> bool:
         """Have a request wait for its grammar; False if it has none.
@@ -58,16 +64,18 @@ class Grammars:
         grammar = request.sampling.grammar
         if grammar is None:
             return False
+        if self._compiler is None:
+            raise RequestError("this engine has no vocabulary, which grammars need")
         self._compiler.begin(request, grammar)
         return True
 
     def abandon(self, request_id: str) -> bool:
         """Forget a request that waits; False if there is no such."""
-        return self._compiler.abandon(request_id)
+        return self._compiler is not None and self._compiler.abandon(request_id)
 
     def idle(self) -> bool:
         """Wait in a moment in which nothing runs for a grammar; False if there is none to come."""
-        if not self.waiting:
+        if self._compiler is None or not self._compiler.waiting:
             return False
         self._compiler.wait(_WAIT_SECONDS)
         return True
@@ -81,7 +89,9 @@ class Grammars:
         Returns:
             The ends of those that are refused.
         """
-        refused = []
+        refused: list[SequenceDelta] = []
+        if self._compiler is None:
+            return refused
         for compiled in self._compiler.take():
             request, error = compiled.request, compiled.error
             if compiled.matcher is not None:
@@ -127,6 +137,8 @@ class Grammars:
     def add_stats(self, stats: EngineStats) -> EngineStats:
         """A snapshot with what was compiled so far; what waits here waits for the engine too."""
         compiler = self._compiler
+        if compiler is None:
+            return stats
         return msgspec.structs.replace(
             stats,
             waiting=stats.waiting + compiler.waiting,

@@ -275,11 +275,22 @@ def test_equal_grammars_are_compiled_once(tiny_llama: Path) -> None:
     assert stats.grammar_compile_seconds_total > 0
 
 
-def test_few_unused_grammars_are_kept(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_unused_grammars_are_kept(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(tiny_llama)
+
+    def kept(names: str) -> list[str]:
+        for name in names:
+            run(engine, request(name, Grammar.regex(name)))
+        compiler = engine._grammars._compiler
+        assert compiler is not None
+        return [text for _, text in compiler._kept]
+
     monkeypatch.setattr(compiling, "MAX_KEPT", 3)
-    for n in range(5):
-        run(engine, request(str(n), Grammar.regex(f"z{n}")))
-    assert len(engine._grammars._compiler._kept) <= 130
+    assert kept("stuvt") == ["u", "v", "t"]
+    monkeypatch.setattr(compiling, "MAX_KEPT_TEXT", 2)
+    assert kept("w") == ["t", "w"]
+    monkeypatch.setattr(compiling, "MAX_KEPT_TEXT", 0)
+    assert kept("xy") == ["y"]
 
 
 def test_beams_and_forced_tokens_refuse_grammars() -> None:

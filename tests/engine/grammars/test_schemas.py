@@ -29,9 +29,7 @@ FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 
 @cache
 def compiler() -> GrammarCompiler:
-    made = GrammarCompiler(SIZE, (EOS,))
-    made.set_vocabulary(words())
-    return made
+    return GrammarCompiler(SIZE, (EOS,), words())
 
 
 def answer(matcher: LLMatcher, choose: Callable[[list[int]], int]) -> str | None:

@@ -96,6 +96,7 @@ class EchoEngine:
         self.waiting: deque[EchoSequence] = deque()
         self.running: list[EchoSequence] = []
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
+        self.vocabulary: Vocabulary | None = None  # without it no request may have a grammar
         self.steps = self.prompt_tokens = self.generated = self.aborted = 0
         self.slots = list(reversed(range(1, 1000)))
         self.views: list[StepView] = []
@@ -115,6 +116,7 @@ class EchoEngine:
         self.vocabulary = vocabulary
 
     def submit(self, request: Request) -> None:
+        assert request.sampling.grammar is None or self.vocabulary is not None
         if REFUSE in request.prompt_token_ids:
             raise RequestError("refused at the engine's door", param="prompt")
         if BREAK in request.prompt_token_ids:

@@ -19,6 +19,7 @@ import pytest
 from waiting import LIMIT, has_ended, until, wait_until
 
 from appliance.config import EngineConfig
+from appliance.engine.messages import Vocabulary
 from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.generation import MAX_BACKLOG
@@ -33,6 +34,7 @@ from appliance.errors import (
     QuarantinedError,
     RequestError,
 )
+from appliance.grammar import Grammar
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -229,6 +231,19 @@ async def test_kill_fails_what_runs_and_serves_what_waits() -> None:
         assert client.stats.generation_tokens_total <= 19, "the numbers are the new engine's"
         assert client.pid != first_process
         assert not psutil.pid_exists(first_process)
+
+
+async def test_each_process_is_told_the_vocabulary_before_its_first_grammar() -> None:
+    async with running() as client:
+        client.vocabulary = Vocabulary((b"a", b"b"), ())
+        obeying: dict[str, Any] = {"grammar": Grammar.choice(["a"]), "max_tokens": 1}
+        for _ in range(2):
+            assert await tokens(client, request(5, **obeying)) == [5]
+        first = client.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: client.state is EngineState.READY and client.pid != first)
+        assert await tokens(client, request(6, **obeying)) == [6]
 
 
 async def test_a_request_that_kills_engines_is_tried_by_itself_and_then_refused() -> None:
