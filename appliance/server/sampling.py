@@ -12,6 +12,7 @@ from appliance.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
+    from appliance.engine.request import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.schema import SamplingFields
@@ -25,6 +26,7 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
     grammar: Grammar | None = None,
+    budget: ThoughtBudget | None = None,
 ) -> SamplingParams:
     """Translate; null means the default.
 
@@ -36,6 +38,7 @@ def sampling_params(
         max_tokens: as `completion_budget` allows.
         logprobs: alternatives per token to report, None for no report.
         grammar: what the answer must look like.
+        budget: for its thought.
 
     Raises:
         RequestError: a value is out of range, or two do not go together.
@@ -79,6 +82,7 @@ def sampling_params(
         logit_bias=_logit_bias(fields.logit_bias or {}, info),
         logprobs=logprobs,
         grammar=grammar,
+        thought_budget=budget,
     )
     if fields.stream and (sampling.use_beam_search or sampling.takes_best):
         chosen = "beam search finds" if sampling.use_beam_search else "best_of chooses"

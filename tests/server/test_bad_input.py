@@ -164,6 +164,8 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("messages", [{"role": "assistant", "reasoning_content": 5}]),
     ("reasoning_effort", "enormous"),
     ("reasoning_effort", 3),
+    ("thinking_token_budget", -1),
+    ("thinking_token_budget", 1.5),
     ("chat_template_kwargs", []),
     ("chat_template_kwargs", {"messages": []}),
     ("chat_template_kwargs", {"add_generation_prompt": False}),
