@@ -101,7 +101,7 @@ def completion_budget(
     param: str,
     default: int | None = None,
 ) -> int:
-    """How many tokens may be generated; a prompt is never cut.
+    """How many tokens may be generated; a prompt is never cut, an answer is.
 
     Args:
         prompt_tokens: length of the prompt.
@@ -111,7 +111,7 @@ def completion_budget(
         default: used when the client did not ask, as far as the context allows.
 
     Raises:
-        ContextLengthError: prompt, or prompt and completion, do not fit.
+        ContextLengthError: the prompt does not fit.
     """
     context = info.context_length
     try:
@@ -122,13 +122,7 @@ def completion_budget(
     room = context - prompt_tokens
     if max_tokens is None:
         return room if default is None else min(default, room)
-    if max_tokens > room:
-        raise ContextLengthError(
-            f"the prompt has {prompt_tokens} tokens and {max_tokens} more are asked for, together "
-            f"{prompt_tokens + max_tokens}; the context of this model holds {context}",
-            param=param,
-        )
-    return max_tokens
+    return min(max_tokens, room)
 
 
 def _logit_bias(bias: dict[str, float], info: EngineInfo) -> dict[int, float]:
