@@ -44,6 +44,11 @@ class Dialect:
         """Whether answers have to be read even without tools."""
         return self.form.framed or self.thought_marks is not None
 
+    @property
+    def budget_marks(self) -> ThoughtMarks | None:
+        """What a thought stands between, where it can be cut short."""
+        return self.form.thought_marks or self.thought_marks
+
     def begins_thinking(self, prompt_end: str) -> bool:
         """Whether an answer to a prompt that ends like this begins within a thought."""
         marks = self.thought_marks

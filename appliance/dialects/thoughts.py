@@ -50,6 +50,13 @@ def read_thought(source: Source, marks: ThoughtMarks, *, begun: bool) -> Steps[N
     source.output.begin_thought()
     yield from source.until((marks.closing,), source.output.thought)
     source.thinking = False
+    # A budget may force the mark just when it comes by itself.
+    source.attempt("")
+    yield from source.skip_space()
+    if (yield from source.literal(marks.closing)):
+        source.drop_attempt()
+    else:
+        source.give_up()
 
 
 def then_content(

@@ -19,9 +19,11 @@ def check_tokens(request: Request, info: EngineInfo) -> None:
         RequestError: a token id is outside the vocabulary, or it is too small for so many beams.
     """
     prompt, sampling = request.prompt_token_ids, request.sampling
+    budget = sampling.thought_budget
     ends = (min(prompt, default=0), max(prompt, default=0))
     for param, token_ids in (
         ("prompt", (*ends, *sampling.forced)),
+        ("thinking_token_budget", () if budget is None else (*budget.opening, *budget.closing)),
         ("logit_bias", sampling.logit_bias),
         ("stop_token_ids", sampling.stop_token_ids),
     ):

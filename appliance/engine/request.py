@@ -6,6 +6,7 @@ Crosses the process boundary, so these are msgspec structs. Imports no torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import Enum
 from typing import Literal
 
@@ -35,6 +36,44 @@ class FinishReason(Enum):
     ABORT = "abort"  # the client went away
     TIMEOUT = "timeout"  # the request's own time was over; what there is, is right
     ERROR = "error"  # the engine could not go on with it; the delta carries a message
+
+
+class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
+    """How long an answer may think; the mark that ends a thought is forced after that.
+
+    Args:
+        tokens: of the answer's beginning.
+        opening: ids that begin a thought; none if the prompt has begun it.
+        closing: ids that end it.
+    """
+
+    tokens: int
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+
+    def forces(self, output: Sequence[int], num_output_tokens: int) -> int | None:
+        """The token that has to come next, if one has to.
+
+        What is said of the last token before the end does not count: a device may not have told it
+        yet. So a thought that ends just in time has its mark twice.
+
+        Args:
+            output: the answer's tokens, as far as they are known.
+            num_output_tokens: how many there are.
+        """
+        place = num_output_tokens - self.tokens
+        if not 0 <= place < len(self.closing):
+            return None
+        seen = tuple(output[: max(0, self.tokens - 1)])
+        if _find(seen, self.closing) or not _find(seen, self.opening):
+            return None
+        return self.closing[place]
+
+
+def _find(tokens: tuple[int, ...], part: tuple[int, ...]) -> bool:
+    """Whether some tokens hold others, one after the other."""
+    starts = range(len(tokens) - len(part) + 1)
+    return not part or any(tokens[start : start + len(part)] == part for start in starts)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: go on past the end-of-sequence token.
         forced: tokens that the answer begins with, whatever the model would choose; what is
             reported of them is what the model thinks of them.
+        thought_budget: after how many tokens a thought is ended.
         grammar: what the answer must look like; it ends where the grammar does. Log probabilities
             are the model's own, as if there were none.
 
@@ -100,6 +140,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     forced: tuple[int, ...] = ()
+    thought_budget: ThoughtBudget | None = None
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -181,6 +222,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 )
 
     def _check_grammar(self) -> None:
+        if self.thought_budget is not None and self.use_beam_search:
+            raise RequestError(
+                "beam search does not go with a budget for thoughts; leave use_beam_search out",
+                param="use_beam_search",
+            )
         if self.grammar is None:
             return
         if self.use_beam_search:
@@ -196,10 +242,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if not (math.isfinite(value) and low <= value <= high):
             raise RequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
 
-    def bias_at(self, num_output_tokens: int) -> dict[int, float]:
-        """What is added to the logits of the token after that many of the answer."""
+    def bias_at(self, num_output_tokens: int, output: Sequence[int] = ()) -> dict[int, float]:
+        """What is added to the logits of the token after that many of the answer.
+
+        Args:
+            num_output_tokens: how many there are.
+            output: those of them that are known, where a budget has to look at them.
+        """
         if num_output_tokens < len(self.forced):
             return {self.forced[num_output_tokens]: FORCE}
+        if self.thought_budget is not None:
+            token_id = self.thought_budget.forces(output, num_output_tokens)
+            if token_id is not None:
+                return {token_id: FORCE}
         return self.logit_bias
 
     @property
@@ -223,6 +278,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return bool(
             self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
         )
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether single logits are changed, at least at some steps."""
+        return bool(self.logit_bias or self.forced or self.min_tokens or self.thought_budget)
 
     @property
     def greedy(self) -> bool:

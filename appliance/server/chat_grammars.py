@@ -35,6 +35,8 @@ async def chat_grammar(
         RequestError: two things do not go together, or something cannot be compiled.
     """
     content = await prepare_grammar(state, body)
+    if content is None and not (tools.required or tools.strict):
+        return None
     _, tokenizer = state.serving()
     loop = asyncio.get_running_loop()
     build = partial(_build, tokenizer, tools, content, thinking=thinking)
@@ -42,7 +44,7 @@ async def chat_grammar(
         grammar = await loop.run_in_executor(state.text_pool, build)
     except RequestError as error:
         raise RequestError(error.message, param=error.param or "tools") from error
-    if grammar is None or (content is not None and grammar.text == content.text):
+    if content is not None and grammar.text == content.text:
         return grammar
     try:
         return await checked_grammar(state, grammar, "tools")
@@ -55,9 +57,7 @@ async def chat_grammar(
 
 def _build(
     tokenizer: Tokenizer, tools: Tools, content: Grammar | None, *, thinking: bool
-) -> Grammar | None:
-    if content is None and not (tools.required or tools.strict):
-        return None
+) -> Grammar:
     dialect = tokenizer.dialect
     control = tokenizer.mark_ids(dialect.marks)
     if tools.required and content is not None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     import msgspec
 
+    from appliance.engine.request import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.server.answer import Reading, Whole
     from appliance.server.schema import SamplingFields
@@ -75,6 +76,7 @@ def openai_router(state: ServerState) -> APIRouter:
             owner=key_name(request.scope),
             reading=prompt.reading,
             grammar=grammar,
+            budget=prompt.budget,
         )
         if body.stream:
             frames = chat_frames(exchange, answer, include_usage=_include_usage(body))
@@ -162,6 +164,7 @@ async def _submit(
     default: int | None = None,
     reading: Reading | None = None,
     grammar: Grammar | None = None,
+    budget: ThoughtBudget | None = None,
 ) -> tuple[Answer, Exchange]:
     """Check lengths and queue, then hand one request per prompt to the engine."""
     info, _ = state.serving()
@@ -184,6 +187,7 @@ async def _submit(
                 ),
                 logprobs=logprobs,
                 grammar=grammar,
+                budget=budget,
             ),
         )
         for number, prompt in enumerate(prompts)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, TypeVar
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
 from appliance.server.answer import Reading
-from appliance.server.thinking import template_options
+from appliance.server.thinking import template_options, thought_budget
 from appliance.server.turns import turns_of
 from appliance.tokenizer import DecodeStream
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
+    from appliance.engine.request import ThoughtBudget
     from appliance.server.schema import ChatRequest
     from appliance.server.state import ServerState
     from appliance.server.tools import Tools
@@ -36,6 +37,7 @@ class ChatPrompt:
     ids: list[int]
     reading: Reading | None
     thinking: bool  # the answer begins within a thought
+    budget: ThoughtBudget | None
 
 
 async def chat_prompt(state: ServerState, body: ChatRequest, tools: Tools, salt: str) -> ChatPrompt:
@@ -66,7 +68,10 @@ async def chat_prompt(state: ServerState, body: ChatRequest, tools: Tools, salt:
         ids = tokenizer.encode_chat(turns, tools=definitions, options=options, salt=salt)
         end = "".join(map(tokenizer.token_text, ids[-_TAIL:]))
         thinking = dialect.begins_thinking(end)
-        return ChatPrompt(ids, _reading(tokenizer, tools, thinking=thinking), thinking)
+        reading = _reading(tokenizer, tools, thinking=thinking)
+        return ChatPrompt(
+            ids, reading, thinking, thought_budget(body, tokenizer, thinking=thinking)
+        )
 
     # However short its texts are, a chat can have a great deal beside them.
     return await _off_loop(state, encode)

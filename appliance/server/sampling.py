@@ -12,6 +12,7 @@ from appliance.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
+    from appliance.engine.request import ThoughtBudget
     from appliance.grammar import Grammar
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.schema import SamplingFields
@@ -25,6 +26,7 @@ def sampling_params(
     max_tokens: int,
     logprobs: int | None,
     grammar: Grammar | None = None,
+    budget: ThoughtBudget | None = None,
 ) -> SamplingParams:
     """Translate; null means the default.
 
@@ -36,6 +38,7 @@ def sampling_params(
         max_tokens: as `completion_budget` allows.
         logprobs: alternatives per token to report, None for no report.
         grammar: what the answer must look like.
+        budget: for its thought.
 
     Raises:
         RequestError: a value is out of range, or two do not go together.
@@ -79,6 +82,7 @@ def sampling_params(
         logit_bias=_logit_bias(fields.logit_bias or {}, info),
         logprobs=logprobs,
         grammar=grammar,
+        thought_budget=budget,
     )
     if fields.stream and (sampling.use_beam_search or sampling.takes_best):
         chosen = "beam search finds" if sampling.use_beam_search else "best_of chooses"
@@ -97,7 +101,7 @@ def completion_budget(
     param: str,
     default: int | None = None,
 ) -> int:
-    """How many tokens may be generated; a prompt is never cut.
+    """How many tokens may be generated; a prompt is never cut, an answer is.
 
     Args:
         prompt_tokens: length of the prompt.
@@ -107,7 +111,7 @@ def completion_budget(
         default: used when the client did not ask, as far as the context allows.
 
     Raises:
-        ContextLengthError: prompt, or prompt and completion, do not fit.
+        ContextLengthError: the prompt does not fit.
     """
     context = info.context_length
     try:
@@ -118,13 +122,7 @@ def completion_budget(
     room = context - prompt_tokens
     if max_tokens is None:
         return room if default is None else min(default, room)
-    if max_tokens > room:
-        raise ContextLengthError(
-            f"the prompt has {prompt_tokens} tokens and {max_tokens} more are asked for, together "
-            f"{prompt_tokens + max_tokens}; the context of this model holds {context}",
-            param=param,
-        )
-    return max_tokens
+    return min(max_tokens, room)
 
 
 def _logit_bias(bias: dict[str, float], info: EngineInfo) -> dict[int, float]:

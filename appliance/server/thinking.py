@@ -1,15 +1,17 @@
-"""How much a request wants the model to think, as variables for its chat template."""
+"""How much a request wants the model to think: for its chat template, and as a budget."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
+from appliance.engine.request import ThoughtBudget
 from appliance.errors import RequestError
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
     from appliance.server.schema import ChatRequest
+    from appliance.tokenizer import Tokenizer
 
 MAX_OPTIONS = 64
 MAX_OPTION_CHARACTERS = 16 * 1024  # as JSON
@@ -47,3 +49,30 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
             param="chat_template_kwargs",
         )
     return {**options, **given}
+
+
+def thought_budget(
+    body: ChatRequest, tokenizer: Tokenizer, *, thinking: bool
+) -> ThoughtBudget | None:
+    """How long the model may think; None if it may for ever, or does not think at all.
+
+    Args:
+        body: the request.
+        tokenizer: of the model.
+        thinking: whether the answer begins within a thought.
+    """
+    marks = tokenizer.dialect.budget_marks
+    if body.thinking_token_budget is None or marks is None:
+        return None
+    ids = tokenizer.mark_ids(marks)
+
+    def tokens(mark: str) -> tuple[int, ...]:
+        if mark in ids:
+            return (ids[mark],)
+        return tuple(tokenizer.encode(mark, add_special_tokens=False))
+
+    opening = () if thinking else tokens(marks.opening)
+    budget = body.thinking_token_budget
+    if opening:  # by the model itself: one token has to follow before it is known to have begun
+        budget = len(opening) + max(1, budget)
+    return ThoughtBudget(budget, opening, tokens(marks.closing))

@@ -249,6 +249,7 @@ def test_a_thought_begins_an_answer_or_is_none() -> None:
     assert read(hermes, "<think>\na</think>b", thinking=True) == [Thought("a"), Content("b")]
     assert read(hermes, "never ends", thinking=True) == [Thought("never ends")]
     assert read(hermes, "<think></think>\n\nb") == [Content("b")]
+    assert read(hermes, "<think>a</think></think>\nb") == [Thought("a"), Content("b")]
 
 
 def test_arguments_come_in_pieces() -> None:

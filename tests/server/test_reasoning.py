@@ -165,3 +165,31 @@ async def test_the_form_of_an_answer_counts_after_its_thought(
             assert opened.after == tokenizer.mark_ids(["</think>"])["</think>"]
         else:
             assert "think>" in opened.text
+
+
+async def test_a_budget_ends_a_thought(
+    serve: Serve, tokenizer_with: Callable[..., Tokenizer]
+) -> None:
+    for special in ((), ("<think>", "</think>")):
+        async with serve(tokenizer=tokenizer_with(TEMPLATE, *special)) as running:
+            opened = {"chat_template_kwargs": {"open": True}}
+            text = "abcdefghijklmnopqrstuvwxyz"
+            resumes = 6 if special else 13  # where the engine is after the mark
+            for fields, message, thought, rest in (
+                ({"thinking_token_budget": 5, **opened}, text, "abcde", text[resumes:]),
+                ({"thinking_token_budget": 0, **opened}, text, None, text[resumes - 5 :]),
+                ({"thinking_token_budget": 100, **opened}, "a</think>b", "a", "b"),
+                ({"thinking_token_budget": 3}, text, None, text),
+            ):
+                if special and "</think>" in message:
+                    continue  # which stays text in a message
+                answer = (await running.http.post(CHAT, json=ask(message, **fields))).json()
+                found = answer["choices"][0]["message"]
+                assert (found.get("reasoning"), found["content"]) == (thought, rest)
+            if not special:
+                body = ask(f"<think>{text}", thinking_token_budget=5)
+                found = (await running.http.post(CHAT, json=body)).json()["choices"][0]["message"]
+                assert (found["reasoning"], found["content"]) == ("abcde", text[13:])
+            refused = ask("hi", thinking_token_budget=5, use_beam_search=True, n=2)
+            answer = await running.http.post(CHAT, json=refused)
+            assert answer.json()["error"]["param"] == "use_beam_search"

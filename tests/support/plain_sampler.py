@@ -88,7 +88,9 @@ def _adjusted(logits: Tensor, sequence: Sequence, eos_token_ids: tuple[int, ...]
         logits[token_id] -= torch.tensor(
             sampling.presence_penalty + sampling.frequency_penalty * count
         )
-    for token_id, bias in sampling.bias_at(sequence.num_output_tokens).items():
+    for token_id, bias in sampling.bias_at(
+        sequence.num_output_tokens, sequence.token_ids[sequence.num_prompt_tokens :]
+    ).items():
         logits[token_id] += bias
     if sequence.num_output_tokens < sampling.min_tokens:
         logits[[*eos_token_ids, *sampling.stop_token_ids]] = -torch.inf

@@ -11,6 +11,7 @@ from appliance.dialects.source import MalformedCallError
 if TYPE_CHECKING:
     from appliance.dialects.lark import Lark
     from appliance.dialects.source import Source, Steps
+    from appliance.dialects.thoughts import ThoughtMarks
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments, by the name of the tool
 
@@ -24,6 +25,7 @@ class CallForm(ABC):
         opening: the mark before a call; empty if there is none.
         between: what stands between two calls; None if a turn has but one.
         short_ids: calls are told apart by nine letters and digits, and by nothing else.
+        thought_marks: around thoughts, where they are part of the form.
         framed: all of an answer stands between marks, so that it is read even without tools.
     """
 
@@ -32,6 +34,7 @@ class CallForm(ABC):
     opening: str
     between: str | None = None
     short_ids = False
+    thought_marks: ThoughtMarks | None = None
     framed = False
 
     @abstractmethod

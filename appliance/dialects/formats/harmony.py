@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.dialects.formats.form import CallForm
 from appliance.dialects.json_text import read_value
 from appliance.dialects.source import MalformedCallError
+from appliance.dialects.thoughts import ThoughtMarks
 
 if TYPE_CHECKING:
     from appliance.dialects.formats.form import Schemas
@@ -26,6 +27,7 @@ class Harmony(CallForm):
     name = "harmony"
     marks: tuple[str, ...] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
     opening = CHANNEL
+    thought_marks = ThoughtMarks(f"{CHANNEL}analysis{MESSAGE}", ENDS[0])
     framed = True
 
     def recognises(self, text: str, tool: str) -> bool:

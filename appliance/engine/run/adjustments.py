@@ -33,7 +33,10 @@ class AdjustmentList:
         """Add what a sequence asks for, to its row of logits; nothing keeps one that is over."""
         sampling = entry.sequence.request.sampling
         num_output_tokens = entry.end - entry.sequence.num_prompt_tokens
-        added = sampling.bias_at(num_output_tokens)
+        output: list[int] = []
+        if sampling.thought_budget is not None:
+            output = entry.sequence.token_ids[entry.sequence.num_prompt_tokens :]
+        added = sampling.bias_at(num_output_tokens, output)
         if num_output_tokens < sampling.min_tokens and not is_over:
             banned = dict.fromkeys((*self.eos_token_ids, *sampling.stop_token_ids), -np.inf)
             if banned:

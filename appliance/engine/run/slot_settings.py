@@ -106,7 +106,7 @@ class SlotSettings:
         assert slot, "a sequence that does not run"
         self._owners[slot] = sequence
         self._last = None
-        adjusts = bool(sampling.logit_bias or sampling.forced or sampling.min_tokens)
+        adjusts = sampling.adjusts_logits
         reports, searches = sampling.logprobs is not None, sampling.use_beam_search
         obeys = sampling.grammar is not None
         self._rows[slot] = (

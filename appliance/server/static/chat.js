@@ -167,15 +167,6 @@ function send(signal, limit) {
   });
 }
 
-async function begin(signal) {
-  try {
-    return await send(signal, limitOf());
-  } catch (error) {
-    if (!chats || error.code !== NO_ROOM) throw error;
-    return send(signal, undefined); // as many as there is room for, if there is any
-  }
-}
-
 // Have the conversation answered. `asked` is taken back, and `replaced` put back, if nothing comes.
 async function answer({ asked = null, replaced = null }) {
   const controller = new AbortController();
@@ -183,7 +174,7 @@ async function answer({ asked = null, replaced = null }) {
   setAnswering(controller);
   following = true;
   byId("figures").textContent = "waiting for the first token";
-  const response = begin(controller.signal); // before the answer's own turn is among them
+  const response = send(controller.signal, limitOf()); // before the answer's own turn is among them
   const turn = show("assistant");
   const written = writer(turn);
   const clock = { begin: performance.now(), first: 0, last: 0 };

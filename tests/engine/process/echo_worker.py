@@ -219,6 +219,10 @@ class EchoEngine:
         token = prompt[(sequence.output + sequence.index) % len(prompt)]
         if sequence.output < len(request.sampling.forced):
             token = request.sampling.forced[sequence.output]
+        if (budget := request.sampling.thought_budget) is not None:
+            said = [prompt[(n + sequence.index) % len(prompt)] for n in range(sequence.output)]
+            forced = budget.forces(said, sequence.output)
+            token = token if forced is None else forced
         sequence.output += 1
         self.generated += 1
         reason = None

@@ -7,7 +7,7 @@ import torch
 from plain_sampler import uniform_number
 
 from appliance.engine.plan import Sampled, ScheduledSequence
-from appliance.engine.request import Request, SamplingParams
+from appliance.engine.request import Request, SamplingParams, ThoughtBudget
 from appliance.engine.run.device import HostDevice
 from appliance.engine.run.sampler import Sampler, SampleTokens
 from appliance.engine.run.staging import Staging, StepShape
@@ -125,6 +125,23 @@ def test_a_forced_token_is_taken_and_reported_as_it_is(choose) -> None:  # type:
         assert result.logprobs.chosen.logprob == pytest.approx(expected[7].item())
         assert [candidate.token_id for candidate in result.logprobs.top] == [3]
     assert choose(logits, sequence(answer=(9, 7), forced=(9, 7)))[0].token_id == 3
+
+
+def test_a_thought_that_takes_too_long_is_ended(choose) -> None:  # type: ignore[no-untyped-def]
+    logits = peaked((3, 2.0), (4, 1.0))
+
+    def after(*answer: int, opening: tuple[int, ...] = (8,)) -> int:
+        budget = ThoughtBudget(tokens=3, opening=opening, closing=(6, 7))
+        token_id: int = choose(logits, sequence(answer=answer, thought_budget=budget))[0].token_id
+        return token_id
+
+    assert after(8, 1) == 3
+    assert after(8, 1, 1) == 6
+    assert after(8, 1, 1, 6) == 7
+    assert after(8, 1, 1, 6, 7) == 3, "that is all"
+    assert after(1, 1, 1) == 3, "no thought has begun"
+    assert after(1, 1, 1, opening=()) == 6, "the prompt began it"
+    assert after(6, 7, 1, opening=()) == 3, "it has ended by itself"
 
 
 def test_a_broken_row_ends_that_sequence_alone(choose) -> None:  # type: ignore[no-untyped-def]
