@@ -70,6 +70,7 @@ class Answer:
     Raises:
         EngineUnavailableError: the engine is not ready.
         QuarantinedError: engines died of one of the requests.
+        RateLimitError: the API key has used up what it may have.
     """
 
     def __init__(self, state: ServerState, requests: Sequence[Request]) -> None:
@@ -81,9 +82,10 @@ class Answer:
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(requests)
         self._metrics = state.metrics
-        self._timer = RequestTimer(state.metrics)
         self._name = requests[0].request_id
         self._owner = requests[0].owner
+        self._use = state.use.begin(self._owner, self.prompt_tokens)
+        self._timer = RequestTimer(state.metrics)
         self._ends = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._choices = [
             _Choice(ChoiceText(tokenizer, sampling.stop)) for _ in range(self.num_choices)
@@ -166,6 +168,7 @@ class Answer:
         """End what still runs."""
         for generation in self._generations:
             generation.close()
+        self._use.end()
         complete = all(choice.ended for choice in self._choices)
         self._timer.end(complete=complete)
         logger.info(
@@ -184,6 +187,7 @@ class Answer:
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
         self.completion_tokens += len(delta.token_ids)
+        self._use.take(len(delta.token_ids))
         if delta.token_ids:
             self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
         if delta.queue_seconds is not None:

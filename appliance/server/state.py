@@ -12,6 +12,8 @@ from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError, QueueFullError, UnknownModelError
 from appliance.log import RecentWarnings
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+from appliance.server.key_ring import KeyRing
+from appliance.server.limits import KeyUse
 from appliance.server.machine import MachineProbe
 
 if TYPE_CHECKING:
@@ -40,7 +42,8 @@ class ServerState:
         quality_card: of the model, if it has one.
         jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
         warnings: of this process and the engine's, for whoever watches.
-        key_names: of all keys that are let in.
+        keys: that are let in.
+        use: what their holders use of what they may.
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
 
@@ -57,15 +60,18 @@ class ServerState:
     jobs_folder: Path | None = None
     warnings: RecentWarnings = field(default_factory=RecentWarnings)
     machine: MachineProbe = field(init=False)
-    key_names: tuple[str, ...] = field(init=False)
+    keys: KeyRing = field(init=False)
+    use: KeyUse = field(init=False)
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
     )
 
     def __post_init__(self) -> None:
         self.machine = MachineProbe(self.engine)
-        self.key_names = tuple(self.config.keys())
-        self.metrics.know_keys(self.key_names or (NO_KEY,))
+        self.keys = KeyRing(self.config)
+        self.use = KeyUse(self.keys)
+        self.metrics.know_keys(self.keys() or (NO_KEY,))
+        self.keys.observers.append(self.metrics.know_keys)
         self.engine.observers += [self._take_warnings, self.metrics.take_steps]
 
     def _take_warnings(self, report: StepReport) -> None:
@@ -75,7 +81,7 @@ class ServerState:
     @property
     def several_keys(self) -> bool:
         """Whether more than one key is let in."""
-        return len(self.key_names) > 1
+        return len(self.keys()) > 1
 
     def may_manage(self, holder: str, owner: str) -> bool:
         """Whether a key may end a request, and see more of it than numbers.
@@ -152,7 +158,7 @@ class ServerState:
         if self.has_room(requests):
             return
         own = self.engine.num_waiting_of(owner)
-        if self.several_keys and own + requests <= self.config.max_queue // len(self.key_names):
+        if self.several_keys and own + requests <= self.config.max_queue // len(self.keys()):
             return
         self.metrics.count_shed(owner)
         whose = f", {own} of this key" if self.several_keys else ""
