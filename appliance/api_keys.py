@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -76,12 +77,18 @@ class ApiKey:
         key, *words = entry.split(" ") if entry else [""]
         limits = _parse_limits([word for word in words if word], what)
         if not key.startswith(DIGEST):
-            return ApiKey.parse(entry, what)
+            check_key(key, what)
             return cls(digest_of(key), limits, key)
         digest = key.removeprefix(DIGEST).lower()
         if not _HEX.fullmatch(digest):
             raise ConfigError(f"{what} must have 64 hexadecimal digits behind {DIGEST}")
         return cls(bytes.fromhex(digest), limits)
+
+
+def new_entry(limits: KeyLimits) -> tuple[str, str]:
+    """A key that nobody has, and the entry that knows it by its digest."""
+    secret = f"sk-{secrets.token_urlsafe(24)}"
+    return secret, f"{DIGEST}{digest_of(secret).hex()} {show_limits(limits)}".rstrip()
 
 
 def digest_of(key: str) -> bytes:

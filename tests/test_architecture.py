@@ -33,7 +33,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "log": set(),
     "gguf": {"kernels.packed"},
     "checkpoint": set(),
-    "tokenizer": {"gguf", "sampling_defaults"},
+    "grammar": set(),
+    "vocabulary": {"engine.messages", "tokenizer"},
+    "tokenizer": {"gguf", "sampling_defaults", "dialects", "grammar"},
+    "dialects": set(),
     "hub": {"config", "progress", "sampling_defaults"},
     "kernels": set(),
     "quant.scheme": {"kernels"},
@@ -47,10 +50,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {
         "kernels", "quant.scheme", "quant.pack", "quant.formats", "checkpoint", "gguf",
     },
-    "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log"},
+    "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log", "grammar"},
     "server": {
         "engine", "api_keys", "config", "tokenizer", "output", "best_of", "stop_pieces", "log",
-        "jobs", "sampling_defaults", "docs",
+        "jobs", "sampling_defaults", "docs", "dialects", "grammar", "vocabulary",
     },
     "tui": set(),
     "output": {"engine.request", "tokenizer"},
@@ -62,14 +65,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "docs": set(),
     "llm": {
         "engine", "tokenizer", "output", "best_of", "stop_pieces", "config", "hub",
-        "sampling_defaults",
+        "sampling_defaults", "vocabulary",
     },
     "commands": {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub", "jobs",
         "monitoring", "sampling_defaults", "docs",
     },
     "cli": {"commands", "config"},
-    "__init__": {"llm", "engine.request"},
+    "__init__": {"llm", "engine.request", "grammar"},
     "__main__": {"cli"},
 }  # fmt: skip
 

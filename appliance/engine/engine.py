@@ -16,6 +16,7 @@ import msgspec
 
 from appliance.engine.beacon import Beacon
 from appliance.engine.beams.beam_search import num_candidates
+from appliance.engine.grammars.grammars import Grammars
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import EngineInfo, SequenceDelta, StepReport, Table
 from appliance.engine.request import FinishReason
@@ -29,16 +30,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
+    from appliance.engine.grammars.matchers import Matchers
+    from appliance.engine.messages import Vocabulary
     from appliance.engine.plan import BeamAnswer, Plan, Sampled, Update
     from appliance.engine.request import Request
     from appliance.engine.runner import Runner
     from appliance.engine.scheduling.scheduler import Scheduler
     from appliance.engine.sequence import Sequence
+    from appliance.engine.tiers.tiers import Tiers
     from appliance.stats import SequenceView
 
 MAX_STEPS_KEPT = 1024
-_READ_SECONDS = 0.01  # of waiting for the disk, between looks at what else came
-_FLUSH_SECONDS = 2.0  # for the disk, when the engine ends
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,10 @@ class LLMEngine:
 
     Args:
         scheduler: decides.
+        tiers: what the scheduler keeps of content that leaves the cache.
         runner: runs.
         info: what was loaded.
+        matchers: what the runner follows grammars with.
         clock: monotonic seconds.
         beacon: for whoever watches.
     """
@@ -57,8 +61,10 @@ class LLMEngine:
     def __init__(
         self,
         scheduler: Scheduler,
+        tiers: Tiers,
         runner: Runner,
         info: EngineInfo,
+        matchers: Matchers | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         beacon: Beacon | None = None,
@@ -67,7 +73,9 @@ class LLMEngine:
         self._clock = clock
         self._beacon = beacon or Beacon()
         self._scheduler = scheduler
+        self._tiers = tiers
         self._runner = runner
+        self._grammars = Grammars(scheduler, matchers, info)
         self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
         self._expired: list[SequenceDelta] = []  # to be told with the next report
         self._last_end = 0.0
@@ -106,8 +114,14 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        serving = self._scheduler.has_work or bool(self._in_flight or self._expired)
-        return serving or self._runner.has_idle_work or self._has_writes
+        serving = self._scheduler.has_work or bool(
+            self._in_flight or self._expired or self._grammars.waiting
+        )
+        return serving or self._runner.has_idle_work or self._tiers.has_writes
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """The model's tokens; needed before the first request with a grammar."""
+        self._grammars.set_vocabulary(vocabulary)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -139,11 +153,12 @@ class LLMEngine:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             request = msgspec.structs.replace(request, sampling=sampling)
-        self._scheduler.add(request, self._clock())
+        if not self._grammars.hold(request):
+            self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in whatever phase; False if it was not live."""
-        return self._scheduler.abort(request_id, index)
+        return self._grammars.abandon(request_id) or self._scheduler.abort(request_id, index)
 
     def step(self) -> StepReport:
         """Start one step and finish the oldest one; deltas are in the order of its plan.
@@ -152,18 +167,18 @@ class LLMEngine:
         steps repeat it.
         """
         begin = now = self._clock()
-        self._expired += self._expire(now)
+        self._expired += [*self._expire(now), *self._grammars.start(now)]
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
-            if not self._expired:
-                self._idle()
+            if not (self._expired or self._grammars.idle() or self._tiers.idle()):
+                self._runner.idle()
             return self._report()
         try:
             if launched is not None:
                 if started:
                     self._beacon.start(started)
-                self._runner.launch(launched)
+                self._tiers.hold(self._runner.launch(launched))
                 self._in_flight.append((launched, begin))
                 if len(self._in_flight) <= self._runner.depth:
                     return self._report(started=started)
@@ -184,11 +199,9 @@ class LLMEngine:
         self._num_steps += 1
         self._beacon.advance()
         self._steps.append(_view(self._num_steps, plan, self._step_seconds))
-        tiers = self._scheduler.tiers
         if plan.num_single_rows < len(plan.scheduled):
-            tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
-        if tiers.writes is not None:
-            tiers.writes.after_step()
+            self._tiers.rates.saw_step(plan.num_tokens, self._runner.seconds)
+        self._tiers.after_step()
         return self._report(deltas, started)
 
     def _collect(self) -> list[Sampled]:
@@ -232,32 +245,18 @@ class LLMEngine:
             if result.continuations is not None
         }
         tokens = [result.token_id for result in sampled]
-        updates = self._scheduler.commit(plan, tokens, continuations)
+        updates, unfit = self._grammars.advance(self._scheduler.commit(plan, tokens, continuations))
+        failed += [
+            delta for sequence, error in unfit.items() for delta in self._fail(sequence, error)
+        ]
+        self._grammars.forget_if_idle()
         deltas = [self._delta(update, results[update.sequence]) for update in updates]
         found = [self._found(answer) for answer in self._scheduler.take_answers()]
         return (*deltas, *found, *failed)
 
-    @property
-    def _has_writes(self) -> bool:
-        writes = self._scheduler.tiers.writes
-        return writes is not None and writes.has_work
-
-    def _idle(self) -> None:
-        """Use a moment in which nothing runs."""
-        tiers = self._scheduler.tiers
-        if tiers.reading and tiers.disk is not None:
-            tiers.disk.wait_for_read(_READ_SECONDS)
-        elif tiers.writes is not None and tiers.writes.has_work:
-            tiers.writes.idle()
-        else:
-            self._runner.idle()
-
     def close(self) -> None:
         """Write what is left for the disk, as far as there is time for it."""
-        tiers = self._scheduler.tiers
-        if tiers.writes is not None and tiers.disk is not None:
-            tiers.writes.flush(_FLUSH_SECONDS)
-            tiers.disk.close(_FLUSH_SECONDS)
+        self._tiers.close()
 
     def _discard_plans(self) -> None:
         self._in_flight.clear()
@@ -267,7 +266,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """A snapshot of the numbers."""
         return msgspec.structs.replace(
-            self._scheduler.stats(),
+            self._grammars.add_stats(self._scheduler.stats()),
             step_seconds=self._step_seconds,
             model_seconds=self._runner.seconds,
             nan_logits_total=self._nan_logits,
@@ -275,7 +274,7 @@ class LLMEngine:
 
     def sequences(self) -> tuple[SequenceView, ...]:
         """All live sequences, as the dashboard shows them."""
-        return view_sequences(self._scheduler, self._clock())
+        return view_sequences(self._scheduler, self._tiers, self._clock())
 
     def take_steps(self) -> tuple[StepView, ...]:
         """The steps since the last call, or the latest of them."""

@@ -23,6 +23,7 @@ from appliance.engine.execution import (
     choose_execution,
     why_not_native,
 )
+from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
 from appliance.engine.messages import EngineInfo
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from appliance.engine.execution import Execution
     from appliance.engine.run.device import Device
     from appliance.engine.runner import Runner
+    from appliance.engine.tiers.tiers import Tiers
     from appliance.model.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ def load_parts(
     on_progress: Callable[[str, int, int], None],
     device: Device | None = None,
     beacon: Beacon | None = None,
-) -> tuple[Scheduler, Runner, EngineInfo]:
+) -> tuple[Scheduler, Tiers, Runner, EngineInfo, Matchers]:
     """Load everything that an engine is made of; see `LLMEngine.load`.
 
     Args:
@@ -108,9 +110,10 @@ def load_parts(
     with_graphs = _may_capture(config, execution, device)
     steps = Steps(execution, executor, device, limits, sample_tokens, num_open, with_graphs)
     graph_bytes, rates = 0, Rates()
+    matchers = Matchers(source.spec.vocab_size, eos_token_ids)
     if device.is_asynchronous:
         plan, graph_bytes = plan_measured(steps, request, on_progress)
-    runner, moves = make_runner(steps, plan, graph_bytes, eos_token_ids, rates)
+    runner, moves = make_runner(steps, plan, graph_bytes, eos_token_ids, rates, matchers)
     blocks = BlockManager(
         plan.num_blocks,
         plan.block_size,
@@ -132,7 +135,7 @@ def load_parts(
     info = msgspec.structs.replace(info, notes=(*info.notes, *tier_notes))
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     scheduler = Scheduler(blocks, limits, eos_token_ids, look_ahead=runner.depth > 0, tiers=tiers)
-    return scheduler, runner, info
+    return scheduler, tiers, runner, info, matchers
 
 
 def _open_device(device: torch.device) -> Device:

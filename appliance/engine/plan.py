@@ -8,12 +8,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from appliance.engine.blocks.block_metadata import MAX_OWNER
 
 if TYPE_CHECKING:
     from appliance.engine.messages import Candidate, TokenLogprobs
+    from appliance.engine.moves import BlockCopy, BlockLoad, BlockSave
     from appliance.engine.request import FinishReason
     from appliance.engine.sequence import Sequence
 
@@ -33,62 +34,6 @@ class SchedulerLimits:
         assert 0 < self.max_num_seqs <= MAX_OWNER
         assert self.max_num_batched_tokens > 0
         assert self.context_length > 1
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy one whole block of every layer, and with sealed layers its open page."""
-
-    source: int
-    destination: int
-    open_source: int = -1
-    open_destination: int = -1
-
-
-class Awaitable(Protocol):
-    """Something on a device that is over at some time."""
-
-    def wait(self) -> None:
-        """Block until then."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class HeldBlock:
-    """What a block of the cache held, in host memory.
-
-    Attributes:
-        content: the bytes; None until the plan that saves the block is launched.
-        over: when they are all there, if the device brings them by itself.
-        from_disk: whether they were read from a disk.
-    """
-
-    content: bytes | bytearray | memoryview | None = None
-    over: Awaitable | None = None
-    from_disk: bool = False
-
-    def read(self) -> bytes | bytearray | memoryview:
-        """The bytes, once they are all there; only after the launch."""
-        if self.over is not None:
-            self.over.wait()
-            self.over = None
-        assert self.content is not None, "a block is read before the plan that saves it is launched"
-        return self.content
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMove:
-    """One block of every layer on its way out of the cache, or into it.
-
-    Attributes:
-        block: in the cache.
-        held: outside.
-        open_page: that goes with it, where it is not full and layers are sealed.
-    """
-
-    block: int
-    held: HeldBlock
-    open_page: int = -1
 
 
 class ScheduledSequence(NamedTuple):
@@ -152,8 +97,8 @@ class Plan:
     started: tuple[str, ...] = ()
     preempted: tuple[Sequence, ...] = ()
     open_pages: tuple[tuple[int, ...], ...] | None = None
-    saves: tuple[BlockMove, ...] = ()
-    loads: tuple[BlockMove, ...] = ()
+    saves: tuple[BlockSave, ...] = ()
+    loads: tuple[BlockLoad, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from appliance.engine.moves import SavedBlock
     from appliance.engine.plan import Plan, Sampled
 
 
@@ -22,10 +23,13 @@ class Runner(Protocol):
     @property
     def seconds(self) -> float: ...  # noqa: D102
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
         """Start a plan, with its saves, copies and loads in this order.
 
         May raise MemoryError, and whatever else the model raises.
+
+        Returns:
+            What the plan saves, in its order.
         """
         ...
 

@@ -10,16 +10,18 @@ from appliance.stats import SequenceView
 if TYPE_CHECKING:
     from appliance.engine.scheduling.scheduler import Scheduler
     from appliance.engine.sequence import Sequence
+    from appliance.engine.tiers.tiers import Tiers
 
 
-def view_sequences(scheduler: Scheduler, now: float) -> tuple[SequenceView, ...]:
+def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[SequenceView, ...]:
     """All that wait or run, by request in the order of arrival.
 
     Args:
         scheduler: whose they are.
+        tiers: what is kept of them outside the cache.
         now: seconds of the clock of their arrival.
     """
-    reading = frozenset(scheduler.tiers.reading)
+    reading = frozenset(tiers.reading)
     return tuple(
         SequenceView(
             request_id=sequence.request.request_id,
@@ -35,7 +37,7 @@ def view_sequences(scheduler: Scheduler, now: float) -> tuple[SequenceView, ...]
             computed_tokens=sequence.num_computed,
             preemptions=sequence.num_preemptions,
             kept_tokens=sequence.num_kept,
-            host_blocks=scheduler.tiers.num_in_host(sequence),
+            host_blocks=tiers.num_in_host(sequence),
         )
         for sequence in scheduler.sequences()
     )

@@ -12,6 +12,7 @@ from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError, QueueFullError, UnknownModelError
 from appliance.log import RecentWarnings
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+from appliance.server.grammars import GrammarChecks
 from appliance.server.key_ring import KeyRing
 from appliance.server.limits import KeyUse
 from appliance.server.machine import MachineProbe
@@ -42,8 +43,13 @@ class ServerState:
         quality_card: of the model, if it has one.
         jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
         warnings: of this process and the engine's, for whoever watches.
+    <<<<<<< HEAD
         keys: that are let in.
         use: what their holders use of what they may.
+    =======
+        key_names: of all keys that are let in.
+        grammars: checks what requests ask of their answers.
+    >>>>>>> main
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
 
@@ -62,6 +68,7 @@ class ServerState:
     machine: MachineProbe = field(init=False)
     keys: KeyRing = field(init=False)
     use: KeyUse = field(init=False)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
     )

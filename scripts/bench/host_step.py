@@ -39,7 +39,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.blocks.block_moves import HostMoves
 from appliance.engine.engine import LLMEngine
 from appliance.engine.messages import EngineInfo
 from appliance.engine.process.framing import encode_frame
@@ -47,11 +46,13 @@ from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run import model_runner
 from appliance.engine.run.batch import Spare, stage
+from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.cuda_graphs import BUSY_STEPS
 from appliance.engine.run.device import Event, Graph, HostDevice
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.tiers.tiers import Tiers
 
 OUT = ROOT / "benchmarks" / "results" / "host_step.json"
 BLOCK_SIZE = 32  # as on CUDA
@@ -235,7 +236,9 @@ def build(batch: int, context: int, vocab_size: int) -> tuple[LLMEngine, NoDevic
         block_size=BLOCK_SIZE, num_blocks=num_blocks, max_num_seqs=batch, weight_bytes=0,
         kv_bytes=0, workspace_bytes=0, memory_bytes=0, load_seconds=0.0, fingerprint="none",
     )  # fmt: skip
-    return LLMEngine(Scheduler(blocks, limits, look_ahead=True), runner, info), device
+    tiers = Tiers.none(blocks)
+    scheduler = Scheduler(blocks, limits, look_ahead=True, tiers=tiers)
+    return LLMEngine(scheduler, tiers, runner, info), device
 
 
 def decoding(batch: int, setting: str, context: int) -> tuple[LLMEngine, NoDevice]:

@@ -73,7 +73,7 @@ def offer_blocks(engine: LLMEngine, options: argparse.Namespace, seed: int) -> N
 
 def run_window(engine: LLMEngine, options: argparse.Namespace, *, writes: bool) -> Window:
     """Some steps, of which each may hand a block over, or none may."""
-    tiers = engine._scheduler.tiers
+    tiers = engine._tiers
     disk, held = tiers.disk, tiers.writes
     assert disk is not None
     disk.wait_for_room(60.0, for_all=True)

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import unpack
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock
+from appliance.engine.moves import BlockCopy
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.events import BlockState
@@ -84,7 +84,7 @@ class BlockMachine(RuleBasedStateMachine):
         # Of preempted ones the block that is not full, and tokens in all.
         self.last: dict[Sequence, tuple[int, list[Content]]] = {}
         # Of sequences that begin with some, until the step has run: index of the first, and what.
-        self.loads: dict[Sequence, tuple[int, list[tuple[BlockMove, list[Content]]]]] = {}
+        self.loads: dict[Sequence, tuple[int, list[tuple[int, list[Content]]]]] = {}
         self.blocks.pool.on_evict = self.evicted
         self.slots = list(range(1, MAX_SEQUENCES + 1))
         self.steps = 0
@@ -129,11 +129,10 @@ class BlockMachine(RuleBasedStateMachine):
             seen["tokens loaded of a block that is not full"] += kept % size
         if not contents:
             return
-        held = [HeldBlock() for _ in contents]
-        moves = self.blocks.load(sequence, held, num_tokens)
+        blocks = self.blocks.expect(sequence, len(contents), num_tokens)
         self.blocks.check_invariants(self.holders)
-        self.loads[sequence] = first, list(zip(moves, contents, strict=True))
-        seen["blocks loaded"] += len(moves)
+        self.loads[sequence] = first, list(zip(blocks, contents, strict=True))
+        seen["blocks loaded"] += len(blocks)
 
     def admit(self, sequence: Sequence, fails: bool = False) -> None:
         """Attach what is found and compute at least a token, as admission does."""
@@ -196,8 +195,8 @@ class BlockMachine(RuleBasedStateMachine):
         for sequence, num_tokens, _ in plan:
             if sequence in self.loads:
                 first, loads = self.loads.pop(sequence)
-                for move, found in loads:
-                    self.memory.put(move, found)
+                for block, found in loads:
+                    self.memory.put(block, found)
                 self.blocks.confirm_loads(sequence, first)
             self.memory.write(sequence, num_tokens)
             self.blocks.commit(sequence, num_tokens)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.engine.plan import BlockCopy, BlockMove, ScheduledSequence
+from appliance.engine.moves import BlockCopy
+from appliance.engine.plan import ScheduledSequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,12 +48,14 @@ class ContentMemory:
         """What a full block holds."""
         return [self.slots[block, at] for at in range(self.blocks.block_size)]
 
-    def put(self, move: BlockMove, contents: list[Content]) -> None:
+    def put(self, block: int, contents: list[Content]) -> None:
+        """Fill a block from outside, or its open page as long as it has one."""
+        page = self.blocks.open_page(block)
         for offset, content in enumerate(contents):
-            if move.open_page >= 0:
-                self.pages[move.open_page, offset] = content
+            if page >= 0:
+                self.pages[page, offset] = content
             else:
-                self.slots[move.block, offset] = content
+                self.slots[block, offset] = content
 
     def place(
         self, sequence: Sequence, position: int

@@ -145,7 +145,7 @@ class Simulation:
             blocks, limits, (EOS,), look_ahead=setting.depth > 0, tiers=tiers
         )
         self.engine = LLMEngine(
-            self.scheduler, self.runner, engine_info(setting), clock=self.clock.read
+            self.scheduler, tiers, self.runner, engine_info(setting), clock=self.clock.read
         )
 
     def run(self) -> int:

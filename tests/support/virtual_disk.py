@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from virtual_runner import Clock
 
-    from appliance.engine.plan import HeldBlock
+    from appliance.engine.moves import SavedBlock
     from appliance.engine.sequence import Sequence
 
 READ_SECONDS, WRITE_SECONDS = 0.02, 0.004
@@ -49,7 +49,7 @@ class VirtualDisk:
         self._noise = noise
         self._files: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
         self._truth: dict[bytes, bytes] = {}
-        self._queue: deque[tuple[float, bytes, HeldBlock]] = deque()  # when each will be written
+        self._queue: deque[tuple[float, bytes, SavedBlock]] = deque()  # when each will be written
         self._jobs: deque[tuple[float, ReadJob]] = deque()  # when each will be done
         self._resume = 0.0
 
@@ -93,11 +93,11 @@ class VirtualDisk:
             self._clock.now += seconds
         return self.has_room
 
-    def write(self, content: bytes, held: HeldBlock, stamp_ns: int) -> None:
+    def write(self, content: bytes, saved: SavedBlock, stamp_ns: int) -> None:
         """See `DiskTier`."""
         assert self.has_room
         begin = self._queue[-1][0] if self._queue else self._clock.now
-        self._queue.append((begin + self._takes(WRITE_SECONDS), content, held))
+        self._queue.append((begin + self._takes(WRITE_SECONDS), content, saved))
 
     def touch(self, stamps: Sequences[tuple[bytes, int]]) -> None:
         """See `DiskTier`; the tail is older than the head."""
@@ -150,11 +150,11 @@ class VirtualDisk:
 
     def _write_some(self) -> None:
         while self._queue and self._queue[0][0] <= self._clock.now:
-            _, content, held = self._queue.popleft()
+            _, content, saved = self._queue.popleft()
             if self.fault == "full":
                 self.trouble, self._resume = "full", self._clock.now + PAUSE_SECONDS
                 continue
-            data = bytes(held.read())
+            data = bytes(saved.read())
             assert self._truth.setdefault(content, data) == data, "two contents under one hash"
             self._files[content] = data
             self.counters.written += 1

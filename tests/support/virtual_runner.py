@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.beams.beam_search import num_candidates
 from appliance.engine.messages import Candidate, TokenLogprobs
+from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock
 from appliance.engine.plan import Continuations, Sampled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Sequences
 
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.plan import BlockMove, Plan, ScheduledSequence
+    from appliance.engine.plan import Plan, ScheduledSequence
     from appliance.engine.sequence import Sequence
 
 STEP_SECONDS, ROW_SECONDS = 0.01, 0.001
@@ -128,9 +129,9 @@ class VirtualRunner:
         self._pages: dict[int, list[int]] = {}
         self._truth: dict[Sequence, list[int]] = {}  # contents that a sequence's tokens leave
         self._latest: dict[Sequence, int] = {}
-        self._flight: deque[tuple[Plan, list[_Entry]]] = deque()
+        self._flight: deque[tuple[Plan, list[_Entry], tuple[SavedBlock, ...]]] = deque()
 
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
         """See `Runner`."""
         size, references = self._size, self._blocks.pool.references
         assert 0 < plan.num_tokens <= self._max_rows, "the budget was exceeded"
@@ -146,27 +147,25 @@ class VirtualRunner:
             tokens = [] if scheduled.follows else sequence.token_ids[start:end]
             assert len(tokens) == (0 if scheduled.follows else scheduled.num_tokens)
             entries.append(_Entry(scheduled, table, pages, tokens))
-        fails = self.fault in ("memory", "launch")
-        for move in plan.saves:
-            if not fails or self._noise.random() < 0.5:
-                move.held.content = self._content_of(move)
-        if fails:
-            self._scribble(plan, entries)
+        saved = self.save(plan.saves)
+        if self.fault in ("memory", "launch"):
+            self._scribble(plan, entries, saved)
             fault, self.fault = self.fault, ""
             raise MemoryError("no memory") if fault == "memory" else DeviceLostError("launch")
-        self._flight.append((plan, entries))
+        self._flight.append((plan, entries, saved))
+        return saved
 
     def collect(self) -> list[Sampled]:
         """See `Runner`."""
-        plan, entries = self._flight.popleft()
+        plan, entries, saved = self._flight.popleft()
         self._clock.now += STEP_SECONDS + ROW_SECONDS * plan.num_tokens
         if self.fault == "collect":
-            self._scribble(plan, entries)
+            self._scribble(plan, entries, saved)
             self.fault = ""
             raise DeviceLostError("collect")
         self._copy(plan)
-        for move in plan.loads:
-            self._load(move)
+        for load in plan.loads:
+            self._load(load, saved)
         sampled: dict[Sequence, int] = {}
         results: list[Sampled] = []
         for entry in entries:
@@ -193,10 +192,9 @@ class VirtualRunner:
             self.fault = ""
         return results
 
-    def save(self, moves: Sequences[BlockMove]) -> None:
+    def save(self, saves: Sequences[BlockSave]) -> tuple[SavedBlock, ...]:
         """Take content out of the cache; see `BlockMoves`."""
-        for move in moves:
-            move.held.content = self._content_of(move)
+        return tuple(SavedBlock(self._content_of(save)) for save in saves)
 
     def discard(self) -> None:
         """See `Runner`."""
@@ -245,20 +243,20 @@ class VirtualRunner:
             if self._sealed:
                 self._pages[copy.open_destination] = list(self._page(copy.open_source))
 
-    def _content_of(self, move: BlockMove) -> bytes:
-        first = move.block * self._size
+    def _content_of(self, save: BlockSave) -> bytes:
+        first = save.block * self._size
         parts = self._slots[first : first + self._size]
-        if move.open_page >= 0:
-            parts = parts + self._page(move.open_page)
+        if save.open_page >= 0:
+            parts = parts + self._page(save.open_page)
         return array("q", parts).tobytes()
 
-    def _load(self, move: BlockMove) -> None:
-        parts = array("q", bytes(move.held.read())).tolist()
-        first = move.block * self._size
+    def _load(self, load: BlockLoad, saved: Sequences[SavedBlock]) -> None:
+        parts = array("q", bytes(load.content(saved).read())).tolist()
+        first = load.block * self._size
         self._slots[first : first + self._size] = parts[: self._size]
-        if move.open_page >= 0:
+        if load.open_page >= 0:
             assert len(parts) == 2 * self._size, "an open page was not saved with its block"
-            self._pages[move.open_page] = parts[self._size :]
+            self._pages[load.open_page] = parts[self._size :]
 
     def _page(self, page: int) -> list[int]:
         return self._pages.setdefault(page, [JUNK] * self._size)
@@ -302,16 +300,16 @@ class VirtualRunner:
         if offset + 1 == size:
             self._slots[first : first + size] = page
 
-    def _scribble(self, plan: Plan, entries: list[_Entry]) -> None:
+    def _scribble(self, plan: Plan, entries: list[_Entry], saved: Sequences[SavedBlock]) -> None:
         """A step that fails has done some of its copies and written some of its rows, wrongly."""
         noise = self._noise
         for copy in plan.copies:
             if noise.random() < 0.5:
                 first = copy.destination * self._size
                 self._slots[first : first + self._size] = [JUNK] * self._size
-        for move in plan.loads:
-            if noise.random() < 0.5 and move.held.content is not None:  # else it was not saved
-                self._load(move)
+        for load in plan.loads:
+            if noise.random() < 0.5:
+                self._load(load, saved)
         for entry in entries:
             if noise.random() < 0.5:
                 for position in range(entry.scheduled.start, entry.scheduled.end):

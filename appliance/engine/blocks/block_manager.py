@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 from appliance.engine.blocks.block_metadata import BlockMetadata
 from appliance.engine.blocks.block_pool import BlockPool
 from appliance.engine.blocks.prefix_cache import Prefix, PrefixCache
-from appliance.engine.plan import BlockCopy, BlockMove
+from appliance.engine.moves import BlockCopy
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import Iterable
     from collections.abc import Sequence as Sequences
 
-    from appliance.engine.plan import HeldBlock, ScheduledSequence
+    from appliance.engine.plan import ScheduledSequence
     from appliance.engine.sequence import Sequence
 
 
@@ -272,29 +273,26 @@ class BlockManager:
             self.pool.share(block, sequence.slot)
         sequence.block_table.extend(blocks)
 
-    def load(
-        self, sequence: Sequence, held: Sequences[HeldBlock], num_tokens: int
-    ) -> list[BlockMove]:
+    def expect(self, sequence: Sequence, num_blocks: int, num_tokens: int) -> array[int]:
         """Give a sequence blocks for its next tokens, which come from outside the cache.
 
         Nobody else finds them before `confirm_loads`, since it is only then that they are there.
 
         Args:
             sequence: all of its blocks are full.
-            held: content of one block after the other; so many are free.
+            num_blocks: that they take; so many are free.
             num_tokens: in all of them; the sequence's `num_computed` grows by so many.
 
         Returns:
-            What is to be loaded.
+            The blocks, in the order of the tokens.
         """
-        moves = []
-        for index, one in enumerate(held):
+        first = len(sequence.block_table)
+        for index in range(num_blocks):
             block = self.pool.take(sequence.slot)
             self.pool.expect(block, min(self.block_size, num_tokens - index * self.block_size))
             sequence.block_table.append(block)
-            moves.append(BlockMove(block, one, self.open_page(block)))
         sequence.num_computed += num_tokens
-        return moves
+        return sequence.block_table[first:]
 
     def confirm_loads(self, sequence: Sequence, first: int) -> None:
         """Record that what was promised for a sequence's blocks from an index on is there."""

@@ -21,8 +21,9 @@ from appliance.engine.run.staging import Staging, StepShape
 from appliance.model.executor import AnyCache
 
 if TYPE_CHECKING:
-    from appliance.engine.blocks.block_moves import BlockMoves
+    from appliance.engine.moves import SavedBlock
     from appliance.engine.plan import Plan, Sampled
+    from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.cuda_graphs import GraphCache
     from appliance.engine.run.device import Device, Event
     from appliance.engine.run.sampler import SampledRows, Sampler
@@ -121,8 +122,11 @@ class ModelRunner(Generic[AnyCache]):
         return None if self._decode is None else self._decode.graphs
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> None:
+    def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
         """Enqueue one step behind those in flight.
+
+        Returns:
+            What the plan saves, in its order.
 
         Raises:
             MemoryError: the device has no memory for it; what is in flight is not harmed.
@@ -131,10 +135,14 @@ class ModelRunner(Generic[AnyCache]):
         if self._decode is not None:
             self._decode.capture_if_busy()
         try:
+            saved = self._moves.save(plan.saves)
+            self._moves.copy(plan.copies)
+            self._moves.load(plan.loads, saved)
             rows = self._enqueue(plan)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"the device has no memory for this step: {error}") from error
         self._launched.append(_Launched(rows, self._device.record(), begin))
+        return saved
 
     def collect(self) -> list[Sampled]:
         """Wait for the oldest step in flight.
@@ -167,9 +175,6 @@ class ModelRunner(Generic[AnyCache]):
             self._decode.capture_one()
 
     def _enqueue(self, plan: Plan) -> SampledRows | None:
-        self._moves.save(plan.saves)
-        self._moves.copy(plan.copies)
-        self._moves.load(plan.loads)
         decode = self._decode if is_decode(plan) else None
         padding = 0 if decode is None else decode.padding(len(plan.scheduled))
         spare = None if decode is None else decode.spare

@@ -166,7 +166,7 @@ class Admission:
         sequence.slot = self._slots.pop()
         num_free = blocks.num_free_blocks
         blocks.attach(sequence, prefix)
-        draft.loads[sequence] = self._tiers.bring_back(sequence)
+        draft.arrivals[sequence] = self._tiers.bring_back(sequence)
         self._num_started += cost - (num_free - blocks.num_free_blocks)
         if sequence.first_scheduled is None:
             sequence.num_cached = sequence.num_computed

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from appliance.engine.plan import BlockCopy, BlockMove, Plan, ScheduledSequence
+from appliance.engine.plan import Plan, ScheduledSequence
 
 if TYPE_CHECKING:
     from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.moves import BlockCopy
     from appliance.engine.sequence import Sequence
+    from appliance.engine.tiers.tiers import Arrival, Tiers
 
 
 @dataclass(slots=True)
@@ -21,7 +24,7 @@ class Draft:
     copies: dict[Sequence, tuple[BlockCopy, ...]] = field(default_factory=dict)
     started: list[str] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
-    loads: dict[Sequence, list[BlockMove]] = field(default_factory=dict)
+    arrivals: dict[Sequence, list[Arrival]] = field(default_factory=dict)
 
     def add(
         self,
@@ -47,15 +50,16 @@ class Draft:
         if entry is not None:
             self.budget += entry.num_tokens
         self.copies.pop(sequence, None)
-        self.loads.pop(sequence, None)
+        self.arrivals.pop(sequence, None)
 
     def num_rows(self, sequence: Sequence) -> int:
         """Rows of a sequence."""
         entry = self.entries.get(sequence)
         return 0 if entry is None else entry.num_tokens
 
-    def finished(self, blocks: BlockManager, saves: tuple[BlockMove, ...] = ()) -> Plan:
-        """The plan, which saves the content of some blocks first."""
+    def finished(self, blocks: BlockManager, tiers: Tiers) -> Plan:
+        """The plan."""
+        saves, loads = tiers.take_moves(chain.from_iterable(self.arrivals.values()))
         entries = self.entries.values()
         scheduled = (
             *(entry for entry in entries if entry.num_tokens == 1),
@@ -68,5 +72,5 @@ class Draft:
             preempted=tuple(self.preempted),
             open_pages=blocks.open_pages(scheduled),
             saves=saves,
-            loads=tuple(move for moves in self.loads.values() for move in moves),
+            loads=loads,
         )

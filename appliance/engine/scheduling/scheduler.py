@@ -14,7 +14,6 @@ from appliance.engine.beams.beam_groups import BeamGroups
 from appliance.engine.limits import check_beams, check_prompt, reason_to_finish
 from appliance.engine.plan import Plan, StepLoad, Update
 from appliance.engine.plan import SchedulerLimits as SchedulerLimits
-from appliance.engine.rates import Rates
 from appliance.engine.request import FinishReason
 from appliance.engine.scheduling.admission import Admission
 from appliance.engine.scheduling.counters import Counters
@@ -25,7 +24,7 @@ from appliance.engine.scheduling.in_flight import InFlight
 from appliance.engine.scheduling.policy import choose_victim, rank
 from appliance.engine.scheduling.turns import PromptTurns
 from appliance.engine.sequence import Sequence, SequenceStatus
-from appliance.engine.tiers.tiers import Tiers, TierSizes
+from appliance.engine.tiers.tiers import Tiers
 from appliance.errors import RequestError
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}  # live sequences only
         self._counters = Counters()
         self._accounts = Accounts()
-        self.tiers = tiers or Tiers(blocks, TierSizes(block_bytes=1), Rates())
+        self.tiers = tiers or Tiers.none(blocks)
         self._beams = BeamGroups(blocks, self._eos_token_ids, limits.context_length)
         self._admission = Admission(
             blocks, self._counters, self._accounts, self.tiers, limits.max_num_seqs, self._beams
@@ -227,7 +226,7 @@ class Scheduler:
             return None
         self._counters.steps += 1
         self._in_flight.add(draft.entries.values())
-        self._counters.last_plan = plan = draft.finished(self._blocks, self.tiers.take_saves())
+        self._counters.last_plan = plan = draft.finished(self._blocks, self.tiers)
         return plan
 
     def commit(

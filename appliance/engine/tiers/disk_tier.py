@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Sequences
 
-    from appliance.engine.plan import HeldBlock
+    from appliance.engine.moves import SavedBlock
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.disk_store import DiskStore
 
@@ -108,12 +108,12 @@ class DiskTier:
         with self._written:
             return self._written.wait_for(lambda: self._queued <= most, seconds)
 
-    def write(self, content: bytes, held: HeldBlock, stamp_ns: int) -> None:
+    def write(self, content: bytes, saved: SavedBlock, stamp_ns: int) -> None:
         """Have a block written; there must be room."""
         assert self.has_room
         with self._written:
             self._queued += 1
-        self._tasks.put(lambda: self._write(content, held, stamp_ns))
+        self._tasks.put(lambda: self._write(content, saved, stamp_ns))
 
     def touch(self, stamps: Sequences[tuple[bytes, int]]) -> None:
         """Have it noted when blocks were used last, in nanoseconds."""
@@ -162,9 +162,9 @@ class DiskTier:
                 logger.exception("the thread that writes KV blocks failed")
                 self._say("it failed in a way that nobody thought of, see the log")
 
-    def _write(self, content: bytes, held: HeldBlock, stamp_ns: int) -> None:
+    def _write(self, content: bytes, saved: SavedBlock, stamp_ns: int) -> None:
         try:
-            self._store.write(content, held.read(), stamp_ns)
+            self._store.write(content, saved.read(), stamp_ns)
             if self.trouble:
                 self.trouble = ""
                 logger.info("KV blocks are written to %s again", self._store.root)

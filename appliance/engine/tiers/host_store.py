@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from appliance.engine.plan import HeldBlock
+    from appliance.engine.moves import SavedBlock
+
+
+@dataclass(slots=True, eq=False)
+class HostBlock:
+    """A place for the content of a block.
+
+    Attributes:
+        saved: the content; None until the plan that saves it is launched.
+        from_disk: whether it was read from a disk.
+    """
+
+    saved: SavedBlock | None = None
+    from_disk: bool = False
 
 
 class HostStore:
@@ -27,8 +41,8 @@ class HostStore:
         self._keeps_unwanted = keeps_unwanted
         self._reserved = 0
         self._wanted: Counter[bytes] = Counter()
-        self._held: dict[bytes, HeldBlock] = {}  # wanted
-        self._spare: OrderedDict[bytes, HeldBlock] = OrderedDict()  # least recently used first
+        self._held: dict[bytes, HostBlock] = {}  # wanted
+        self._spare: OrderedDict[bytes, HostBlock] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._held) + len(self._spare)
@@ -74,7 +88,7 @@ class HostStore:
             return False
         return content in self._wanted or (self._keeps_unwanted and self.room > 0)
 
-    def put(self, content: bytes, held: HeldBlock) -> None:
+    def put(self, content: bytes, held: HostBlock) -> None:
         """Keep some content that `takes` said yes to."""
         if content in self._wanted:
             self._held[content] = held
@@ -82,7 +96,7 @@ class HostStore:
             self._spare[content] = held
             self._shrink()
 
-    def get(self, content: bytes) -> HeldBlock | None:
+    def get(self, content: bytes) -> HostBlock | None:
         """Content by its hash, if it is here."""
         return self._held.get(content) or self._spare.get(content)
 
@@ -93,7 +107,7 @@ class HostStore:
     def discard_empty(self) -> None:
         """Forget what was never filled, since the plan that was to do it failed."""
         for store in (self._held, self._spare):
-            for content in [key for key, held in store.items() if held.content is None]:
+            for content in [key for key, held in store.items() if held.saved is None]:
                 del store[content]
 
     def _shrink(self) -> None:

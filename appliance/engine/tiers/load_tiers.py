@@ -17,10 +17,10 @@ from appliance.engine.tiers.write_behind import WriteBehind
 if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.blocks.block_manager import BlockManager
-    from appliance.engine.blocks.block_moves import BlockMoves
     from appliance.engine.execution import Precision
     from appliance.engine.messages import EngineInfo
     from appliance.engine.rates import Rates
+    from appliance.engine.run.block_moves import BlockMoves
 
 logger = logging.getLogger(__name__)
 

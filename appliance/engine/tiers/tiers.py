@@ -9,22 +9,22 @@ Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import msgspec
-
-from appliance.engine.plan import BlockMove, HeldBlock
+from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock
+from appliance.engine.rates import Rates
 from appliance.engine.scheduling.policy import should_swap
 from appliance.engine.sequence import SequenceStatus
 from appliance.engine.tiers.disk_rule import num_on_disk
-from appliance.engine.tiers.host_store import HostStore
+from appliance.engine.tiers.host_store import HostBlock, HostStore
+from appliance.engine.tiers.tier_counters import TierCounters, add_disk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+    from collections.abc import Sequence as Sequences
 
     from appliance.engine.blocks.block_manager import BlockManager
     from appliance.engine.blocks.prefix_cache import Prefix
-    from appliance.engine.rates import Rates
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.disk_tier import DiskTier, ReadJob
     from appliance.engine.tiers.write_behind import WriteBehind
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 # Fewer are computed in about the time that it takes to find and open their files.
 MIN_READ_TOKENS = 64
+_READ_SECONDS = 0.01  # of waiting for the disk, between looks at what else came
+_FLUSH_SECONDS = 2.0  # for the disk, when the engine ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,20 @@ class TierSizes:
     keeps_evicted: bool = False  # in host memory, wanted or not
 
 
+class Arrival(NamedTuple):
+    """A block of the cache that waits for what host memory has, or will have."""
+
+    block: int
+    host: HostBlock
+    open_page: int
+
+
 @dataclass(slots=True)
 class _Kept:
     """What is reserved in host memory for a sequence that waits."""
 
     hashes: list[bytes] = field(default_factory=list)
-    last: HeldBlock | None = None  # the block that is not full
+    last: HostBlock | None = None  # the block that is not full
     last_room: int = 0  # blocks
 
 
@@ -60,17 +70,6 @@ class _Loading:
     first: int  # index of the first block of those
     kept: _Kept | None
     num_kept: int
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """Totals; blocks unless said otherwise."""
-
-    swaps: int = 0  # sequences whose preemption kept their blocks
-    swapped_out: int = 0
-    swapped_in: int = 0
-    host_hits: int = 0  # tokens found in host memory at first admission
-    disk_hits: int = 0  # tokens
 
 
 class Tiers:
@@ -104,8 +103,15 @@ class Tiers:
         self._kept: dict[Sequence, _Kept] = {}
         self._loading: dict[Sequence, _Loading] = {}  # on its way into the cache
         self._reading: dict[Sequence, ReadJob] = {}
-        self._saves: list[BlockMove] = []
+        # What the plan that is being made has to save, and where the latest plan's saves go.
+        self._saves: list[tuple[BlockSave, HostBlock]] = []
+        self._coming: list[HostBlock] = []
         blocks.pool.on_evict = self._evicted
+
+    @classmethod
+    def none(cls, blocks: BlockManager) -> Tiers:
+        """Room for nothing: what leaves the cache is gone."""
+        return cls(blocks, TierSizes(block_bytes=1), Rates())
 
     @property
     def reading(self) -> tuple[Sequence, ...]:
@@ -132,8 +138,8 @@ class Tiers:
         assert reserved, "there was room"
         if num_last:
             block = sequence.block_table[num_full]
-            kept.last = HeldBlock()
-            self._saves.append(BlockMove(block, kept.last, blocks.open_page(block)))
+            kept.last = HostBlock()
+            self._saves.append((BlockSave(block, blocks.open_page(block)), kept.last))
             self.counters.swapped_out += 1
         self._kept[sequence] = kept
         sequence.num_kept = num_tokens
@@ -171,7 +177,7 @@ class Tiers:
             del self._reading[sequence]
             for content, data in job.found:
                 if self.host.takes(content):
-                    self.host.put(content, HeldBlock(data, from_disk=True))
+                    self.host.put(content, HostBlock(SavedBlock(data), from_disk=True))
             self._kept.setdefault(sequence, _Kept()).hashes += job.hashes
             yield sequence
 
@@ -195,7 +201,7 @@ class Tiers:
             return prefix
         return self._blocks.whole(prefix)
 
-    def bring_back(self, sequence: Sequence) -> list[BlockMove]:
+    def bring_back(self, sequence: Sequence) -> list[Arrival]:
         """Continue the block table of a sequence that starts with what is in host memory.
 
         Returns:
@@ -204,17 +210,21 @@ class Tiers:
         first, num_last = divmod(sequence.num_computed, self._blocks.block_size)
         held, num_tokens = ([], 0) if num_last else self._continuation(sequence, first)
         kept = self._kept.pop(sequence, None)
-        loads: list[BlockMove] = []
+        arrivals: list[Arrival] = []
         if held:
             self._count(sequence, held)
             self._loading[sequence] = _Loading(first, kept, sequence.num_kept)
-            loads = self._blocks.load(sequence, held, num_tokens)
+            found = self._blocks.expect(sequence, len(held), num_tokens)
+            arrivals = [
+                Arrival(block, host, self._blocks.open_page(block))
+                for block, host in zip(found, held, strict=True)
+            ]
         elif kept is not None:
             self._release(kept)
         sequence.num_kept = 0
-        return loads
+        return arrivals
 
-    def _continuation(self, sequence: Sequence, first: int) -> tuple[list[HeldBlock], int]:
+    def _continuation(self, sequence: Sequence, first: int) -> tuple[list[HostBlock], int]:
         """What is in host memory from a block index on, and how many tokens it holds."""
         size, held = self._blocks.block_size, []
         for content in sequence.block_hashes[first : (len(sequence.token_ids) - 1) // size]:
@@ -237,7 +247,7 @@ class Tiers:
     def _release(self, kept: _Kept) -> None:
         self.host.release(kept.hashes, kept.last_room)
 
-    def _count(self, sequence: Sequence, found: list[HeldBlock]) -> None:
+    def _count(self, sequence: Sequence, found: list[HostBlock]) -> None:
         size = self._blocks.block_size
         if sequence.num_preemptions:
             self.counters.swapped_in += len(found)
@@ -275,9 +285,10 @@ class Tiers:
     def discard_saves(self) -> None:
         """Plans that were to save something have failed."""
         self.host.discard_empty()
-        coming = [move.held for move in self._saves]
+        self._coming = []
+        coming = [host for _, host in self._saves]
         for kept in self._kept.values():
-            if kept.last is not None and kept.last.content is None and kept.last not in coming:
+            if kept.last is not None and kept.last.saved is None and kept.last not in coming:
                 kept.last = None
 
     def offer(self, sequence: Sequence) -> None:
@@ -297,16 +308,33 @@ class Tiers:
             job.cancelled = True
         return job is not None
 
-    def take_saves(self) -> tuple[BlockMove, ...]:
-        """What the plan that is complete now must save first."""
-        saves, self._saves = tuple(self._saves), []
-        return saves
+    def take_moves(
+        self, arrivals: Iterable[Arrival]
+    ) -> tuple[tuple[BlockSave, ...], tuple[BlockLoad, ...]]:
+        """What the plan that is complete now saves first, and what it loads then.
+
+        Once it is launched, `hold` is told what was saved, before the next plan is made.
+        """
+        places = {host: place for place, (_, host) in enumerate(self._saves)}
+        loads = tuple(
+            BlockLoad(block, host.saved or places[host], page) for block, host, page in arrivals
+        )
+        saves = tuple(save for save, _ in self._saves)
+        self._coming = [host for _, host in self._saves]
+        self._saves.clear()
+        return saves, loads
+
+    def hold(self, saved: Sequences[SavedBlock]) -> None:
+        """The latest plan was launched: keep what it has saved."""
+        for host, content in zip(self._coming, saved, strict=True):
+            host.saved = content
+        self._coming = []
 
     def _evicted(self, content: bytes, block: int) -> None:
         """The cache is about to give up a block's content."""
         if self.host.takes(content):
-            held = HeldBlock()
-            self._saves.append(BlockMove(block, held))
+            held = HostBlock()
+            self._saves.append((BlockSave(block), held))
             self.host.put(content, held)
             self.counters.swapped_out += 1
         if self.writes is not None:
@@ -314,42 +342,44 @@ class Tiers:
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
         """The snapshot with the tiers' share."""
-        counters = self.counters
-        num_last = sum(one.last is not None for one in self._all_kept())
-        stats = msgspec.structs.replace(
-            stats,
-            swaps_total=counters.swaps,
-            swapped_out_total=counters.swapped_out,
-            swapped_in_total=counters.swapped_in,
-            prefix_hits_host_total=counters.host_hits,
-            prefix_hits_disk_total=counters.disk_hits,
-            swapped=sum(sequence.num_kept > 0 for sequence in self._kept),
-            kv_host_blocks=len(self.host) + num_last,
-            kv_host_swapped=self.host.num_swapped + num_last,
-            kv_host_capacity=self.host.capacity,
-        )
+        last = sum(one.last is not None for one in self._all_kept())
+        swapped = sum(sequence.num_kept > 0 for sequence in self._kept)
+        stats = self.counters.add_to(stats, self.host, num_last=last, num_swapped=swapped)
         if self.disk is None or self.writes is None:
             return stats
-        store, found = self.disk.store, self.disk.store.counters
-        return msgspec.structs.replace(
-            stats,
-            kv_disk_writing=not self.disk.trouble,
-            kv_disk_blocks=len(store),
-            kv_disk_bytes=found.bytes_used,
-            kv_disk_capacity_bytes=store.capacity,
-            kv_disk_pending=len(self.writes),
-            kv_disk_written_total=found.written,
-            kv_disk_read_total=found.read,
-            kv_disk_dropped_total=self.writes.num_dropped,
-            kv_disk_corrupt_total=found.corrupt,
-            kv_disk_evicted_total=found.evicted,
-        )
+        return add_disk(stats, self.disk, self.writes)
 
     def _all_kept(self) -> Iterator[_Kept]:
         yield from self._kept.values()
         for loading in self._loading.values():
             if loading.kept is not None:
                 yield loading.kept
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether something is to be written to the disk that can be now."""
+        return self.writes is not None and self.writes.has_work
+
+    def after_step(self) -> None:
+        """Take the disk's share of a step that has just ended."""
+        if self.writes is not None:
+            self.writes.after_step()
+
+    def idle(self) -> bool:
+        """Use a moment in which nothing runs for the disk; False if there is nothing to do."""
+        if self._reading and self.disk is not None:
+            self.disk.wait_for_read(_READ_SECONDS)
+        elif self.writes is not None and self.writes.has_work:
+            self.writes.idle()
+        else:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Write what is left for the disk, as far as there is time for it."""
+        if self.writes is not None and self.disk is not None:
+            self.writes.flush(_FLUSH_SECONDS)
+            self.disk.close(_FLUSH_SECONDS)
 
     def check_invariants(self) -> None:
         """Assert that every reservation belongs to a sequence that waits, or a job under way."""

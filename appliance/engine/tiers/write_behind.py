@@ -17,12 +17,13 @@ import time
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from appliance.engine.plan import BlockMove, HeldBlock
+from appliance.engine.moves import BlockSave
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from appliance.engine.blocks.block_manager import BlockManager
+    from appliance.engine.moves import SavedBlock
     from appliance.engine.tiers.disk_tier import DiskTier
 
 BUSY_SHARE = 0.02  # of the time of steps that handing over and writing may take
@@ -50,7 +51,7 @@ class WriteBehind:
         self,
         blocks: BlockManager,
         disk: DiskTier,
-        save: Callable[[Sequence[BlockMove]], None],
+        save: Callable[[Sequence[BlockSave]], tuple[SavedBlock, ...]],
         clock: Callable[[], float],
     ) -> None:
         self.num_dropped = 0
@@ -125,6 +126,5 @@ class WriteBehind:
         if block is None or content in self._disk:
             self.num_dropped += block is None
             return
-        held = HeldBlock()
-        self._save([BlockMove(block, held)])
-        self._disk.write(content, held, stamp)
+        (saved,) = self._save([BlockSave(block)])
+        self._disk.write(content, saved, stamp)

@@ -5,7 +5,7 @@ import pytest
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.block_metadata import unpack
 from appliance.engine.blocks.prefix_cache import Prefix
-from appliance.engine.plan import BlockCopy
+from appliance.engine.moves import BlockCopy
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.sequence import Sequence
 from appliance.events import BlockState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.prefix_cache import Prefix
-from appliance.engine.plan import BlockCopy
+from appliance.engine.moves import BlockCopy
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.sequence import Sequence

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock, Plan
+from appliance.engine.moves import BlockCopy
+from appliance.engine.plan import Plan
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.draft import Draft
 from appliance.engine.sequence import Sequence
+from appliance.engine.tiers.host_store import HostBlock
+from appliance.engine.tiers.tiers import Arrival, Tiers
 
 
 def sequence(num_tokens: int, num_computed: int) -> Sequence:
@@ -14,13 +17,18 @@ def sequence(num_tokens: int, num_computed: int) -> Sequence:
     return Sequence(request, num_computed=num_computed)
 
 
+def finished(draft: Draft) -> Plan:
+    blocks = BlockManager(4, 4)
+    return draft.finished(blocks, Tiers.none(blocks))
+
+
 def test_single_rows_come_first_and_only_last_rows_sample() -> None:
     draft = Draft(budget=20)
     chunk, rest, decode = sequence(9, 2), sequence(9, 2), sequence(9, 8)
     draft.add(chunk, 3, ())
     draft.add(rest, 7, ())
     draft.add(decode, 1, ())
-    plan = draft.finished(BlockManager(4, 4))
+    plan = finished(draft)
     assert draft.budget == 9
     assert [(e.sequence, e.start, e.num_tokens, e.samples) for e in plan.scheduled] == [
         (decode, 8, 1, True),
@@ -34,8 +42,8 @@ def test_what_is_taken_back_leaves_nothing() -> None:
     draft = Draft(budget=8)
     victim, other = sequence(9, 4), sequence(9, 8)
     draft.add(victim, 5, (BlockCopy(1, 2),))
-    draft.loads[victim] = [BlockMove(3, HeldBlock())]
+    draft.arrivals[victim] = [Arrival(3, HostBlock(), -1)]
     draft.take_back(victim)
     draft.take_back(other)
     assert draft.budget == 8
-    assert draft.finished(BlockManager(4, 4)) == Plan(())
+    assert finished(draft) == Plan(())

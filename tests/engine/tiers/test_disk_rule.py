@@ -74,8 +74,9 @@ def running(folder: Path, block_size: int, num_blocks: int) -> Iterator[LLMEngin
     sizes = TierSizes(block_bytes, host_bytes=block_bytes * num_blocks)
     writes = WriteBehind(blocks, disk, runner.save, time.thread_time)
     limits = SchedulerLimits(4, 64, 2048)
-    scheduler = Scheduler(blocks, limits, tiers=Tiers(blocks, sizes, Rates(), disk, writes))
-    engine = LLMEngine(scheduler, runner, engine_info(setting))
+    tiers = Tiers(blocks, sizes, Rates(), disk, writes)
+    scheduler = Scheduler(blocks, limits, tiers=tiers)
+    engine = LLMEngine(scheduler, tiers, runner, engine_info(setting))
     try:
         yield engine
     finally:
@@ -140,7 +141,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*.kv")}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_whatever_is_asked_nothing_else_is_on_the_disk(data: st.DataObject) -> None:
     """Short and long prompts and answers, alone or together, after a restart, in a tight cache."""
@@ -204,7 +205,7 @@ def test_a_beginning_that_came_twice_is_there_up_to_its_last_whole_block(tmp_pat
         told.ask(engine, 1, [request_of("second", said[:-1] + first[:30], 40)])
         shared = (len(said) - 1) // 16
         assert shared * 16 >= MIN_TOKENS > len(first)
-        engine._scheduler.tiers.writes.flush(10.0)  # type: ignore[union-attr]
+        engine._tiers.writes.flush(10.0)  # type: ignore[union-attr]
         assert names(tmp_path) == told.allowed(16, MIN_TOKENS)
         assert len(names(tmp_path)) == shared
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from late_device import LateDevice
+from waiting import LIMIT, wait_until
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
@@ -70,7 +70,7 @@ def run(engine: LLMEngine, *requests: Request) -> dict[str, list[int]]:
             answers.setdefault(delta.request_id, []).extend(delta.token_ids)
         engine._scheduler.check_invariants()
     assert engine.stats().blocks_active == 0
-    writes = engine._scheduler.tiers.writes
+    writes = engine._tiers.writes
     if writes is not None:
         writes.flush(10.0)
     return answers
@@ -147,7 +147,7 @@ def test_a_damaged_file_is_dropped_and_what_follows_computed(
 ) -> None:
     with running(tiny_llama, tmp_path) as first:
         expected = run_twice(first, request("a"))
-        table = first._scheduler.tiers
+        table = first._tiers
         assert table.disk is not None
     by_age = sorted(files(tmp_path), key=lambda file: -file.stat().st_mtime_ns)  # head first
     by_age[5].write_bytes(b"x" + by_age[5].read_bytes()[1:])
@@ -165,7 +165,7 @@ def held_back_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     gate, read = threading.Event(), DiskStore.read
 
     def slow_read(store: DiskStore, content: bytes) -> bytearray | None:
-        gate.wait(30)
+        gate.wait(LIMIT)
         return read(store, content)
 
     monkeypatch.setattr(DiskStore, "read", slow_read)
@@ -209,12 +209,15 @@ def test_whoever_ends_while_it_waits_for_the_disk_leaves_nothing(
         assert second.abort("a")
         second._scheduler.check_invariants()
         gate.set()
-        deadline = time.monotonic() + 10
-        while second._scheduler.tiers.disk.unfinished and time.monotonic() < deadline:  # type: ignore[union-attr]
+
+        def has_read() -> bool:
             second.step()
+            return not second._tiers.disk.unfinished  # type: ignore[union-attr]
+
+        wait_until(has_read)
         second._scheduler.check_invariants()
         assert second.stats().kv_host_blocks == 0
-        assert second._scheduler.tiers.host.room == second._scheduler.tiers.host.capacity
+        assert second._tiers.host.room == second._tiers.host.capacity
 
 
 def test_a_disk_that_refuses_is_said_once_and_tried_again(
@@ -235,7 +238,7 @@ def test_a_disk_that_refuses_is_said_once_and_tried_again(
             assert len(caplog.records) == 1
             assert "No space left on device" in caplog.text
             assert engine.stats().kv_disk_writing is False
-        disk = engine._scheduler.tiers.disk
+        disk = engine._tiers.disk
         assert disk is not None
         assert not disk.is_writing
         disk._resume = 0.0  # the pause is over
@@ -291,7 +294,7 @@ def test_what_the_thread_takes_is_counted_and_idle_moments_write_the_rest(
 ) -> None:
     """While the disk's thread takes all that steps can spare and more, they hand nothing over."""
     with running(tiny_llama, tmp_path) as engine:
-        writes, disk = engine._scheduler.tiers.writes, engine._scheduler.tiers.disk
+        writes, disk = engine._tiers.writes, engine._tiers.disk
         assert writes is not None
         assert disk is not None
         before = disk.cpu_seconds

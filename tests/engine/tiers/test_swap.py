@@ -122,12 +122,12 @@ def test_host_memory_for_one_victim_is_never_exceeded(tiny_llama: Path) -> None:
 def test_victims_are_computed_again_where_that_is_faster(tiny_llama: Path) -> None:
     roomy = load(tiny_llama, "int8")
     small = tight(tiny_llama, "int8", roomy)
-    small._scheduler.tiers.rates.moves = 1.0  # byte per second, and a mean that barely forgets
+    small._tiers.rates.moves = 1.0  # byte per second, and a mean that barely forgets
     for item in crowd():
         small.submit(item)
     while small.has_work:
         small.step()
-        small._scheduler.tiers.rates.moves = 1.0
+        small._tiers.rates.moves = 1.0
     stats = small.stats()
     assert stats.preemptions_total > stats.swaps_total == 0
 
@@ -137,7 +137,7 @@ def test_ending_a_swapped_sequence_frees_its_host_memory(tiny_llama: Path) -> No
     small = tight(tiny_llama, "int4", roomy)
     for item in crowd():
         small.submit(item)
-    host = small._scheduler.tiers.host
+    host = small._tiers.host
     room = host.room
     while not small.stats().swaps_total:
         assert small.has_work

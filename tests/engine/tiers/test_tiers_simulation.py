@@ -15,7 +15,8 @@ import pytest
 
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.open_pages import num_open_pages
-from appliance.engine.plan import BlockMove, HeldBlock, Plan
+from appliance.engine.moves import BlockLoad, BlockSave, SavedBlock
+from appliance.engine.plan import Plan
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -60,26 +61,24 @@ class Memory:
             rows += self.pages.get(page, [0] * SIZE)
         return b"".join(row.to_bytes(4, "big") for row in rows)
 
-    def save(self, moves: tuple[BlockMove, ...] | list[BlockMove]) -> None:
-        for move in moves:
-            move.held.content = self.read(move.block, move.open_page)
+    def save(self, saves: tuple[BlockSave, ...]) -> tuple[SavedBlock, ...]:
+        return tuple(SavedBlock(self.read(save.block, save.open_page)) for save in saves)
 
-    def load(self, move: BlockMove) -> None:
-        data = bytes(move.held.read())
+    def load(self, move: BlockLoad, saved: tuple[SavedBlock, ...]) -> None:
+        data = bytes(move.content(saved).read())
         rows = [int.from_bytes(data[at : at + 4], "big") for at in range(0, len(data), 4)]
         assert len(rows) == SIZE * (1 + (move.open_page >= 0))
         self.blocks[move.block] = rows[:SIZE]
         if move.open_page >= 0:
             self.pages[move.open_page] = rows[SIZE:]
 
-    def run(self, plan: Plan) -> list[int]:
-        self.save(plan.saves)
+    def run(self, plan: Plan, saved: tuple[SavedBlock, ...]) -> list[int]:
         for copy in plan.copies:
             self.blocks[copy.destination] = list(self.blocks.get(copy.source, [0] * SIZE))
             if copy.open_source >= 0:
                 self.pages[copy.open_destination] = list(self.pages[copy.open_source])
         for move in plan.loads:
-            self.load(move)
+            self.load(move, saved)
         sampled = []
         for number, entry in enumerate(plan.scheduled):
             table = entry.sequence.block_table
@@ -203,18 +202,21 @@ class Simulation:
         self.scheduler.check_invariants()
         if plan is None:
             return
+        saved = self.memory.save(plan.saves)
         if self.chance.random() < 0.03:
             if self.chance.random() < 0.5:
-                self.memory.run(plan)  # all of it was done, and then it failed
+                self.tiers.hold(saved)
+                self.memory.run(plan, saved)  # all of it was done, and then it failed
             self.scheduler.discard_plans()
             seen["failed"] += 1
         else:
+            self.tiers.hold(saved)
             if self.chance.random() < 0.03:
                 victim = self.chance.choice(plan.scheduled).sequence
                 name = victim.request.request_id
                 if victim.status is not SequenceStatus.FINISHED and self.scheduler.abort(name):
                     self.aborted.add(name)
-            for update in self.scheduler.commit(plan, self.memory.run(plan)):
+            for update in self.scheduler.commit(plan, self.memory.run(plan, saved)):
                 name = update.sequence.request.request_id
                 self.answers.setdefault(name, []).append(update.token_id)
             self.write_some(plan)
@@ -228,10 +230,7 @@ class Simulation:
             for content in entry.sequence.block_hashes:
                 block = self.blocks.index.get(content)
                 if block is not None and content not in self.disk:
-                    held = HeldBlock()
-                    self.memory.save([BlockMove(block, held)])
-                    assert isinstance(held.content, bytes)
-                    self.disk.files[content] = held.content
+                    self.disk.files[content] = self.memory.read(block)
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from appliance.engine.blocks import block_moves
-from appliance.engine.blocks.block_moves import DeviceMoves, HostMoves
-from appliance.engine.plan import BlockCopy, BlockMove, HeldBlock
+from appliance.engine.moves import BlockCopy, BlockLoad, BlockSave, SavedBlock
 from appliance.engine.rates import Rates
+from appliance.engine.run import block_moves
+from appliance.engine.run.block_moves import DeviceMoves, HostMoves
 from appliance.engine.run.device import Copy, HostDevice
 from appliance.kernels.block_copy.launch import BlockMover
 from appliance.kernels.decoder_cache import KVCache, split_sealed
@@ -43,32 +43,29 @@ def moves_of(cache: KVCache, rates: Rates) -> DeviceMoves:
     return DeviceMoves(BlockMover(closed), HostDevice(), rates, open_mover)
 
 
+def contents(saved: Sequence[SavedBlock]) -> list[bytes]:
+    return [bytes(block.read()) for block in saved]
+
+
 @pytest.mark.parametrize("kv_format", FORMATS, ids=lambda kv_format: kv_format.value)
 def test_blocks_go_out_and_come_back_elsewhere(kv_format: KVFormat) -> None:
     cache, rates = filled_cache(kv_format), Rates()
     moves = moves_of(cache, rates)
     assert (moves.block_bytes, moves.open_bytes) == (cache.block_bytes, cache.open_bytes)
     page = 2 if kv_format.is_sealed else -1
-    out = [BlockMove(4, HeldBlock()), BlockMove(1, HeldBlock()), BlockMove(5, HeldBlock(), page)]
-    expected = [HeldBlock() for _ in out]
-    HostMoves(cache, Rates()).save(
-        [
-            BlockMove(move.block, held, move.open_page)
-            for move, held in zip(out, expected, strict=True)
-        ]
-    )
-    moves.save(out)
-    assert [bytes(m.held.read()) for m in out] == [bytes(held.read()) for held in expected]
+    out = [BlockSave(4), BlockSave(5, page), BlockSave(1)]
+    expected = contents(HostMoves(cache, Rates()).save(out))
+    saved = moves.save(out)
+    assert contents(saved) == expected
     assert rates.moves > 0
     back = [
-        BlockMove(0, out[0].held),
-        BlockMove(2, HeldBlock(expected[1].content)),  # as a disk gives it
-        BlockMove(3, out[2].held, 0 if kv_format.is_sealed else -1),
+        BlockLoad(0, 0),  # what the same plan has saved
+        BlockLoad(3, saved[1], 0 if kv_format.is_sealed else -1),
+        BlockLoad(2, SavedBlock(expected[2])),  # as a disk gives it
     ]
-    moves.load(back)
-    found = [BlockMove(move.block, HeldBlock(), move.open_page) for move in back]
-    HostMoves(cache, Rates()).save(found)
-    assert [bytes(m.held.read()) for m in found] == [bytes(held.read()) for held in expected]
+    moves.load(back, saved)
+    found = [BlockSave(load.block, load.open_page) for load in back]
+    assert contents(HostMoves(cache, Rates()).save(found)) == expected
 
 
 def test_nothing_to_move() -> None:
@@ -131,11 +128,10 @@ def test_any_number_of_blocks_is_moved_through_two_buffers(monkeypatch: pytest.M
     moves = DeviceMoves(BlockMover(split_sealed(cache.layers)[0]), device, rates)
     buffers = sum(len(buffer.memory) for buffer in moves._buffers)
     assert buffers == block_moves.staging_bytes(cache.block_bytes) == 4 * cache.block_bytes
-    out = [BlockMove(block, HeldBlock()) for block in range(6)]
-    moves.save(out)
+    saved = moves.save([BlockSave(block) for block in range(6)])
     assert len(device.waiting) == 2, "the third group has waited for the first"
     assert rates.moves == 0, "nobody knows yet how long any took"
-    moves.load([BlockMove(5 - move.block, move.held) for move in out])
+    moves.load([BlockLoad(5 - block, content) for block, content in enumerate(saved)])
     assert [cache.read_block(block) for block in range(6)] == expected[::-1]
-    assert [bytes(move.held.read()) for move in out] == expected
+    assert contents(saved) == expected
     assert rates.moves > 0

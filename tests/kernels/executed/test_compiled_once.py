@@ -22,12 +22,14 @@ from ptx_machine.driver import TARGETS, gpu
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
 from appliance.engine.execution import Precision, TorchExecution
+from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.memory_plan import MemoryRequest
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run.setup import Steps, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.activation import Activation
 from appliance.kernels.backend import Backend, Linear, triton_backend
 from appliance.kernels.compile_ahead import compiled_ahead
@@ -98,11 +100,14 @@ def engine_of(
         with_graphs=False,
     )
     plan, graph_bytes = plan_measured(steps, request, on_progress)
-    runner, _ = make_runner(steps, plan, graph_bytes, (), Rates())
+    runner, _ = make_runner(
+        steps, plan, graph_bytes, (), Rates(), Matchers(source.spec.vocab_size, ())
+    )
     blocks = BlockManager(plan.num_blocks, 32, num_open=num_open)
-    scheduler = Scheduler(blocks, limits, (), look_ahead=True)
+    tiers = Tiers.none(blocks)
+    scheduler = Scheduler(blocks, limits, (), look_ahead=True, tiers=tiers)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=())
-    return LLMEngine(scheduler, runner, cast(EngineInfo, info))
+    return LLMEngine(scheduler, tiers, runner, cast(EngineInfo, info))
 
 
 def request(name: str, length: int, **sampling: Any) -> Request:

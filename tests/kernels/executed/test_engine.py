@@ -10,17 +10,18 @@ import torch
 from late_device import LateDevice
 
 from appliance.engine.blocks.block_manager import BlockManager
-from appliance.engine.blocks.block_moves import HostMoves
 from appliance.engine.engine import LLMEngine
 from appliance.engine.execution import Precision, TorchExecution
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
 from appliance.engine.request import Request, SamplingParams
 from appliance.engine.run.batch import Spare
+from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.device import HostDevice
 from appliance.engine.run.model_runner import ModelRunner
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.tiers.tiers import Tiers
 from appliance.kernels.backend import REFERENCE, Backend, select_backend
 from appliance.kernels.kv_cache import KVFormat
 from appliance.model.source import open_model
@@ -58,9 +59,10 @@ def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine
         graph_bytes=2**30,
     )
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
-    scheduler = Scheduler(blocks, LIMITS, (EOS,), look_ahead=asynchronous)
+    tiers = Tiers.none(blocks)
+    scheduler = Scheduler(blocks, LIMITS, (EOS,), look_ahead=asynchronous, tiers=tiers)
     info = SimpleNamespace(vocab_size=source.spec.vocab_size, eos_token_ids=(EOS,))
-    return LLMEngine(scheduler, runner, cast(EngineInfo, info))
+    return LLMEngine(scheduler, tiers, runner, cast(EngineInfo, info))
 
 
 def request(name: str, length: int, **sampling: Any) -> Request:

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from appliance.engine.blocks import pinned_rows
-from appliance.engine.blocks.pinned_rows import PinnedRows
+from appliance.engine.run import pinned_rows
 from appliance.engine.run.device import HostDevice
+from appliance.engine.run.pinned_rows import PinnedRows
 
 
 class Counting(HostDevice):

@@ -9,23 +9,26 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from appliance.engine.blocks.pinned_rows import PinnedRows
+from appliance.engine.moves import SavedBlock
+from appliance.engine.run.pinned_rows import PinnedRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from appliance.engine.plan import BlockCopy, BlockMove
+    from appliance.engine.moves import BlockCopy, BlockLoad, BlockSave
     from appliance.engine.rates import Rates
     from appliance.engine.run.device import Copy, Device
     from appliance.kernels.block_copy.launch import BlockMover
     from appliance.model.executor import Cache
 
+
+Move = TypeVar("Move", "BlockSave", "BlockLoad")
 
 BUFFER_BYTES = 16 << 20  # less than a millisecond of a PCIe link; a larger block has its own size
 NUM_BUFFERS = 2  # one is copied while the other is gathered or scattered
@@ -46,12 +49,12 @@ class BlockMoves(Protocol):
         """Copy blocks, and open pages with them, inside the cache."""
         ...
 
-    def save(self, moves: Sequence[BlockMove]) -> None:
-        """Fill what is held from the cache."""
+    def save(self, saves: Sequence[BlockSave]) -> tuple[SavedBlock, ...]:
+        """Take content out of the cache, in the order of `saves`."""
         ...
 
-    def load(self, moves: Sequence[BlockMove]) -> None:
-        """Fill blocks of the cache from what is held."""
+    def load(self, loads: Sequence[BlockLoad], saved: Sequence[SavedBlock] = ()) -> None:
+        """Fill blocks of the cache; `saved` is what the same plan has saved."""
         ...
 
 
@@ -81,20 +84,19 @@ class HostMoves:
             [copy.open_source for copy in opened], [copy.open_destination for copy in opened]
         )
 
-    def save(self, moves: Sequence[BlockMove]) -> None:
+    def save(self, saves: Sequence[BlockSave]) -> tuple[SavedBlock, ...]:
         """See `BlockMoves`."""
-        begin, num_bytes = time.perf_counter(), 0
-        for move in moves:
-            move.held.content = self._cache.read_block(move.block, move.open_page)
-            num_bytes += len(move.held.content)
-        self._rates.saw_moves(num_bytes, time.perf_counter() - begin)
+        begin = time.perf_counter()
+        contents = [self._cache.read_block(save.block, save.open_page) for save in saves]
+        self._rates.saw_moves(sum(map(len, contents)), time.perf_counter() - begin)
+        return tuple(map(SavedBlock, contents))
 
-    def load(self, moves: Sequence[BlockMove]) -> None:
+    def load(self, loads: Sequence[BlockLoad], saved: Sequence[SavedBlock] = ()) -> None:
         """See `BlockMoves`."""
         begin, num_bytes = time.perf_counter(), 0
-        for move in moves:
-            content = move.held.read()
-            self._cache.write_block(move.block, content, move.open_page)
+        for load in loads:
+            content = load.content(saved).read()
+            self._cache.write_block(load.block, content, load.open_page)
             num_bytes += len(content)
         self._rates.saw_moves(num_bytes, time.perf_counter() - begin)
 
@@ -166,42 +168,45 @@ class DeviceMoves:
                 [copy.open_source for copy in opened], [copy.open_destination for copy in opened]
             )
 
-    def save(self, moves: Sequence[BlockMove]) -> None:
-        """See `BlockMoves`; the content is there once `HeldBlock.over` is."""
-        for group in self._groups(moves):
+    def save(self, saves: Sequence[BlockSave]) -> tuple[SavedBlock, ...]:
+        """See `BlockMoves`; the content is there once `SavedBlock.over` is."""
+        saved: dict[BlockSave, SavedBlock] = {}
+        for group in self._groups(saves):
             buffer, staging = self._next_buffer(group)
             blocks, opened = self._parts(staging, group)
-            self._mover.swap_out([move.block for move in group], blocks)
+            self._mover.swap_out([save.block for save in group], blocks)
             if self._open_mover is not None and opened is not None:
                 self._open_mover.swap_out([group[0].open_page], opened)
             rows, contents = zip(*(self._rows[staging.shape[1]].take() for _ in group), strict=True)
             copy = self._device.fetch_aside(staging, rows)
             buffer.over = _Noted(copy, staging.numel(), self._rates)
-            for move, content in zip(group, contents, strict=True):
-                move.held.content, move.held.over = content, buffer.over
+            for save, content in zip(group, contents, strict=True):
+                saved[save] = SavedBlock(content, buffer.over)
+        return tuple(saved[save] for save in saves)
 
-    def load(self, moves: Sequence[BlockMove]) -> None:
+    def load(self, loads: Sequence[BlockLoad], saved: Sequence[SavedBlock] = ()) -> None:
         """See `BlockMoves`; steps that are enqueued later find the blocks filled."""
-        for group in self._groups(moves):
+        for group in self._groups(loads):
             buffer, staging = self._next_buffer(group)
             # What is still on its way to the host comes there before: one copy after another. For
             # the same reason nobody has to hold a row until it has been read.
-            contents = [_as_tensor(move.held.content) for move in group]
+            contents = [_as_tensor(load.content(saved).content) for load in group]
             copy = self._device.send_aside(contents, staging)
             buffer.over = _Noted(copy, staging.numel(), self._rates)
             blocks, opened = self._parts(staging, group)
-            self._mover.swap_in(blocks, [move.block for move in group])
+            self._mover.swap_in(blocks, [load.block for load in group])
             if self._open_mover is not None and opened is not None:
                 self._open_mover.swap_in(opened, [group[0].open_page])
 
-    def _groups(self, moves: Sequence[BlockMove]) -> list[list[BlockMove]]:
+    def _groups(self, moves: Sequence[Move]) -> list[list[Move]]:
         """As many whole blocks together as a buffer holds, each with an open page by itself."""
         whole = [move for move in moves if move.open_page < 0]
         most = len(self._buffers[0].memory) // self.block_bytes
         groups = [whole[start : start + most] for start in range(0, len(whole), most)]
-        return [*groups, *([move] for move in moves if move.open_page >= 0)]
+        groups += [[move] for move in moves if move.open_page >= 0]
+        return groups
 
-    def _next_buffer(self, group: Sequence[BlockMove]) -> tuple[_Buffer, Tensor]:
+    def _next_buffer(self, group: Sequence[BlockSave | BlockLoad]) -> tuple[_Buffer, Tensor]:
         """The buffer whose turn it is, and a row in it for each move: (len(group), num_bytes)."""
         self._buffers.rotate()
         buffer = self._buffers[0]
@@ -211,7 +216,9 @@ class DeviceMoves:
         size = self.block_bytes + (self.open_bytes if group[0].open_page >= 0 else 0)
         return buffer, buffer.memory[: len(group) * size].view(len(group), size)
 
-    def _parts(self, staging: Tensor, group: Sequence[BlockMove]) -> tuple[Tensor, Tensor | None]:
+    def _parts(
+        self, staging: Tensor, group: Sequence[BlockSave | BlockLoad]
+    ) -> tuple[Tensor, Tensor | None]:
         """The part of blocks, and that of the open page of the only one, if it has one."""
         if group[0].open_page < 0:
             return staging, None
@@ -237,9 +244,8 @@ class _Noted:
         self._rates.saw_moves(num_bytes, seconds)
 
 
-def _as_tensor(content: bytes | bytearray | memoryview | None) -> Tensor:
+def _as_tensor(content: bytes | bytearray | memoryview) -> Tensor:
     """The same bytes, (num_bytes,) uint8."""
-    assert content is not None
     if isinstance(content, bytes):
         content = bytearray(content)  # torch wants to be able to write there
     return torch.frombuffer(content, dtype=torch.uint8)
