@@ -1,14 +1,19 @@
-"""API keys by the names of their holders: where they are read from, and which are refused.
+"""API keys by the names of their holders: how they are written, read and limited.
 
-Names go into logs, metrics and dashboards; keys go nowhere, error messages included.
+An entry is a key, or `sha256:` and the digest of one, and behind it what its holder may have, such
+as `requests=60 tokens=100000 parallel=4 priority=5`. Names go into logs, metrics and dashboards;
+keys go nowhere, error messages included.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import secrets
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from appliance.errors import ConfigError
@@ -18,8 +23,99 @@ NO_KEY = "none"  # what metrics call requests where no key is wanted
 MIN_LENGTH = 8  # characters of a key; below that it is soon guessed, and NAME=KEY likely half a key
 MAX_FILE_BYTES = 2**20
 
+DIGEST = "sha256:"
+
+_HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry, and a person can paste
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What the holder of a key may have; None where nothing is said.
+
+    Attributes:
+        requests: of the API, a minute.
+        tokens: read and written, a minute.
+        parallel: requests that are open at once.
+        priority: of its requests, lower is served earlier; they may ask for a higher number.
+    """
+
+    requests: int | None = None
+    tokens: int | None = None
+    parallel: int | None = None
+    priority: int = 0
+
+
+_BOUNDS = {
+    "requests": (1, 10**6),
+    "tokens": (1, 10**12),
+    "parallel": (1, 10**4),
+    "priority": (-100, 100),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key: what it is known by, and what its holder may have."""
+
+    digest: bytes  # SHA-256
+    limits: KeyLimits = KeyLimits()
+    secret: str | None = field(default=None, repr=False)  # None where only the digest is stored
+
+    @classmethod
+    def parse(cls, entry: str, what: str) -> ApiKey:
+        """Read an entry.
+
+        Args:
+            entry: as in the module's docstring.
+            what: what to call it in messages, which never hold the key.
+
+        Raises:
+            ConfigError: a part of it cannot be used.
+        """
+        key, *words = entry.split(" ") if entry else [""]
+        limits = _parse_limits([word for word in words if word], what)
+        if not key.startswith(DIGEST):
+            check_key(key, what)
+            return cls(digest_of(key), limits, key)
+        digest = key.removeprefix(DIGEST).lower()
+        if not _HEX.fullmatch(digest):
+            raise ConfigError(f"{what} must have 64 hexadecimal digits behind {DIGEST}")
+        return cls(bytes.fromhex(digest), limits)
+
+
+def new_entry(limits: KeyLimits) -> tuple[str, str]:
+    """A key that nobody has, and the entry that knows it by its digest."""
+    secret = f"sk-{secrets.token_urlsafe(24)}"
+    return secret, f"{DIGEST}{digest_of(secret).hex()} {show_limits(limits)}".rstrip()
+
+
+def digest_of(key: str) -> bytes:
+    """What a key is known by."""
+    return hashlib.sha256(key.encode("latin-1")).digest()  # as headers are encoded
+
+
+def _parse_limits(words: list[str], what: str) -> KeyLimits:
+    found: dict[str, int] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in _BOUNDS or name in found:
+            raise ConfigError(
+                f"{what} is followed by something else than {', '.join(_BOUNDS)}, each once and "
+                "with = and a number"
+            )
+        low, high = _BOUNDS[name]
+        if not re.fullmatch(r"-?\d{1,15}", value) or not low <= int(value) <= high:
+            raise ConfigError(f"{what}: {name} must be a whole number from {low} to {high}")
+        found[name] = int(value)
+    return KeyLimits(**found)
+
+
+def show_limits(limits: KeyLimits) -> str:
+    """Limits as an entry has them; empty where nothing is limited."""
+    pairs = [(one.name, getattr(limits, one.name), one.default) for one in fields(limits)]
+    return " ".join(f"{name}={value}" for name, value, usual in pairs if value != usual)
 
 
 def check_key(key: str, what: str) -> None:
@@ -58,12 +154,12 @@ def check_private(path: Path, mode: int) -> None:
         )
 
 
-def check_keys(bare: str | None, named: Mapping[str, str]) -> dict[str, str]:
+def check_keys(bare: str | None, named: Mapping[str, str]) -> dict[str, ApiKey]:
     """Name to key, of all that a server knows; empty if it wants none.
 
     Args:
-        bare: a key without a name; empty counts as none.
-        named: keys by name.
+        bare: entry of the key without a name; empty counts as none.
+        named: entries by name.
 
     Raises:
         ConfigError: a name or a key cannot be used, or stands there twice.
@@ -72,14 +168,12 @@ def check_keys(bare: str | None, named: Mapping[str, str]) -> dict[str, str]:
         raise ConfigError(
             f"the API key name {BARE_NAME!r} is that of the key without a name; choose another"
         )
-    if bare:
-        check_key(bare, "the API key")
-    for name, key in named.items():
-        _check(name, key, f"the API key of {name!r}")
-    keys = ({BARE_NAME: bare} if bare else {}) | dict(named)
-    holders: dict[str, str] = {}
+    keys = {BARE_NAME: ApiKey.parse(bare, "the API key")} if bare else {}
+    for name, entry in named.items():
+        keys[name] = _parse(name, entry, f"the API key of {name!r}")
+    holders: dict[bytes, str] = {}
     for name, key in keys.items():
-        if (other := holders.setdefault(key, name)) != name:
+        if (other := holders.setdefault(key.digest, name)) != name:
             raise ConfigError(
                 f"{other!r} and {name!r} have the same API key; give each a key of its own"
             )
@@ -87,9 +181,10 @@ def check_keys(bare: str | None, named: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Keys by name from a file with a line NAME=KEY for each.
+    """Entries by name from a file with a line NAME=ENTRY for each.
 
-    Empty lines and those that begin with # are skipped; a line without = is a key without a name.
+    Empty lines and those that begin with # are skipped; a line of one word without = is the key
+    without a name.
 
     Raises:
         ConfigError: the file cannot be read, or has a line that cannot be used; the message has
@@ -111,22 +206,22 @@ def read_keys(path: Path) -> dict[str, str]:
     for number, line in enumerate(map(str.strip, text.splitlines()), 1):
         if not line or line.startswith("#"):
             continue
-        name, found, key = (part.strip() for part in line.partition("="))
+        name, found, entry = (part.strip() for part in line.partition("="))
         if not found:
-            name, key = BARE_NAME, name
-        _check(name, key, f"{path}, line {number}: the key in NAME=KEY")
+            name, entry = BARE_NAME, name
+        _parse(name, entry, f"{path}, line {number}: the key in NAME=KEY")
         if name in keys:
             raise ConfigError(f"{path}, line {number}: {name!r} has a key already, further up")
-        keys[name] = key
+        keys[name] = entry
     if not keys:
         raise ConfigError(f"there is no key in the API key file {path}; add a line NAME=KEY")
     return keys
 
 
-def _check(name: str, key: str, what: str) -> None:
+def _parse(name: str, entry: str, what: str) -> ApiKey:
     if name == NO_KEY or not _NAME.fullmatch(name):
         raise ConfigError(
             f"{what} has a name that cannot be used: letters, digits, '.', '_' and '-' can, "
             f"64 at most, but not {NO_KEY!r}"
         )
-    check_key(key, what)
+    return ApiKey.parse(entry, what)

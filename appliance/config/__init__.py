@@ -6,7 +6,7 @@ nothing heavy.
 
 from appliance.config.address import local_url, network_url, server_to_watch
 from appliance.config.folders import cache_dir, jobs_dir, kv_dir
-from appliance.config.keys import api_key_from_environment, own_key
+from appliance.config.keys import api_key_from_environment, key_file, known_keys, own_key
 from appliance.config.sections import SECTIONS, EngineConfig, ServerConfig, Settings, TopConfig
 from appliance.config.sources import (
     load_section,
@@ -25,6 +25,8 @@ __all__ = [
     "api_key_from_environment",
     "cache_dir",
     "jobs_dir",
+    "key_file",
+    "known_keys",
     "kv_dir",
     "load_section",
     "load_settings",

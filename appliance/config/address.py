@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from appliance.api_keys import BARE_NAME
-from appliance.config.keys import api_key_from_environment, with_key_file
+from appliance.config.keys import api_key_from_environment, known_keys
 from appliance.config.sections import ServerConfig
 from appliance.config.sources import load_section
 
@@ -57,14 +57,15 @@ def server_to_watch(url: str | None, path: Path | None = None) -> tuple[str, str
         return url, key
     return (
         url or local_url(server.host, server.port),
-        key or _key_to_watch(with_key_file(server)),
+        key or _key_to_watch(server),
     )
 
 
 def _key_to_watch(server: ServerConfig) -> str | None:
     """The key that manages everything, or the only one; of several with names a person chooses."""
-    keys = server.keys()
-    return keys.get(BARE_NAME) or (next(iter(keys.values())) if len(keys) == 1 else None)
+    keys = known_keys(server)
+    key = next(iter(keys.values())) if len(keys) == 1 else keys.get(BARE_NAME)
+    return None if key is None else key.secret
 
 
 def _is_here(url: str) -> bool:

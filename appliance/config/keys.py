@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import msgspec
-
-from appliance.api_keys import read_keys
+from appliance.api_keys import ApiKey, check_keys, read_keys
 from appliance.config.sections import ServerConfig
 from appliance.config.setting import fields_of
 from appliance.errors import ConfigError
@@ -20,19 +18,26 @@ def api_key_from_environment() -> str | None:
     return os.environ.get(KEY_VARIABLE) or None
 
 
-def with_key_file(server: ServerConfig) -> ServerConfig:
-    """The same with the keys of its key file, if it has one.
+def key_file(server: ServerConfig) -> Path | None:
+    """Where a server's key file lies, if it has one."""
+    return None if server.api_key_file is None else Path(server.api_key_file).expanduser()
+
+
+def known_keys(server: ServerConfig) -> dict[str, ApiKey]:
+    """Name to key, of all that a server lets in: its settings' and its key file's, as it is now.
+
+    Empty where no key is wanted.
 
     Raises:
         ConfigError: the file cannot be read or used.
     """
-    if server.api_key_file is None:
-        return server
-    path = Path(server.api_key_file).expanduser()
+    mine = check_keys(server.api_key, server.api_keys)
+    if (path := key_file(server)) is None:
+        return mine
     read = read_keys(path)
-    if twice := sorted(read.keys() & server.keys().keys()):
+    if twice := sorted(read.keys() & mine.keys()):
         raise ConfigError(f"{path}: {twice[0]!r} has an API key already, in the settings")
-    return msgspec.structs.replace(server, api_keys=server.api_keys | read)
+    return check_keys(server.api_key, server.api_keys | read)
 
 
 def own_key(server: ServerConfig) -> tuple[str | None, dict[str, str]]:
@@ -40,11 +45,14 @@ def own_key(server: ServerConfig) -> tuple[str | None, dict[str, str]]:
 
     Returns:
         The key, None where none is wanted; and the environment in which the server lets it in:
-        where there are several keys and all have names, it is one more.
+        where there are several keys and all have names, or only digests are stored, it is one more.
     """
-    keys, environment = server.keys(), dict(os.environ)
-    if len(keys) < 2 or server.api_key:
-        return next(iter(keys.values()), None), environment
+    keys, environment = known_keys(server), dict(os.environ)
+    if not keys:
+        return None, environment
+    secret = next(iter(keys.values())).secret
+    if secret is not None and (len(keys) == 1 or server.api_key):
+        return secret, environment
     import secrets  # slow to import
 
     key = secrets.token_urlsafe(24)

@@ -307,10 +307,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_all(self)
         check_keys(self.api_key, self.api_keys)
 
-    def keys(self) -> dict[str, str]:
-        """Name to key, of all that are let in; empty where no key is wanted."""
-        return check_keys(self.api_key, self.api_keys)
-
 
 class TopConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the dashboard needs to know.

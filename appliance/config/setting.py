@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 
-from appliance.api_keys import check_key
+from appliance.api_keys import ApiKey
 from appliance.config.units import parse_duration, parse_size, show_duration, show_size
 from appliance.errors import ConfigError
 
@@ -135,7 +135,7 @@ class Field:
         if value is None or (self.is_optional and value == ""):
             return
         if setting.is_key and isinstance(value, str):
-            check_key(value, origin)
+            ApiKey.parse(value, origin)
         elif setting.choices and value not in setting.choices:
             words = ", ".join(map(str, setting.choices))
             raise ConfigError(f"{origin} must be one of {words}{self._got(value)}")

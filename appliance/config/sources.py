@@ -15,7 +15,7 @@ import msgspec
 
 from appliance.api_keys import check_private
 from appliance.config.folders import OTHER_VARIABLES, config_path, kv_dir
-from appliance.config.keys import with_key_file
+from appliance.config.keys import known_keys
 from appliance.config.sections import SECTIONS, EngineConfig, ServerConfig, Settings
 from appliance.config.setting import ENV_PREFIX, fields_of, flag_of, nearest
 from appliance.errors import ConfigError
@@ -40,10 +40,12 @@ def load_settings(flags: Given, path: Path | None = None) -> Settings:
     mine = fields_of(EngineConfig).keys()
     engine = {name: value for name, value in flags.items() if name in mine}
     server = {name: value for name, value in flags.items() if name not in mine}
-    return Settings(
+    settings = Settings(
         engine=load_section(EngineConfig, engine, path),
-        server=with_key_file(load_section(ServerConfig, server, path)),
+        server=load_section(ServerConfig, server, path),
     )
+    known_keys(settings.server)  # a wrong key file is found before anything is loaded
+    return settings
 
 
 def load_section(

@@ -93,6 +93,7 @@ class Answer:
     Raises:
         EngineUnavailableError: the engine is not ready.
         QuarantinedError: engines died of one of the requests.
+        RateLimitError: the API key has used up what it may have.
     """
 
     def __init__(
@@ -106,9 +107,10 @@ class Answer:
         self.completion_tokens = 0
         self._cached_tokens = [0] * len(requests)
         self._metrics = state.metrics
-        self._timer = RequestTimer(state.metrics)
         self._name = requests[0].request_id
         self._owner = requests[0].owner
+        self._use = state.use.begin(self._owner, self.prompt_tokens)
+        self._timer = RequestTimer(state.metrics)
         self._ends = {*info.eos_token_ids, *sampling.stop_token_ids}
         self._reads = reading is not None
         self._reasoning_tokens = 0
@@ -203,6 +205,7 @@ class Answer:
         """End what still runs."""
         for generation in self._generations:
             generation.close()
+        self._use.end()
         complete = all(choice.ended for choice in self._choices)
         self._timer.end(complete=complete)
         logger.info(
@@ -221,6 +224,7 @@ class Answer:
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
         self.completion_tokens += len(delta.token_ids)
+        self._use.take(len(delta.token_ids))
         if delta.token_ids:
             self._timer.tokens(number, len(delta.token_ids), delta.queue_seconds)
         if delta.queue_seconds is not None:

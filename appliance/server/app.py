@@ -39,10 +39,10 @@ def create_app(state: ServerState) -> FastAPI:
     routers = (openai_router(state), health_router(state), admin_router(state), page_router())
     for router in routers:
         app.include_router(router)
-    openapi.install(app, key_required=bool(state.config.keys()))
+    openapi.install(app, key_required=bool(state.keys()))
     state.metrics.add(EngineCollector(state))
     state.metrics.add(MachineCollector(state))
-    app.add_middleware(Door, config=state.config, metrics=state.metrics)
+    app.add_middleware(Door, config=state.config, keys=state.keys, metrics=state.metrics)
     if state.config.access_log:
         app.add_middleware(AccessLog)  # the last one is the outermost
     for kind in (ApplianceError, HTTPException, Exception):

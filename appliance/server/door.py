@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from appliance.config import ServerConfig
+    from appliance.server.key_ring import KeyRing
     from appliance.server.metrics import Metrics
 
 OPEN_PATHS = frozenset({"/health", "/ready", *FILES, *DOCUMENTS})
@@ -44,15 +45,18 @@ class Door:
 
     Args:
         app: what is behind it.
-        config: address and keys of the server.
+        config: address of the server.
+        keys: that are let in.
         metrics: where responses are counted.
     """
 
-    def __init__(self, app: ASGIApp, *, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, *, config: ServerConfig, keys: KeyRing, metrics: Metrics
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._origins = Origins(config)
-        self._keys = KeyCheck(config.keys())
+        self._keys = KeyCheck(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer why not."""

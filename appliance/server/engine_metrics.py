@@ -159,7 +159,7 @@ class EngineCollector(Collector):
 
     def _requests(self) -> Iterator[Metric]:
         # Zeros too, so that no series ends when nobody asks for anything.
-        names = self._state.config.keys() or (NO_KEY,)
+        names = self._state.keys() or (NO_KEY,)
         counts = Counter({(name, state): 0 for name in names for state in ("running", "waiting")})
         for request, started in self._state.engine.open_requests():
             counts[request.owner or NO_KEY, "running" if started else "waiting"] += 1

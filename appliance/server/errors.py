@@ -64,6 +64,17 @@ class TooManyWrongKeysError(RequestError):
         self.retry_after = retry_after
 
 
+class RateLimitError(RequestError):
+    """The API key has used up what it may have; `retry_after` is in seconds."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(f"{message}; try again later", code="rate_limit_exceeded")
+        self.retry_after = retry_after
+
+
 class TooManyConnectionsError(RequestError):
     """More connections than are accepted at once; `retry_after` is in seconds."""
 

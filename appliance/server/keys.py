@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import ipaddress
 import logging
@@ -11,12 +10,15 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from appliance.api_keys import digest_of
 from appliance.errors import AuthError
 from appliance.log import Sparing
 from appliance.server.errors import TooManyWrongKeysError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from appliance.api_keys import ApiKey
 
 BURST = 10  # different wrong keys that an address may try at once
 SECONDS_PER_GUESS = 6.0  # for each one more
@@ -85,12 +87,14 @@ class KeyCheck:
     """Knows keys by their digests; where there are none, everything is right.
 
     Args:
-        keys: name to key.
+        known: name to key, as they are now.
         limit: of wrong ones.
     """
 
-    def __init__(self, keys: Mapping[str, str], limit: GuessLimit | None = None) -> None:
-        self._digests = [(name, _digest(key.encode())) for name, key in keys.items()]
+    def __init__(
+        self, known: Callable[[], Mapping[str, ApiKey]], limit: GuessLimit | None = None
+    ) -> None:
+        self._known = known
         self._limit = limit or GuessLimit()
 
     def check(self, authorization: Sequence[str], api_keys: Sequence[str], address: str) -> str:
@@ -108,16 +112,17 @@ class KeyCheck:
             AuthError: none was given, or one is wrong.
             TooManyWrongKeysError: there were too many wrong ones before.
         """
-        if not self._digests:
+        known = self._known()
+        if not known:
             return ""
         keys = [*map(_bearer_key, authorization), *api_keys]
         if not keys:
             raise AuthError("an API key is needed: send it as Authorization: Bearer KEY")
         network = _network(address)
         self._limit.check(network)
-        digests = [_digest(_raw(key)) for key in keys]
+        digests = [digest_of(key) for key in keys]
         # Every one must be right, and of the same holder: a second header is no second guess.
-        holders = {digest: self._holder(digest) for digest in digests}
+        holders = {digest: _holder(known, digest) for digest in digests}
         if len(found := set(holders.values())) == 1 and (holder := found.pop()):
             return holder
         for digest, name in holders.items():
@@ -125,12 +130,13 @@ class KeyCheck:
                 self._limit.note(network, digest)
         raise AuthError("the API key is wrong")
 
-    def _holder(self, digest: bytes) -> str:
-        found = ""
-        for name, known in self._digests:
-            if hmac.compare_digest(digest, known):
-                found = name
-        return found
+
+def _holder(known: Mapping[str, ApiKey], digest: bytes) -> str:
+    found = ""
+    for name, key in known.items():
+        if hmac.compare_digest(digest, key.digest):
+            found = name
+    return found
 
 
 def _network(address: str) -> str:
@@ -147,11 +153,3 @@ def _network(address: str) -> str:
 def _bearer_key(value: str) -> str:
     scheme, _, key = value.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
-
-
-def _raw(value: str) -> bytes:
-    return value.encode("latin-1")  # as headers are decoded
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -6,7 +6,7 @@ import errno
 import socket
 from typing import TYPE_CHECKING
 
-from appliance.config import local_url
+from appliance.config import known_keys, local_url
 from appliance.errors import ConfigError
 from appliance.server.origins import is_loopback
 
@@ -23,7 +23,7 @@ def bind(config: ServerConfig) -> socket.socket:
         ConfigError: the address cannot be had, or would be open to all without a key.
     """
     host, port = config.host, config.port
-    if not is_loopback(host) and not config.keys():
+    if not is_loopback(host) and not known_keys(config):
         raise ConfigError(
             f"{host} can be reached from other machines, so an API key is needed: set "
             "APPLIANCE_API_KEY, or listen on 127.0.0.1"

@@ -13,6 +13,8 @@ from appliance.errors import EngineUnavailableError, QueueFullError, UnknownMode
 from appliance.log import RecentWarnings
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server.grammars import GrammarChecks
+from appliance.server.key_ring import KeyRing
+from appliance.server.limits import KeyUse
 from appliance.server.machine import MachineProbe
 
 if TYPE_CHECKING:
@@ -41,8 +43,13 @@ class ServerState:
         quality_card: of the model, if it has one.
         jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
         warnings: of this process and the engine's, for whoever watches.
+    <<<<<<< HEAD
+        keys: that are let in.
+        use: what their holders use of what they may.
+    =======
         key_names: of all keys that are let in.
         grammars: checks what requests ask of their answers.
+    >>>>>>> main
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
 
@@ -59,7 +66,8 @@ class ServerState:
     jobs_folder: Path | None = None
     warnings: RecentWarnings = field(default_factory=RecentWarnings)
     machine: MachineProbe = field(init=False)
-    key_names: tuple[str, ...] = field(init=False)
+    keys: KeyRing = field(init=False)
+    use: KeyUse = field(init=False)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
@@ -67,8 +75,10 @@ class ServerState:
 
     def __post_init__(self) -> None:
         self.machine = MachineProbe(self.engine)
-        self.key_names = tuple(self.config.keys())
-        self.metrics.know_keys(self.key_names or (NO_KEY,))
+        self.keys = KeyRing(self.config)
+        self.use = KeyUse(self.keys)
+        self.metrics.know_keys(self.keys() or (NO_KEY,))
+        self.keys.observers.append(self.metrics.know_keys)
         self.engine.observers += [self._take_warnings, self.metrics.take_steps]
 
     def _take_warnings(self, report: StepReport) -> None:
@@ -78,7 +88,7 @@ class ServerState:
     @property
     def several_keys(self) -> bool:
         """Whether more than one key is let in."""
-        return len(self.key_names) > 1
+        return len(self.keys()) > 1
 
     def may_manage(self, holder: str, owner: str) -> bool:
         """Whether a key may end a request, and see more of it than numbers.
@@ -155,7 +165,7 @@ class ServerState:
         if self.has_room(requests):
             return
         own = self.engine.num_waiting_of(owner)
-        if self.several_keys and own + requests <= self.config.max_queue // len(self.key_names):
+        if self.several_keys and own + requests <= self.config.max_queue // len(self.keys()):
             return
         self.metrics.count_shed(owner)
         whose = f", {own} of this key" if self.several_keys else ""

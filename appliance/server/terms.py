@@ -33,9 +33,10 @@ class Terms:
         Raises:
             RequestError: a priority that this server does not give.
         """
-        priority = body.priority or 0
+        own = state.use.limits_of(owner).priority
+        priority = own if body.priority is None else body.priority
         # Where several share the server, one can stand back but not push in front of the others.
-        lowest = 0 if state.several_keys else -MAX_PRIORITY
+        lowest = own if state.several_keys else -MAX_PRIORITY
         if not lowest <= priority <= MAX_PRIORITY:
             why = " where several keys share the server" if state.several_keys else ""
             raise RequestError(

@@ -19,6 +19,7 @@ from aiohttp import web
 from textual_serve.server import Server
 
 from appliance.errors import RequestError
+from appliance.server.key_ring import KeyRing
 from appliance.server.keys import KeyCheck
 from appliance.server.origins import Origins, check_site
 from appliance.server.page import FOLDER
@@ -85,7 +86,7 @@ class WebDashboard(Server):
         super().__init__(shlex.join(command), host=config.host, port=config.port)
         self.title = "appliance top"
         self._origins = Origins(config)
-        self._keys = KeyCheck(config.keys())
+        self._keys = KeyCheck(KeyRing(config))
         self._tickets = Tickets()
         self._sessions = 0
 

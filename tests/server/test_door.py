@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from waiting import LIMIT, until
 
+from appliance.api_keys import ApiKey, check_keys
 from appliance.config import ServerConfig
 from appliance.errors import AuthError
 from appliance.server.door import OPEN_PATHS
@@ -336,6 +337,10 @@ async def test_who_tries_keys_has_to_wait(serve: Serve) -> None:
         assert (await running.http.get("/health")).status_code == 200
 
 
+def anna() -> dict[str, ApiKey]:
+    return check_keys(None, {"anna": "key-of-anna"})
+
+
 def guess(keys: KeyCheck, key: str, address: str) -> str:
     try:
         return keys.check([], [key], address) or "nobody"
@@ -347,7 +352,9 @@ def guess(keys: KeyCheck, key: str, address: str) -> str:
 
 def test_a_program_with_a_wrong_key_shuts_nobody_out() -> None:
     now = 0.0
-    keys = KeyCheck({"anna": "key-of-anna"}, GuessLimit(clock=lambda: now))
+    keys = KeyCheck(
+        lambda: check_keys(None, {"anna": "key-of-anna"}), GuessLimit(clock=lambda: now)
+    )
     for _ in range(1000):
         assert guess(keys, "an old key", "10.0.0.1") == "wrong"
     assert guess(keys, "key-of-anna", "10.0.0.1") == "anna"
@@ -365,7 +372,9 @@ def test_a_program_with_a_wrong_key_shuts_nobody_out() -> None:
 
 
 def test_an_address_of_ipv6_is_as_good_as_its_neighbours() -> None:
-    keys = KeyCheck({"anna": "key-of-anna"}, GuessLimit(clock=lambda: 0.0))
+    keys = KeyCheck(
+        lambda: check_keys(None, {"anna": "key-of-anna"}), GuessLimit(clock=lambda: 0.0)
+    )
     for number in range(BURST):
         assert guess(keys, f"guess {number}", f"2001:db8::{number:x}") == "wrong"
     assert guess(keys, "one more", "2001:db8::ffff") == "wait"
