@@ -15,11 +15,16 @@ from appliance.version import __version__
 
 if TYPE_CHECKING:
     from appliance.engine.request import SamplingParams
+    from appliance.grammar import Grammar
     from appliance.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
 
-_HOME = {"LLM": "appliance.llm", "SamplingParams": "appliance.engine.request"}
+_HOME = {
+    "LLM": "appliance.llm",
+    "SamplingParams": "appliance.engine.request",
+    "Grammar": "appliance.grammar",
+}
 
 
 def __getattr__(name: str) -> Any:

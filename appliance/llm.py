@@ -23,6 +23,7 @@ from appliance.output import ChoiceText
 from appliance.sampling_defaults import choose_defaults
 from appliance.stop_pieces import stop_pieces
 from appliance.tokenizer import Tokenizer
+from appliance.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
     from appliance.engine.messages import SequenceDelta, TokenLogprobs
@@ -90,6 +91,7 @@ class LLM:
         )
         self.default_sampling = SamplingParams(**recommended.values)  # type: ignore[arg-type]
         self._next_id = 0
+        self._has_vocabulary = False
 
     def generate(
         self,
@@ -170,6 +172,9 @@ class LLM:
                     stop_pieces=stop_pieces(self.tokenizer, params),
                 )
                 self._next_id += 1
+                if params.grammar is not None and not self._has_vocabulary:
+                    self.engine.set_vocabulary(vocabulary_of(self.tokenizer))
+                    self._has_vocabulary = True
                 self.engine.submit(request)
                 runs[request.request_id] = _Run(self.tokenizer, request, text)
             with _bar(len(runs), enabled=progress) as advance:

@@ -15,10 +15,18 @@ if TYPE_CHECKING:
 
 
 class ChoiceText:
-    """The growing text of one choice."""
+    """The growing text of one choice.
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self._decoder = DecodeStream(tokenizer)
+    Args:
+        tokenizer: of the model.
+        stop: strings that end it.
+        shown: control tokens that are part of it, for whoever reads it on.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...], shown: frozenset[int] = frozenset()
+    ) -> None:
+        self._decoder = DecodeStream(tokenizer, shown)
         self._matcher = StopStringMatcher(stop)
 
     def push(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+COMPILE_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # bounds of compile times
+
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine knows about itself after a step.
@@ -56,6 +58,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_dropped_total: int = 0  # blocks that left the cache before they were written
     kv_disk_corrupt_total: int = 0  # files that were cut, damaged or foreign, and removed
     kv_disk_evicted_total: int = 0  # files removed for the cap
+    grammar_requests_total: int = 0  # that ask for an answer of a certain form
+    grammar_cache_hits_total: int = 0  # of these, whose grammar was compiled already
+    grammar_compiles: tuple[int, ...] = ()  # of the others, by `COMPILE_SECONDS`, and those above
+    grammar_compile_seconds_total: float = 0.0
     draft_tokens_total: int = 0  # guessed by speculative decoding; 0 while it is off
     accepted_tokens_total: int = 0  # of these, right
 

@@ -10,11 +10,13 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.backends.driver import DriverBase
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,8 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Python 3.11's `ast.parse` fails now and then where several threads parse (gh-106905).
-TRIES = 4
+_parsing = Lock()  # `ast.parse` of Python 3.11 fails where several threads parse (gh-106905)
 
 
 @contextmanager
@@ -50,8 +51,9 @@ def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
                 found[place] = threads.submit(_compile, fn.jit_function, compile, target)
             return True  # neither compile nor launch it now
 
-        before = triton.knobs.runtime.jit_cache_hook
+        before, parse = triton.knobs.runtime.jit_cache_hook, JITFunction.parse
         triton.knobs.runtime.jit_cache_hook = note
+        JITFunction.parse = _one_at_a_time(parse)
         triton.runtime.driver.set_active(NoDevice(target))
         try:
             yield
@@ -61,8 +63,19 @@ def compiled_ahead(on_progress: Callable[[int, int], None]) -> Iterator[None]:
         finally:
             triton.runtime.driver.set_active(driver)
             triton.knobs.runtime.jit_cache_hook = before
-        for done, _ in enumerate(as_completed(found.values()), start=1):
-            on_progress(done, len(found))
+        try:
+            for done, _ in enumerate(as_completed(found.values()), start=1):
+                on_progress(done, len(found))
+        finally:
+            JITFunction.parse = parse
+
+
+def _one_at_a_time(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def locked(function: Any) -> Any:
+        with _parsing:
+            return parse(function)
+
+    return locked
 
 
 def _compile(function: Any, launch: Any, target: GPUTarget) -> None:
@@ -72,13 +85,10 @@ def _compile(function: Any, launch: Any, target: GPUTarget) -> None:
         name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
     }
     source = ASTSource(function, launch["signature"], launch["constants"], launch["configs"][0])
-    for tries_left in reversed(range(TRIES)):
-        try:
-            triton.compile(source, target=target, options=options)
-            return
-        except Exception as error:
-            if not tries_left:
-                logger.warning("%s was not compiled ahead: %s", source.name, error)
+    try:
+        triton.compile(source, target=target, options=options)
+    except Exception as error:
+        logger.warning("%s was not compiled ahead: %s", source.name, error)
 
 
 class NoDevice(DriverBase):  # type: ignore[misc]

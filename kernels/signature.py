@@ -18,6 +18,7 @@ SPECS = (
     "appliance.kernels.gated_activation.spec",
     "appliance.kernels.sampling.spec",
     "appliance.kernels.penalties.spec",
+    "appliance.kernels.token_mask.spec",
     "appliance.kernels.soft_cap.spec",
     "appliance.kernels.packed_matmul.spec",
     "appliance.kernels.fp8_matmul.spec",

@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from appliance.runtime import limit_spinning
 
 limit_spinning()  # the tests share their processors with servers under test
+
+# No example is too slow: the machine may be busy with other work.
+settings.register_profile(
+    "here", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("here")
 
 _DEFAULT_MODELS_DIR = Path(__file__).parent.parent / ".cache" / "models"
 

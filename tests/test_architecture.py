@@ -34,7 +34,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "log": set(),
     "gguf": {"kernels.packed"},
     "checkpoint": set(),
-    "tokenizer": {"gguf", "sampling_defaults"},
+    "grammar": set(),
+    "vocabulary": {"engine.messages", "tokenizer"},
+    "tokenizer": {"gguf", "sampling_defaults", "dialects", "grammar"},
+    "dialects": set(),
     "hub": {"config", "progress", "sampling_defaults"},
     "kernels": set(),
     # The lower floor of quant: how weights are stored. Models read it, so it knows no model.
@@ -46,10 +49,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kernels", "model", "checkpoint", "gguf", "tokenizer", "hub", "config", "sampling_defaults",
     },
     "model": {"kernels", "quant.formats", "checkpoint", "gguf"},
-    "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log"},
+    "engine": {"model", "kernels", "checkpoint", "gguf", "config", "log", "grammar"},
     "server": {
         "engine", "api_keys", "config", "tokenizer", "output", "best_of", "stop_pieces", "log",
-        "jobs", "sampling_defaults", "docs",
+        "jobs", "sampling_defaults", "docs", "dialects", "grammar", "vocabulary",
     },
     "tui": set(),
     "output": {"engine.request", "tokenizer"},
@@ -61,14 +64,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "docs": set(),
     "llm": {
         "engine", "tokenizer", "output", "best_of", "stop_pieces", "config", "hub",
-        "sampling_defaults",
+        "sampling_defaults", "vocabulary",
     },
     "commands": {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub", "jobs",
         "monitoring", "sampling_defaults", "docs",
     },
     "cli": {"commands", "config"},
-    "__init__": {"llm", "engine.request"},
+    "__init__": {"llm", "engine.request", "grammar"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -82,6 +85,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
     "tiers": {"engine.tiers"},
     "beams": {"engine.beams"},
     "scheduling": {"engine.scheduling"},
+    "grammars": {"engine.grammars"},
     "run": {"engine.run", "engine.runner"},
     "loading": {
         "engine.execution", "engine.kv_precision", "engine.memory_plan", "engine.load_tiers",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT
 
 BENCH = Path(__file__).parent.parent / "scripts" / "bench"
 
@@ -28,7 +29,8 @@ for number, kind in enumerate(sys.argv[1:]):
     if kind == "dies":
         os.kill(os.getpid(), signal.SIGSEGV)
     if kind == "hangs":
-        time.sleep(60)
+        tell(hangs=number)
+        time.sleep(1000)
     tell(row={**key, "found": kind})
     if kind == "spoils":
         sys.exit(START_AGAIN)
@@ -38,11 +40,17 @@ for number, kind in enumerate(sys.argv[1:]):
 def supervise(
     tmp_path: Path,
     *kinds: str,
-    seconds: float = 60,
-    patience: float = 2,
     done: tuple[int, ...] = (),
+    time_is_up: bool = False,
 ) -> tuple[str, list[dict[str, Any]], list[int]]:
-    """Why it stopped, the rows, and what was done already each time that a process began."""
+    """Why it stopped, the rows, and what was done already each time that a process began.
+
+    Args:
+        tmp_path: for the worker's program.
+        kinds: what each measurement does.
+        done: those that need no measuring any more.
+        time_is_up: once one hangs; otherwise patience with it is.
+    """
     spec = importlib.util.spec_from_file_location("gpu_supervisor", BENCH / "gpu_supervisor.py")
     assert spec is not None
     assert spec.loader is not None
@@ -52,14 +60,25 @@ def supervise(
     worker = tmp_path / "worker.py"
     worker.write_text(WORKER)
     messages: list[dict[str, Any]] = []
-    stopped = module.Supervisor(
+
+    def take(message: dict[str, Any]) -> None:
+        messages.append(message)
+        if "hangs" in message and time_is_up:
+            supervisor.deadline = time.monotonic()
+        elif "hangs" in message:
+            supervisor.patience = 0.1
+        else:
+            supervisor.patience = LIMIT
+
+    supervisor = module.Supervisor(
         command=(sys.executable, str(worker), *kinds),
         environment={**os.environ, "PYTHONPATH": str(BENCH)},
-        take=messages.append,
+        take=take,
         done={module.name_of({"number": number}) for number in done},
-        patience=patience,
-        deadline=time.monotonic() + seconds,
-    ).run()
+        patience=LIMIT,
+        deadline=time.monotonic() + 10 * LIMIT,
+    )
+    stopped = supervisor.run()
     rows = [message["row"] for message in messages if "row" in message]
     return stopped, rows, [message["facts"] for message in messages if "facts" in message]
 
@@ -75,7 +94,7 @@ def test_what_dies_or_hangs_costs_itself_alone(tmp_path: Path) -> None:
 
 
 def test_when_the_time_is_over_what_there_is_stays(tmp_path: Path) -> None:
-    stopped, rows, _ = supervise(tmp_path, "a", "hangs", "b", seconds=5, patience=30)
+    stopped, rows, _ = supervise(tmp_path, "a", "hangs", "b", time_is_up=True)
     assert stopped == "the time is over"
     assert [row["number"] for row in rows] == [0]
 

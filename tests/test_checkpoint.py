@@ -273,9 +273,7 @@ def complaint(path: Path) -> str | None:
     return None
 
 
-@settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=250, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_mutation_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
     weights = folder_with(tmp_path, TENSORS) / "model.safetensors"

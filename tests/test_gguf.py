@@ -302,9 +302,7 @@ def complaint(path: Path) -> str | None:
     return None
 
 
-@settings(
-    max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_mutation_is_read_or_refused(valid: Path, tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(valid.read_bytes())
@@ -318,9 +316,7 @@ def test_any_mutation_is_read_or_refused(valid: Path, tmp_path: Path, data: st.D
     assert message is None or str(path) in message
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_cut_is_refused(valid: Path, tmp_path: Path, data: st.DataObject) -> None:
     content = valid.read_bytes()

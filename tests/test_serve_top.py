@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from appliance.commands import serve_top
 from appliance.config import ServerConfig
@@ -28,8 +28,7 @@ def test_what_the_server_said_at_its_end_is_passed_on(
     program.chmod(0o755)
 
     def look(*arguments: Any, **options: Any) -> int:
-        while not program.with_name("server.runs").exists():
-            time.sleep(0.01)
+        wait_until(program.with_name("server.runs").exists)
         return 0
 
     monkeypatch.setattr(sys, "executable", str(program))

@@ -17,6 +17,7 @@ import msgspec
 from appliance.engine.beacon import Beacon
 from appliance.engine.check_tokens import check_tokens
 from appliance.engine.deltas import deltas_of, overdue
+from appliance.engine.grammars.grammars import Grammars
 from appliance.engine.loading import load_parts
 from appliance.engine.messages import StepReport, Table
 from appliance.engine.sequence_views import view_sequences
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from appliance.config import EngineConfig
-    from appliance.engine.messages import EngineInfo, SequenceDelta
+    from appliance.engine.grammars.matchers import Matchers
+    from appliance.engine.messages import EngineInfo, SequenceDelta, Vocabulary
     from appliance.engine.plan import Plan, Sampled
     from appliance.engine.request import Request
     from appliance.engine.runner import Runner
@@ -47,6 +49,7 @@ class LLMEngine:
         tiers: what the scheduler keeps of content that leaves the cache.
         runner: runs.
         info: what was loaded.
+        matchers: what the runner follows grammars with.
         clock: monotonic seconds.
         beacon: for whoever watches.
     """
@@ -57,6 +60,7 @@ class LLMEngine:
         tiers: Tiers,
         runner: Runner,
         info: EngineInfo,
+        matchers: Matchers | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         beacon: Beacon | None = None,
@@ -67,6 +71,7 @@ class LLMEngine:
         self._scheduler = scheduler
         self._tiers = tiers
         self._runner = runner
+        self._grammars = Grammars(scheduler, matchers, info)
         self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
         self._expired: list[SequenceDelta] = []  # to be told with the next report
         self._last_end = 0.0
@@ -105,8 +110,14 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        serving = self._scheduler.has_work or bool(self._in_flight or self._expired)
+        serving = self._scheduler.has_work or bool(
+            self._in_flight or self._expired or self._grammars.waiting
+        )
         return serving or self._runner.has_idle_work or self._tiers.has_writes
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """The model's tokens; needed before the first request with a grammar."""
+        self._grammars.set_vocabulary(vocabulary)
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -119,11 +130,12 @@ class LLMEngine:
             seed = self._random.getrandbits(63)
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             request = msgspec.structs.replace(request, sampling=sampling)
-        self._scheduler.add(request, self._clock())
+        if not self._grammars.hold(request):
+            self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
         """End a request, or one choice of it, in whatever phase; False if it was not live."""
-        return self._scheduler.abort(request_id, index)
+        return self._grammars.abandon(request_id) or self._scheduler.abort(request_id, index)
 
     def step(self) -> StepReport:
         """Start one step and finish the oldest one; deltas are in the order of its plan.
@@ -133,10 +145,11 @@ class LLMEngine:
         """
         begin = now = self._clock()
         self._expired += overdue(self._scheduler.expire(now), now)
+        self._expired += self._grammars.start(now)
         launched = self._scheduler.plan(now)
         started = () if launched is None else launched.started
         if launched is None and not self._in_flight:
-            if not (self._expired or self._tiers.idle()):
+            if not (self._expired or self._grammars.idle() or self._tiers.idle()):
                 self._runner.idle()
             return self._report()
         try:
@@ -183,7 +196,9 @@ class LLMEngine:
 
     def _commit(self, plan: Plan, sampled: list[Sampled]) -> tuple[SequenceDelta, ...]:
         self._nan_logits += sum([result.broken for result in sampled])
-        return deltas_of(self._scheduler.commit(plan, sampled))
+        updates = self._grammars.advance(self._scheduler.commit(plan, sampled))
+        self._grammars.forget_if_idle()
+        return deltas_of(updates)
 
     def close(self) -> None:
         """Write what is left for the disk, as far as there is time for it."""
@@ -197,7 +212,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """A snapshot of the numbers."""
         return msgspec.structs.replace(
-            self._scheduler.stats(),
+            self._grammars.add_stats(self._scheduler.stats()),
             step_seconds=self._step_seconds,
             model_seconds=self._runner.seconds,
             nan_logits_total=self._nan_logits,

@@ -17,6 +17,8 @@ from appliance.kernels.kv_page.layout import PAGE_TOKENS
 from appliance.kernels.penalties import cpu as penalties_on_cpu
 from appliance.kernels.sampling import batched
 from appliance.kernels.sampling.cpu import NativeSampling
+from appliance.kernels.token_mask import cpu as masks_on_cpu
+from appliance.kernels.token_mask import reference as masks_by_torch
 from appliance.model.executor import heads_of
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native, why_unsupported
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.penalties.rows import Penalize
+    from appliance.kernels.token_mask.reference import MaskTokens
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
@@ -123,6 +126,11 @@ class Execution(Protocol):
         """What lowers logits without waiting for the device."""
         ...
 
+    @property
+    def mask_tokens(self) -> MaskTokens:
+        """What bans tokens without waiting for the device."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class NativeExecution:
@@ -191,6 +199,11 @@ class NativeExecution:
     def penalize(self) -> Penalize:
         """Torch's."""
         return penalties_on_cpu.penalize
+
+    @property
+    def mask_tokens(self) -> MaskTokens:
+        """Numpy's."""
+        return masks_on_cpu.mask_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +287,16 @@ class TorchExecution:
         from appliance.kernels.penalties.launch import penalize
 
         return penalize
+
+    @property
+    def mask_tokens(self) -> MaskTokens:
+        """Triton's, torch's, or numpy's."""
+        if not self.uses_triton:
+            on_cpu = self.precision.device.type == "cpu"
+            return masks_on_cpu.mask_tokens if on_cpu else masks_by_torch.mask_tokens
+        from appliance.kernels.token_mask.launch import mask_tokens
+
+        return mask_tokens
 
 
 def choose_execution(

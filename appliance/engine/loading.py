@@ -23,6 +23,7 @@ from appliance.engine.execution import (
     choose_execution,
     why_not_native,
 )
+from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.kv_precision import choose_kv, in_words
 from appliance.engine.load_tiers import load_tiers
 from appliance.engine.memory_plan import MemoryPlan, MemoryRequest, plan_memory
@@ -67,7 +68,7 @@ def load_parts(
     on_progress: Callable[[str, int, int], None],
     device: Device | None = None,
     beacon: Beacon | None = None,
-) -> tuple[Scheduler, Tiers, Runner, EngineInfo]:
+) -> tuple[Scheduler, Tiers, Runner, EngineInfo, Matchers]:
     """Load everything that an engine is made of; see `LLMEngine.load`.
 
     Args:
@@ -109,9 +110,10 @@ def load_parts(
     with_graphs = _may_capture(config, execution, device)
     steps = Steps(execution, executor, device, limits, sample_tokens, num_open, with_graphs)
     graph_bytes, rates = 0, Rates()
+    matchers = Matchers(source.spec.vocab_size, eos_token_ids)
     if device.is_asynchronous:
         plan, graph_bytes = plan_measured(steps, request, on_progress)
-    runner, moves = make_runner(steps, plan, graph_bytes, eos_token_ids, rates)
+    runner, moves = make_runner(steps, plan, graph_bytes, eos_token_ids, rates, matchers)
     blocks = BlockManager(
         plan.num_blocks,
         plan.block_size,
@@ -133,7 +135,7 @@ def load_parts(
     info = msgspec.structs.replace(info, notes=(*info.notes, *tier_notes))
     logger.info("loaded %s in %.2f s", config.model, info.load_seconds)
     scheduler = Scheduler(blocks, limits, eos_token_ids, look_ahead=runner.depth > 0, tiers=tiers)
-    return scheduler, tiers, runner, info
+    return scheduler, tiers, runner, info, matchers
 
 
 def _open_device(device: torch.device) -> Device:

@@ -41,6 +41,13 @@ class FetchTable(msgspec.Struct, frozen=True, tag=True):
     index: int
 
 
+class Vocabulary(msgspec.Struct, frozen=True, tag=True):
+    """The model's tokens, which the engine needs for grammars; sent before the first of them."""
+
+    tokens: tuple[bytes, ...]  # by id; none for an id that stands for no text
+    special: tuple[int, ...]  # those that a text cannot contain
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the process after the current step."""
 
@@ -145,5 +152,5 @@ class StepReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     tables: tuple[Table, ...] = ()
 
 
-ToEngine = Load | Submit | Abort | FetchTable | Shutdown
+ToEngine = Load | Submit | Abort | FetchTable | Vocabulary | Shutdown
 FromEngine = Progress | Ready | Failed | StepReport

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from appliance.errors import RequestError
+from appliance.grammar import Grammar
 
 MAX_N = 8
 MAX_BEST_OF = 16
@@ -71,6 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         ignore_eos: go on past the end-of-sequence token.
         forced: tokens that the answer begins with, whatever the model would choose; what is
             reported of them is what the model thinks of them.
+        grammar: what the answer must look like; it ends where the grammar does. Log probabilities
+            are the model's own, as if there were none.
 
     Raises:
         RequestError: a value is out of range; `param` names the field.
@@ -97,6 +100,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     forced: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._check_range("n", self.n, 1, MAX_N)
@@ -108,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     param="best_of",
                 )
         self._check_beam_search()
+        self._check_grammar()
         if self.max_tokens is not None:
             self._check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         self._check_range("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
@@ -174,6 +179,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     f" they are; leave {name} out",
                     param=name,
                 )
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if self.use_beam_search:
+            raise RequestError(
+                "beam search does not go with a grammar; leave use_beam_search out",
+                param="use_beam_search",
+            )
+        if self.forced:
+            raise RequestError("forced tokens do not go with a grammar", param="forced")
 
     @staticmethod
     def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -13,6 +13,7 @@ import torch
 from appliance.engine.memory_plan import plan_memory
 from appliance.engine.run.batch import Spare
 from appliance.engine.run.block_moves import DeviceMoves, HostMoves, staging_bytes
+from appliance.engine.run.grammar_masks import GrammarMasks
 from appliance.engine.run.kernels_ahead import compile_kernels
 from appliance.engine.run.measure import graph_allowance, measure_workspace
 from appliance.engine.run.model_runner import ModelRunner, fixed_bytes, largest_step
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from appliance.engine.execution import Execution
+    from appliance.engine.grammars.matchers import Matchers
     from appliance.engine.limits import SchedulerLimits
     from appliance.engine.memory_plan import MemoryPlan, MemoryRequest
     from appliance.engine.rates import Rates
@@ -83,6 +85,7 @@ def plan_measured(
             executor,
             steps.sample_tokens,
             steps.execution.penalize,
+            steps.execution.mask_tokens,
             device,
             limits,
             kv_layers=kv_layers,
@@ -124,6 +127,7 @@ def make_runner(
     graph_bytes: int,
     eos_token_ids: tuple[int, ...],
     rates: Rates,
+    matchers: Matchers,
 ) -> tuple[ModelRunner[Any], BlockMoves]:
     """Allocate the cache and set the runner up.
 
@@ -133,6 +137,7 @@ def make_runner(
         graph_bytes: bound on the memory of graphs.
         eos_token_ids: tokens that end an answer.
         rates: where the time of moved blocks is noted.
+        matchers: of the sequences that will run.
     """
     num_open = steps.num_open
     cache = steps.executor.allocate_cache(
@@ -151,6 +156,7 @@ def make_runner(
         steps.device,
         num_slots=steps.limits.max_num_seqs,
         vocab_size=steps.executor.spec.vocab_size,
+        grammars=GrammarMasks(matchers, steps.execution.mask_tokens, steps.device),
     )
     runner = ModelRunner(
         steps.executor,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,14 +16,16 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from appliance.best_of import Likelihood, best
+from appliance.dialects import Part
 from appliance.engine.messages import TokenLogprobs
 from appliance.engine.request import FinishReason
 from appliance.errors import ApplianceError, QueueTimeoutError
 from appliance.output import ChoiceText
 from appliance.server.metrics import RequestTimer
-from appliance.server.responses import PromptTokensDetails, Usage
+from appliance.server.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
+    from appliance.dialects import Reader
     from appliance.engine.messages import SequenceDelta
     from appliance.engine.process.generation import Generation
     from appliance.engine.request import Request
@@ -35,12 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What became certain of one choice: text, the tokens it came from, the end."""
+    """What became certain of one choice: text or parts, the tokens they came from, the end."""
 
     choice: int
     text: str
     tokens: tuple[TokenLogprobs, ...]  # empty unless asked for
     finish_reason: FinishReason | None
+    parts: tuple[Part, ...] | None = None  # instead of the text, where it is read
 
 
 @dataclass(slots=True)
@@ -51,11 +54,26 @@ class Whole:
     tokens: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
     cumulative_logprob: float | UnsetType = UNSET  # of searches, and where the best was chosen
+    parts: list[Part] = field(default_factory=list)  # as they came, where the text was read
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the text of choices is split into thoughts, content and calls.
+
+    Attributes:
+        make: a reader for one choice.
+        shown: control tokens that it has to see.
+    """
+
+    make: Callable[[], Reader]
+    shown: frozenset[int]
 
 
 @dataclass(slots=True)
 class _Choice:
     text: ChoiceText
+    reader: Reader | None
     held: list[TokenLogprobs] = field(default_factory=list)  # of text that is not certain yet
     likelihood: Likelihood = field(default_factory=Likelihood)
     ended: bool = False
@@ -67,12 +85,19 @@ class Answer:
     Choices are numbered prompt by prompt; those that are only made for the best of them to be
     chosen are in the pieces, too. Close it in every case; that aborts what still runs.
 
+    Args:
+        state: the server.
+        requests: one for each prompt.
+        reading: of their text; None leaves it whole.
+
     Raises:
         EngineUnavailableError: the engine is not ready.
         QuarantinedError: engines died of one of the requests.
     """
 
-    def __init__(self, state: ServerState, requests: Sequence[Request]) -> None:
+    def __init__(
+        self, state: ServerState, requests: Sequence[Request], reading: Reading | None = None
+    ) -> None:
         info, tokenizer = state.serving()
         sampling = requests[0].sampling
         self._sampling = sampling
@@ -85,8 +110,15 @@ class Answer:
         self._name = requests[0].request_id
         self._owner = requests[0].owner
         self._ends = {*info.eos_token_ids, *sampling.stop_token_ids}
+        self._reads = reading is not None
+        self._reasoning_tokens = 0
+        shown = frozenset() if reading is None else reading.shown
         self._choices = [
-            _Choice(ChoiceText(tokenizer, sampling.stop)) for _ in range(self.num_choices)
+            _Choice(
+                ChoiceText(tokenizer, sampling.stop, shown),
+                None if reading is None else reading.make(),
+            )
+            for _ in range(self.num_choices)
         ]
         for request in requests:
             state.metrics.prompt_tokens.observe(len(request.prompt_token_ids))
@@ -101,8 +133,12 @@ class Answer:
     def usage(self) -> Usage:
         """Token counts so far."""
         prompt, completion = self.prompt_tokens, self.completion_tokens
-        details = PromptTokensDetails(self.cached_tokens)
-        return Usage(prompt, completion, prompt + completion, details)
+        usage = Usage(
+            prompt, completion, prompt + completion, PromptTokensDetails(self.cached_tokens)
+        )
+        if self._reads:
+            usage.completion_tokens_details = CompletionTokensDetails(self._reasoning_tokens)
+        return usage
 
     @property
     def cached_tokens(self) -> int:
@@ -144,6 +180,7 @@ class Answer:
                 choice = choices[piece.choice]
                 texts[piece.choice].append(piece.text)
                 choice.tokens += piece.tokens
+                choice.parts += piece.parts or ()
                 if piece.finish_reason is not None:
                     choice.finish_reason = piece.finish_reason.value
         for choice, parts in zip(choices, texts, strict=True):
@@ -189,6 +226,10 @@ class Answer:
         if delta.queue_seconds is not None:
             self._metrics.observe_wait(self._owner, delta.queue_seconds)
         text, reason = choice.text.push(delta.token_ids, delta.finish_reason)
+        parts: tuple[Part, ...] | None = None
+        if choice.reader is not None:
+            parts, reason = self._read(choice.reader, text, len(delta.token_ids), reason)
+            text = ""
         choice.likelihood.add(delta)
         if delta.logprobs is not None:
             choice.held += self._shown(delta, delta.logprobs)
@@ -199,12 +240,24 @@ class Answer:
                 self._metrics.count_expired(self._owner, "running")
             if delta.finish_reason is None:
                 self._generations[prompt].close_choice(delta.index)
-        elif not text:
+        elif not (parts or text):
             return []
         tokens: tuple[TokenLogprobs, ...] = ()
         if choice.held:
             tokens, choice.held = tuple(choice.held), []
-        return [Piece(number, text, tokens, reason)]
+        return [Piece(number, text, tokens, reason, parts)]
+
+    def _read(
+        self, reader: Reader, text: str, num_tokens: int, reason: FinishReason | None
+    ) -> tuple[tuple[Part, ...], FinishReason | None]:
+        """Parts of a text, and why the choice ended, if it did: the only call that may be, too."""
+        thought = reader.thinking
+        parts = reader.push(text)
+        if thought or reader.thinking:
+            self._reasoning_tokens += num_tokens
+        if reason is not None:
+            parts += reader.finish()
+        return tuple(parts), FinishReason.STOP if reader.ended else reason
 
     def _shown(
         self, delta: SequenceDelta, logprobs: tuple[TokenLogprobs, ...]

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from appliance.dialects import CallArguments, CallBegin, Content, Thought
+from appliance.server.chat_frames import ChoiceFrames, reason_of
+from appliance.server.chat_logprobs import chat_logprobs
 from appliance.server.responses import (
+    AnsweredCall,
     AssistantMessage,
+    CalledFunctionText,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
-    ChatDelta,
-    ChatLogprobs,
-    TokenLogprob,
-    TopLogprob,
 )
-from appliance.server.stream import DONE, FrameTemplate, data_frame
+from appliance.server.stream import DONE, data_frame
+from appliance.server.tools import new_call_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from appliance.engine.messages import Candidate, TokenLogprobs
     from appliance.server.answer import Answer, Piece, Whole
     from appliance.server.exchange import Exchange
-    from appliance.tokenizer import Tokenizer
 
 
 async def chat_frames(
     exchange: Exchange, answer: Answer, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """Frames: role first, then content, an empty delta with the reason, usage, [DONE]."""
+    """Frames: role first, then what the answer consists of, the reason, usage, [DONE]."""
     head = ChatChunk(
         id=exchange.id,
         created=exchange.created,
@@ -40,30 +40,16 @@ async def chat_frames(
     if include_usage:
         head.usage = None
 
-    def frame(
-        number: int,
-        delta: ChatDelta,
-        logprobs: ChatLogprobs | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        head.choices = [ChatChunkChoice(number, delta, logprobs, finish_reason)]
+    def frame(choice: ChatChunkChoice) -> bytes:
+        head.choices = [choice]
         return data_frame(head)
 
-    templates: dict[int, FrameTemplate] = {}  # of the choices that have begun
+    choices: dict[int, ChoiceFrames] = {}  # those that have begun
 
     def frames_of(piece: Piece) -> bytes:
-        number, frames = piece.choice, b""
-        if number not in templates:
-            frames = frame(number, ChatDelta(role="assistant", content=""))
-            templates[number] = FrameTemplate(frame(number, ChatDelta(content=FrameTemplate.MARK)))
-        if piece.tokens:
-            logprobs = chat_logprobs(piece.tokens, exchange.tokenizer)
-            frames += frame(number, ChatDelta(content=piece.text), logprobs)
-        elif piece.text:
-            frames += templates[number].fill(piece.text)
-        if piece.finish_reason is not None:
-            frames += frame(number, ChatDelta(), None, piece.finish_reason.value)
-        return frames
+        if piece.choice not in choices:
+            choices[piece.choice] = ChoiceFrames(piece.choice, exchange.tokenizer, frame)
+        return choices[piece.choice].frames(piece)
 
     async for pieces in answer.pieces():
         yield b"".join(map(frames_of, pieces))
@@ -76,16 +62,20 @@ async def chat_frames(
 
 def whole_chat(exchange: Exchange, answer: Answer, wholes: Sequence[Whole]) -> ChatCompletion:
     """The answer in one object, of choices that have ended."""
-    choices = [
-        ChatChoice(
-            index=number,
-            message=AssistantMessage(whole.text),
-            logprobs=chat_logprobs(whole.tokens, exchange.tokenizer) if exchange.logprobs else None,
-            finish_reason=whole.finish_reason,
-            cumulative_logprob=whole.cumulative_logprob,
+    choices = []
+    for number, whole in enumerate(wholes):
+        message = _message(exchange, whole)
+        choices.append(
+            ChatChoice(
+                index=number,
+                message=message,
+                logprobs=chat_logprobs(whole.tokens, exchange.tokenizer)
+                if exchange.logprobs
+                else None,
+                finish_reason=reason_of(whole.finish_reason, called=bool(message.tool_calls)),
+                cumulative_logprob=whole.cumulative_logprob,
+            )
         )
-        for number, whole in enumerate(wholes)
-    ]
     return ChatCompletion(
         id=exchange.id,
         created=exchange.created,
@@ -96,18 +86,28 @@ def whole_chat(exchange: Exchange, answer: Answer, wholes: Sequence[Whole]) -> C
     )
 
 
-def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
-    """Log probabilities with the text and bytes of every token."""
+def _message(exchange: Exchange, whole: Whole) -> AssistantMessage:
+    if not whole.parts:
+        return AssistantMessage(whole.text)
+    contents = [part.text for part in whole.parts if isinstance(part, Content)]
+    thoughts = [part.text for part in whole.parts if isinstance(part, Thought)]
+    message = AssistantMessage("".join(contents) if contents else None)
+    if thoughts:
+        message.reasoning_content = message.reasoning = "".join(thoughts)
+    if calls := _calls(exchange, whole):
+        message.tool_calls = calls
+    return message
 
-    def entry(candidate: Candidate) -> TopLogprob:
-        token_id = candidate.token_id
-        return TopLogprob(
-            tokenizer.token_text(token_id), candidate.logprob, list(tokenizer.token_bytes(token_id))
-        )
 
-    content = []
-    for token in tokens:
-        chosen = entry(token.chosen)
-        top = [entry(candidate) for candidate in token.top]
-        content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
-    return ChatLogprobs(content)
+def _calls(exchange: Exchange, whole: Whole) -> list[AnsweredCall]:
+    calls: list[tuple[str, list[str]]] = []  # names and pieces of arguments
+    for part in whole.parts:
+        if isinstance(part, CallBegin):
+            calls.append((part.name, []))
+        elif isinstance(part, CallArguments):
+            calls[-1][1].append(part.text)
+    short = exchange.tokenizer.dialect.form.short_ids
+    return [
+        AnsweredCall(new_call_id(short=short), CalledFunctionText("".join(pieces), name))
+        for name, pieces in calls
+    ]

@@ -19,6 +19,7 @@ from appliance.server.completions import completion_frames, whole_completion
 from appliance.server.door import key_name
 from appliance.server.errors import json_response
 from appliance.server.exchange import Exchange
+from appliance.server.grammars import prepare_grammar
 from appliance.server.openapi import describes
 from appliance.server.prompt import chat_prompt, completion_prompts, prompt_text
 from appliance.server.responses import ChatCompletion, Completion, ModelCard, ModelList
@@ -27,13 +28,14 @@ from appliance.server.schema import ChatRequest, CompletionRequest
 from appliance.server.scoring import Scoring
 from appliance.server.stream import EventStream, unless_disconnected
 from appliance.server.terms import Terms, salt_of
+from appliance.server.tools import Tools
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import msgspec
 
-    from appliance.server.answer import Whole
+    from appliance.server.answer import Reading, Whole
     from appliance.server.schema import SamplingFields
     from appliance.server.state import ServerState
 
@@ -54,19 +56,21 @@ def openai_router(state: ServerState) -> APIRouter:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         salt = salt_of(state, body, key_name(request.scope))
-        prompt = await chat_prompt(state, body.messages, salt)
+        tools = Tools.of(body)
+        prompt = await chat_prompt(state, body, tools, salt)
         asked = (
             body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         )
         answer, exchange = await _submit(
             state,
             body,
-            [prompt],
+            [prompt.ids],
             asked,
             logprobs,
             prefix="chatcmpl",
             param="messages",
             owner=key_name(request.scope),
+            reading=prompt.reading,
         )
         if body.stream:
             frames = chat_frames(exchange, answer, include_usage=_include_usage(body))
@@ -150,8 +154,10 @@ async def _submit(
     param: str,
     owner: str,
     default: int | None = None,
+    reading: Reading | None = None,
 ) -> tuple[Answer, Exchange]:
     """Check lengths and queue, then hand one request per prompt to the engine."""
+    grammar = await prepare_grammar(state, body)
     info, _ = state.serving()
     exchange = Exchange.begin(state, prefix, logprobs=logprobs is not None)
     terms = Terms.of(body, state, owner)
@@ -171,6 +177,7 @@ async def _submit(
                     len(prompt), max_tokens, info, param=param, default=default
                 ),
                 logprobs=logprobs,
+                grammar=grammar,
             ),
         )
         for number, prompt in enumerate(prompts)
@@ -180,7 +187,7 @@ async def _submit(
         check_answer(len(prompts), choices, tokens, logprobs, param="max_tokens")
     requests = await prepare_beams(state, requests)
     state.check_queue(owner, len(requests))
-    return Answer(state, requests), exchange
+    return Answer(state, requests, reading), exchange
 
 
 async def _whole(

@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
+from appliance.server.answer import Reading
+from appliance.server.thinking import template_options
+from appliance.server.turns import turns_of
 from appliance.tokenizer import DecodeStream
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
-    from appliance.server.schema import ContentPart, Message
+    from appliance.server.schema import ChatRequest
     from appliance.server.state import ServerState
+    from appliance.server.tools import Tools
     from appliance.tokenizer import Tokenizer
 
 MAX_PROMPTS = 64  # of one request to /v1/completions
 _OFF_LOOP_CHARACTERS = 4096
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
+_TAIL = 16  # tokens at the end of a prompt that may begin a thought
 
 ResultT = TypeVar("ResultT")
 
 
-async def chat_prompt(state: ServerState, messages: list[Message], salt: str) -> list[int]:
-    """Token ids of a conversation in the model's own chat format.
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A chat for the model, and how to read what it answers."""
+
+    ids: list[int]
+    reading: Reading | None
+
+
+async def chat_prompt(state: ServerState, body: ChatRequest, tools: Tools, salt: str) -> ChatPrompt:
+    """A conversation in the model's own chat format.
 
     Args:
         state: the server.
-        messages: the conversation.
+        body: the request.
+        tools: that it offers.
         salt: only chats of the same salt find one another's texts tokenized; see `terms.salt_of`.
 
     Raises:
@@ -42,13 +57,31 @@ async def chat_prompt(state: ServerState, messages: list[Message], salt: str) ->
             param="messages",
             code="no_chat_template",
         )
+    options = template_options(body)
 
-    def encode() -> list[int]:
-        turns = [_turn(message, f"messages[{number}]") for number, message in enumerate(messages)]
-        return tokenizer.encode_chat(turns, salt=salt)
+    def encode() -> ChatPrompt:
+        dialect = tokenizer.dialect
+        turns, definitions = prepare(dialect, turns_of(body.messages), tools.definitions)
+        ids = tokenizer.encode_chat(turns, tools=definitions, options=options, salt=salt)
+        return ChatPrompt(ids, _reading(tokenizer, tools, ids))
 
     # However short its texts are, a chat can have a great deal beside them.
     return await _off_loop(state, encode)
+
+
+def _reading(tokenizer: Tokenizer, tools: Tools, ids: list[int]) -> Reading | None:
+    """How to read the answer to a prompt; None if all of it is content."""
+    dialect = tokenizer.dialect
+    if tools.schemas is None and not dialect.splits_any:
+        return None
+    end = "".join(map(tokenizer.token_text, ids[-_TAIL:]))
+    make = partial(
+        dialect.reader,
+        tools.schemas,
+        thinking=dialect.begins_thinking(end),
+        one_call=tools.one_call,
+    )
+    return Reading(make, tokenizer.control_ids(dialect.marks))
 
 
 async def completion_prompts(
@@ -114,42 +147,6 @@ def _check_ids(ids: list[int], info: EngineInfo) -> None:
             f"prompt has the token id {largest}; this model has {info.vocab_size} tokens",
             param="prompt",
         )
-
-
-def _turn(message: Message, where: str) -> dict[str, Any]:
-    """One message as templates expect it."""
-    if message.role not in _ROLES:
-        raise RequestError(
-            f"{where}.role is {message.role[:40]!r}; known roles: {', '.join(sorted(_ROLES))}",
-            param="messages",
-        )
-    if message.role == "tool" and not message.tool_call_id:
-        raise RequestError(f"{where} is of role tool and needs a tool_call_id", param="messages")
-    turn: dict[str, Any] = {
-        # Templates know system; developer is OpenAI's newer name for it.
-        "role": "system" if message.role == "developer" else message.role,
-        "content": _text(message.content, where),
-    }
-    for name in ("name", "tool_calls", "tool_call_id"):
-        value = getattr(message, name)
-        if value is not None:
-            turn[name] = value
-    return turn
-
-
-def _text(content: str | list[ContentPart] | None, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for part in content:
-        if part.type != "text" or part.text is None:
-            raise RequestError(
-                f"{where} has a content part of type {part.type[:40]!r}; only text is supported",
-                param="messages",
-                code="unsupported_content",
-            )
-        texts.append(part.text)
-    return "\n".join(texts)
 
 
 async def _off_loop(state: ServerState, work: Callable[[], ResultT]) -> ResultT:

@@ -14,6 +14,12 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    """What the tokens of an answer were for."""
+
+    reasoning_tokens: int  # in thoughts
+
+
 class Usage(msgspec.Struct):
     """Token counts of one request; prompts count once, whatever `n` is."""
 
@@ -21,6 +27,8 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    # Where the model can think or call.
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -44,12 +52,31 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-class AssistantMessage(msgspec.Struct):
-    """A whole answer."""
+class CalledFunctionText(msgspec.Struct):
+    """Which tool, and JSON for it; in a stream a piece of that."""
 
-    content: str
+    arguments: str
+    name: str | UnsetType = UNSET  # where a call begins
+
+
+class AnsweredCall(msgspec.Struct):
+    """A call of a tool in a whole answer."""
+
+    id: str
+    function: CalledFunctionText
+    type: Literal["function"] = "function"
+
+
+class AssistantMessage(msgspec.Struct):
+    """A whole answer; `content` is null if it is all thoughts and calls."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    # The thought under both names that clients look for, and calls, where there are some.
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -74,11 +101,23 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     system_fingerprint: str
 
 
+class CallDelta(msgspec.Struct):
+    """The beginning of a call, with id, type and name, or a piece of its arguments."""
+
+    index: int
+    function: CalledFunctionText
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct):
     """What a chunk adds; an empty one accompanies the finish reason."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same
+    tool_calls: list[CallDelta] | UnsetType = UNSET  # one at a time
 
 
 class ChatChunkChoice(msgspec.Struct):

@@ -12,6 +12,7 @@ from appliance.errors import ContextLengthError, RequestError
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
+    from appliance.grammar import Grammar
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.schema import SamplingFields
 
@@ -23,6 +24,7 @@ def sampling_params(
     *,
     max_tokens: int,
     logprobs: int | None,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """Translate; null means the default.
 
@@ -33,6 +35,7 @@ def sampling_params(
             with temperature 0 or beams, is left as it is.
         max_tokens: as `completion_budget` allows.
         logprobs: alternatives per token to report, None for no report.
+        grammar: what the answer must look like.
 
     Raises:
         RequestError: a value is out of range, or two do not go together.
@@ -75,6 +78,7 @@ def sampling_params(
         stop_token_ids=_token_ids("stop_token_ids", fields.stop_token_ids or (), info),
         logit_bias=_logit_bias(fields.logit_bias or {}, info),
         logprobs=logprobs,
+        grammar=grammar,
     )
     if fields.stream and (sampling.use_beam_search or sampling.takes_best):
         chosen = "beam search finds" if sampling.use_beam_search else "best_of chooses"

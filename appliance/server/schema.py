@@ -37,6 +37,7 @@ Priority = Annotated[
 Timeout = Annotated[
     float, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT})
 ]  # seconds
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Prompt = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 
 
@@ -44,6 +45,32 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """Extras of a stream."""
 
     include_usage: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """A schema that the answer obeys, strict or not."""
+
+    schema: dict[str, Any] | bool | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the answer is: text, json_object or json_schema."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the answer must look like, in vLLM's words; one of them."""
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
+    json_object: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -79,6 +106,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         ]
         | None
     ) = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None  # and its kin: older names of vLLM
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] | None = None
     priority: Priority | None = None
     timeout: Timeout | None = None
@@ -92,14 +125,60 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """Which tool a model called, and how; the arguments are JSON, or the object itself."""
+
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call of an earlier turn."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
 class Message(msgspec.Struct, kw_only=True):
     """One turn of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same by its newer name
+
+
+class Function(msgspec.Struct, kw_only=True):
+    """What a tool is called, does and takes."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """Something that a model may call."""
+
+    type: str
+    function: Function
+
+
+class FunctionName(msgspec.Struct, kw_only=True):
+    """One of the tools."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """The tool that has to be called."""
+
+    type: str
+    function: FunctionName
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -108,6 +187,11 @@ class ChatRequest(SamplingFields, kw_only=True):
     # As many as a body has room for: agents send hundreds.
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Count | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 

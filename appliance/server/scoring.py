@@ -15,6 +15,7 @@ from appliance.server.answer import Answer
 from appliance.server.answer_size import check_answer
 from appliance.server.completions import completion_logprobs
 from appliance.server.exchange import Exchange
+from appliance.server.grammars import grammar_of
 from appliance.server.prompt import prompt_text
 from appliance.server.responses import (
     Completion,
@@ -73,6 +74,10 @@ class Scoring:
                     f" not {value}",
                     param=name,
                 )
+        if (found := grammar_of(body)) is not None:
+            raise RequestError(
+                f"echo together with logprobs scores a prompt; leave {found[0]} out", param=found[0]
+            )
         if body.use_beam_search:
             raise RequestError(
                 "echo together with logprobs scores a prompt and searches nothing; leave "

@@ -190,6 +190,7 @@ class _Server:
             self._state.text_pool.shutdown(wait=False, cancel_futures=True)
             if self._state.tokenizer is not None:
                 self._state.tokenizer.close()
+            self._state.grammars.close()
 
     def _web_server(self) -> uvicorn.Server:
         from appliance.server.app import create_app  # slow to import

@@ -12,6 +12,7 @@ from appliance.engine.process.supervisor import EngineState
 from appliance.errors import EngineUnavailableError, QueueFullError, UnknownModelError
 from appliance.log import RecentWarnings
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
+from appliance.server.grammars import GrammarChecks
 from appliance.server.machine import MachineProbe
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ServerState:
         jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
         warnings: of this process and the engine's, for whoever watches.
         key_names: of all keys that are let in.
+        grammars: checks what requests ask of their answers.
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
 
@@ -58,6 +60,7 @@ class ServerState:
     warnings: RecentWarnings = field(default_factory=RecentWarnings)
     machine: MachineProbe = field(init=False)
     key_names: tuple[str, ...] = field(init=False)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
     )

@@ -52,17 +52,17 @@ class FrameTemplate:
     """Frames that differ in one text: all around it is encoded once.
 
     Args:
-        frame: one of these frames, with `MARK` for the text.
+        frame: one of these frames, with `MARK` wherever the text stands.
     """
 
     MARK = secrets.token_hex(16)  # that no client or model can have foreseen
 
     def __init__(self, frame: bytes) -> None:
-        self._before, _, self._after = frame.partition(msgspec.json.encode(self.MARK))
+        self._around = frame.split(msgspec.json.encode(self.MARK))
 
     def fill(self, text: str) -> bytes:
         """The frame with that text."""
-        return self._before + _encode(text) + self._after
+        return _encode(text).join(self._around)
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -14,32 +14,23 @@ _ANYWHERE: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": _NOTHING,
     "bad_words": _NOTHING,
     "grammar": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
     "include_stop_str_in_output": _NOTHING,
     "logits_processors": _NOTHING,
     "prompt_embeds": _NOTHING,
     "prompt_logprobs": (None,),
-    "response_format": (*_NOTHING, {"type": "text"}),
     "skip_special_tokens": (None, True),
-    "structured_outputs": _NOTHING,
     "truncate_prompt_tokens": (None,),
 }
 CHAT: dict[str, tuple[Any, ...]] = _ANYWHERE | {
     "add_generation_prompt": (None, True),
     "audio": _NOTHING,
     "chat_template": _NOTHING,
-    "chat_template_kwargs": _NOTHING,
     "continue_final_message": _NOTHING,
     "documents": _NOTHING,
     "echo": _NOTHING,
     "function_call": (*_NOTHING, "none", "auto"),
     "functions": _NOTHING,
     "modalities": (*_NOTHING, ["text"]),
-    "tool_choice": (*_NOTHING, "none", "auto"),
-    "tools": _NOTHING,
     "web_search_options": (None,),
 }
 COMPLETION: dict[str, tuple[Any, ...]] = _ANYWHERE | {
@@ -48,10 +39,8 @@ COMPLETION: dict[str, tuple[Any, ...]] = _ANYWHERE | {
 # Accepted and without effect here, as they are elsewhere.
 HARMLESS = {
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
-    "reasoning_effort",
     "safety_identifier",
     "service_tier",
     "store",
@@ -68,8 +57,6 @@ def refuse_unsupported(fields: Mapping[str, Any], table: Mapping[str, tuple[Any,
     for name in fields.keys() & table.keys():
         value = fields[name]
         if value in table[name]:
-            continue
-        if name == "tools" and fields.get("tool_choice") == "none":
             continue
         raise RequestError(
             f"{name} is not supported here; leave it out", param=name, code="unsupported_parameter"

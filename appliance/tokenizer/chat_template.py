@@ -47,6 +47,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat as one text.
 
@@ -54,22 +55,26 @@ class ChatTemplate:
             messages: dicts with `role` and `content`, and what else the template reads.
             tools: tool definitions that the model may use.
             add_generation_prompt: end with the beginning of the assistant's turn.
+            options: more variables for the template; they give way to those above.
 
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or takes too long.
         """
         try:
-            length = _text_length(messages) + _text_length(tools)
+            length = _text_length(messages) + _text_length(tools) + _text_length(options)
             budget = Budget(max_chars=MAX_GROWTH * length + GROWTH_ALLOWANCE)
             template = self._tool_template if tools else self._template
             pieces, total = [], 0
             for piece in template.generate(
-                **self.variables,
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{BUDGET: budget},
+                {
+                    **(options or {}),
+                    **self.variables,
+                    "messages": messages,
+                    "tools": tools,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                    BUDGET: budget,
+                }
             ):
                 total += len(piece)
                 budget.check_length(total)
@@ -83,23 +88,27 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def check_nesting(value: Any, nesting: int = 0) -> None:
+def check_nesting(value: Any, param: str, nesting: int = 0) -> None:
     """Refuse messages or tools that are nested so deeply that walking them is a risk.
+
+    Args:
+        value: of the field.
+        param: its name.
+        nesting: of the value in the field.
 
     Raises:
         RequestError: they are.
     """
     if nesting > MAX_NESTING:
         raise RequestError(
-            f"the messages are nested more than {MAX_NESTING} deep; send flatter ones",
-            param="messages",
+            f"the {param} are nested more than {MAX_NESTING} deep; send flatter ones", param=param
         )
     if isinstance(value, Mapping):
         for item in value.values():
-            check_nesting(item, nesting + 1)
+            check_nesting(item, param, nesting + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            check_nesting(item, nesting + 1)
+            check_nesting(item, param, nesting + 1)
 
 
 def _compile(source: str) -> Template:

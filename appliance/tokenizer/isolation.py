@@ -66,6 +66,7 @@ class IsolatedTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat as one text; arguments as of `ChatTemplate.render`.
 
@@ -76,6 +77,7 @@ class IsolatedTemplate:
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
+            "options": options,
         }
         try:
             answer = self._workers.ask(request, cpu_seconds=CPU_SECONDS)
@@ -95,16 +97,13 @@ class IsolatedTemplate:
         Raises:
             ChatTemplateError: it did.
         """
-        try:
-            for messages, tools in _CHATS:
-                try:
-                    self.render(messages, tools=tools)
-                except TemplateLimitError:
-                    raise
-                except ChatTemplateError:
-                    continue
-        finally:
-            self.close()  # who only completes texts needs none
+        for messages, tools in _CHATS:
+            try:
+                self.render(messages, tools=tools)
+            except TemplateLimitError:
+                raise
+            except ChatTemplateError:
+                continue
 
     def close(self) -> None:
         """End the processes; the next chat starts one."""

@@ -26,7 +26,12 @@ END_OF_TURN = (
     "<|eom_id|>",
     "<|end|>",
     "<|end_of_text|>",
+    "<turn|>",
+    "<|return|>",
+    "<|call|>",
 )
+# Of harmony, which has them, a turn is several messages, each with an end of its own.
+_MESSAGE_MARK, _MESSAGE_END = "<|message|>", "<|end|>"
 
 
 class Encoder(Protocol):
@@ -80,5 +85,6 @@ def with_end_of_turn(backend: tokenizers.Tokenizer, named: Iterable[int | None])
     """End-of-sequence ids that a file names, in its order, and then the end-of-turn tokens."""
     added = backend.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
-    turn_ends = [special[content] for content in END_OF_TURN if content in special]
+    ends = [end for end in END_OF_TURN if end != _MESSAGE_END or _MESSAGE_MARK not in special]
+    turn_ends = [special[content] for content in ends if content in special]
     return tuple(dict.fromkeys([*(i for i in named if i is not None), *turn_ends]))

@@ -11,23 +11,29 @@ if TYPE_CHECKING:
 
 
 class DecodeStream:
-    """The text of one growing answer. Control tokens are skipped.
+    """The text of one growing answer. Control tokens are skipped, but for some.
 
     Works on the bytes of the tokens: a character that is spread over several tokens comes out when
     its last byte is there, and never as halves. Most tokens are whole characters, and between
     characters the text of these is known beforehand.
+
+    Args:
+        tokenizer: of the model.
+        shown: control tokens to be written like any other.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> None:
         self._visible_bytes = tokenizer.visible_bytes
         self._whole_text = tokenizer.whole_text
+        self._shown = {token_id: tokenizer.token_bytes(token_id) for token_id in shown}
         self._begun = b""  # a character that is not complete
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Add tokens; returns the characters that they complete."""
         text = ""
         for token_id in token_ids:
-            whole = None if self._begun else self._whole_text[token_id]
+            known = not self._begun and token_id not in self._shown
+            whole = self._whole_text[token_id] if known else None
             text += self._decode(token_id) if whole is None else whole
         return text
 
@@ -38,7 +44,8 @@ class DecodeStream:
         return text
 
     def _decode(self, token_id: int) -> str:
-        data = self._begun + self._visible_bytes(token_id)
+        added = self._shown.get(token_id)
+        data = self._begun + (self._visible_bytes(token_id) if added is None else added)
         text, length = codecs.utf_8_decode(data, "replace", False)
         self._begun = data[length:]
         return text

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from appliance.dialects import Dialect, learn_dialect
 from appliance.errors import ChatTemplateError, ModelError, RequestError
 from appliance.tokenizer.chat_template import check_nesting
 from appliance.tokenizer.control_tokens import ContentGuard, ControlTokens, Occurrence
@@ -19,8 +23,14 @@ from appliance.tokenizer.source import new_separator, with_separator
 if TYPE_CHECKING:
     from tokenizers import AddedToken
 
+    from appliance.tokenizer.chat_template import ChatTemplate
     from appliance.tokenizer.isolation import IsolatedTemplate
     from appliance.tokenizer.source import TokenizerSource
+
+logger = logging.getLogger(__name__)
+
+
+_CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")  # <tool_call>, [TOOL_CALLS]
 
 
 class WholeText(dict[int, str | None]):
@@ -116,6 +126,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
         salt: str = "",
     ) -> list[int]:
         """Token ids of a chat in the model's own format.
@@ -128,17 +139,15 @@ class Tokenizer:
             ChatTemplateError: the model has no chat template, or it refuses the messages.
             RequestError: a message is nested too deeply or holds lone surrogates.
         """
-        template = self._isolated or self.chat_template
-        if template is None:
-            raise ChatTemplateError(
-                "this model has no chat template; use completions with a prompt instead"
-            )
-        check_nesting((messages, tools))
+        check_nesting(messages, "messages")
+        check_nesting(tools, "tools")
+        check_nesting(options, "chat_template_kwargs")
         guard = ContentGuard(self._control_tokens)
-        text = template.render(
+        text = self._template().render(
             guard.hide(messages),
             tools=guard.hide(tools),
             add_generation_prompt=add_generation_prompt,
+            options=guard.hide(options),
         )
         occurrences = self._control_tokens.find(_valid(text))
         pieces = [_valid(guard.restore(piece)) for piece in _split(text, occurrences)]
@@ -151,13 +160,32 @@ class Tokenizer:
             ids.extend(piece[1:])
         return ids
 
+    @cached_property
+    def dialect(self) -> Dialect:
+        """How the model writes thoughts and tool calls, as its chat template tells.
+
+        Raises:
+            ChatTemplateError: the model has no chat template.
+        """
+        template = self._template()
+        assert self.chat_template is not None
+        texts = [self.chat_template.source, self.chat_template.tool_source or ""]
+        return learn_dialect(
+            lambda messages, tools: template.render(messages, tools=tools), "\n".join(texts)
+        )
+
+    def control_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """The control tokens among some texts."""
+        wanted = set(texts)
+        return frozenset(i for i in self._control_ids if self._added_text[i] in wanted)
+
     @property
     def is_isolated(self) -> bool:
         """Whether even a short text is encoded in another process."""
         return self._encoder is not None
 
     def isolate_template(self) -> None:
-        """Render chats in processes with limits from now on, and try that out.
+        """Render chats in processes with limits from now on; try that out, and learn the dialect.
 
         Raises:
             ChatTemplateError: the template uses up its limits for a short chat.
@@ -167,7 +195,11 @@ class Tokenizer:
         from appliance.tokenizer.isolation import IsolatedTemplate
 
         self._isolated = IsolatedTemplate(self.chat_template)
-        self._isolated.try_out()
+        try:
+            self._isolated.try_out()
+            logger.debug("the dialect of the model: %s", self.dialect)
+        finally:
+            self._isolated.close()  # who only completes texts needs none
 
     def close(self) -> None:
         """End the processes that work for it; the next text would start one."""
@@ -191,9 +223,31 @@ class Tokenizer:
             cached = self._bytes[token_id] = self._find_bytes(token_id)
         return cached
 
+    def vocabulary(self) -> tuple[list[bytes], list[int]]:
+        """Of every token its bytes, and the ids of those that no text contains.
+
+        Those are control tokens, and added ones that are written like one. Takes some tenths of a
+        second for a large vocabulary.
+        """
+        tokens = [self._find_bytes(token_id) for token_id in range(self.vocab_size)]
+        special = [
+            token_id
+            for token_id, text in self._added_text.items()
+            if token_id in self._control_ids or _CONTROL.fullmatch(text)
+        ]
+        return tokens, special
+
     def visible_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to an answer: none for control tokens."""
         return b"" if token_id in self._control_ids else self.token_bytes(token_id)
+
+    def _template(self) -> IsolatedTemplate | ChatTemplate:
+        template = self._isolated or self.chat_template
+        if template is None:
+            raise ChatTemplateError(
+                "this model has no chat template; use completions with a prompt instead"
+            )
+        return template
 
     def _find_visible_bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._control_ids else self._find_bytes(token_id)

@@ -1,8 +1,8 @@
-"""A process in which a model's own code runs on texts: its chat template, its regular expressions.
+"""A process for the code of strangers: a model's chat template and regular expressions, grammars.
 
-Both came from a stranger, and either can ask for hours or gigabytes in one step that nobody can
-interrupt. Here the system ends the process when it has used its time or its memory, and the next
-text gets a new one. It loads no torch, and ends with the process that started it.
+Any of them can ask for hours or gigabytes in one step that nobody can interrupt. Here the system
+ends the process when it has used its time or its memory, and the next text gets a new one. It loads
+no torch, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Worker:
     """One process; used by one thread at a time.
 
     Args:
-        setup: what it is for: `template` or `tokenizer`, see `_handler`.
+        setup: what it is for: `template`, `tokenizer` or `grammar`, see `_handler`.
         cpu_seconds: of the processor, for the setup.
         memory_bytes: of its address space.
     """
@@ -181,9 +181,13 @@ def _handler(setup: Mapping[str, Any]) -> Handler:
     """What answers requests.
 
     Args:
-        setup: `template`, arguments of a `ChatTemplate`; or `tokenizer`, the folder of one, and
-            `separator`, see `Tokenizer`.
+        setup: `template`, arguments of a `ChatTemplate`; `tokenizer`, the folder of one, and
+            `separator`, see `Tokenizer`; or `grammar`, to look for faults in grammars.
     """
+    if "grammar" in setup:
+        from appliance.grammar.check import answer_of
+
+        return answer_of
     if "template" in setup:
         template = ChatTemplate(**setup["template"])
 

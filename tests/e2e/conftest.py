@@ -8,14 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-
-START_SECONDS = 60  # a busy test machine may be slow; how long it takes is measured elsewhere
+from waiting import LIMIT, Found, wait_until
 
 
 class Server:
@@ -31,22 +29,24 @@ class Server:
                 env={"APPLIANCE_KV_DISK": "off", **os.environ, **environment},
             )
         self.url = self._wait_for_banner()
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=LIMIT)
 
     @property
     def log(self) -> str:
         return self._log.read_text()
 
     def _wait_for_banner(self) -> str:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            if found := re.search(r"endpoint\s+(http://\S+)/v1", self.log):
-                return found[1]
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.05)
-        self.process.kill()
-        pytest.fail(f"the server did not start:\n{self.log}")
+        def look() -> re.Match[str] | None:
+            assert self.process.poll() is None, f"the server did not start:\n{self.log}"
+            return re.search(r"endpoint\s+(http://\S+)/v1", self.log)
+
+        try:
+            found = self.wait_until(look)
+        except AssertionError:
+            self.process.kill()
+            raise
+        assert found is not None
+        return found[1]
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
@@ -55,11 +55,9 @@ class Server:
             pid for pid in pids if "engine.process" in Path(f"/proc/{pid}/cmdline").read_text()
         )
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.05)
+    def wait_until(self, condition: Callable[[], Found]) -> Found:
+        """Wait until a condition holds; the log says why it does not."""
+        return wait_until(condition, lambda: self.log)
 
     def gauge(self, name: str) -> float:
         text = self.client.get("/metrics").text
@@ -71,7 +69,7 @@ class Server:
         self.client.close()
         self.process.send_signal(signal.SIGTERM)
         try:
-            return self.process.wait(timeout=40)
+            return self.process.wait(LIMIT)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from openai import APIError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
+from waiting import LIMIT
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Server
@@ -111,10 +112,13 @@ def test_an_idle_engine_uses_no_processor(server: Server) -> None:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     server.wait_until(lambda: server.gauge("vllm:num_requests_running") == 0)
-    time.sleep(0.5)
-    before = seconds()
-    time.sleep(2.0)
-    assert seconds() - before <= 0.02
+
+    def rests() -> bool:
+        before = seconds()
+        time.sleep(2.0)
+        return seconds() - before <= 0.02
+
+    server.wait_until(rests)
 
 
 def test_kill_9_of_the_engine_ends_streams_with_an_error_and_waiting_ones_are_served(
@@ -131,7 +135,7 @@ def test_kill_9_of_the_engine_ends_streams_with_an_error_and_waiting_ones_are_se
             "ignore_eos": True,
             "stream": True,
         }
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as r:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=LIMIT) as r:
             results[number] = "".join(r.iter_text())
 
     threads = [threading.Thread(target=stream, args=(number,)) for number in range(8)]
@@ -141,7 +145,7 @@ def test_kill_9_of_the_engine_ends_streams_with_an_error_and_waiting_ones_are_se
     first = server.engine_pid()
     os.kill(first, signal.SIGKILL)
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(LIMIT)
     assert sorted(results) == list(range(8))
     for text in results.values():
         assert "[DONE]" not in text

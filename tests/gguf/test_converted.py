@@ -54,7 +54,7 @@ def exact_values(name: str, blocks: NDArray[np.uint8]) -> torch.Tensor:
 
 
 @given(st.sampled_from(["Q4_K", "Q5_K"]), st.integers(0, 10**6))
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(derandomize=True, max_examples=20)
 def test_codes_and_scales_are_exact_before_they_are_rounded(name: str, seed: int) -> None:
     blocks = random_blocks(name, seed=seed)
     unpack = k_quants.q4_k if name == "Q4_K" else k_quants.q5_k
@@ -63,7 +63,7 @@ def test_codes_and_scales_are_exact_before_they_are_rounded(name: str, seed: int
 
 
 @given(st.integers(0, 10**6))
-@settings(deadline=None, derandomize=True, max_examples=20)
+@settings(derandomize=True, max_examples=20)
 def test_six_bits_are_read_exactly(seed: int) -> None:
     blocks = random_blocks("Q6_K", seed=seed)
     values = k_quants.q6_k_values(torch.from_numpy(blocks))

@@ -41,7 +41,7 @@ def batch_of(decodes: list[int], chunks: list[int]) -> RaggedBatch:
 contexts = st.lists(st.integers(0, 200_000), min_size=1, max_size=6)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(contexts)
 def test_every_key_of_every_decode_row_is_in_one_span(decodes: list[int]) -> None:
     spans = span_table(np.array(decodes)).tolist()
@@ -56,13 +56,13 @@ def test_every_key_of_every_decode_row_is_in_one_span(decodes: list[int]) -> Non
     assert [i for i, *_ in spans] == sorted(i for i, *_ in spans)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.integers(0, 100_000), st.integers(0, 100_000))
 def test_a_table_for_longer_contexts_has_room_for_shorter_ones(a: int, b: int) -> None:
     assert cut(np.array([min(a, b)]))[0][0] <= most_spans(max(a, b))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.lists(st.integers(1, 1000), max_size=4))
 def test_every_row_of_every_chunk_is_in_one_tile(chunks: list[int]) -> None:
     covered = [

@@ -38,7 +38,7 @@ weights = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(weights)
 def test_unpack_returns_the_codes(weight: tuple[PackedWeight, torch.Tensor]) -> None:
     packed_weight, q = weight
@@ -46,7 +46,7 @@ def test_unpack_returns_the_codes(weight: tuple[PackedWeight, torch.Tensor]) -> 
     assert torch.equal(packed_weight.unpack(), q)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(weights)
 def test_dequantize_is_the_formula_element_by_element(
     weight: tuple[PackedWeight, torch.Tensor],
@@ -65,7 +65,7 @@ def test_dequantize_is_the_formula_element_by_element(
         assert float(values[row, column]) == pytest.approx(expected, rel=1e-6, abs=1e-5)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(weights, st.data())
 def test_rows_select_without_loss(
     weight: tuple[PackedWeight, torch.Tensor], data: st.DataObject

@@ -205,7 +205,7 @@ def test_the_query_may_be_a_view_of_a_fused_projection(precision: Precision) -> 
 lengths = st.integers(1, 400)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     st.lists(lengths, max_size=4),
     st.lists(st.tuples(lengths, st.floats(0, 1)), max_size=3),

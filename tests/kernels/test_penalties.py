@@ -51,7 +51,7 @@ asked = st.tuples(
 
 
 @each_way
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(rows=st.lists(st.tuples(tokens, tokens, asked, st.booleans()), min_size=1, max_size=5))
 def test_each_row_is_lowered_by_what_it_has_seen(
     penalize: Penalize, rows: list[tuple[list[int], list[int], Asked, bool]]

@@ -23,7 +23,7 @@ settings_of_a_row = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.lists(settings_of_a_row, min_size=1, max_size=6), st.integers(0, 1000))
 def test_batched_equals_reference_up_to_rounding_of_the_boundary(
     rows: list[tuple[float, int, float, float, float]], seed: int

@@ -202,9 +202,9 @@ def attempt(family: Family, origin: str, read: Callable[[], dict[str, Any]]) -> 
 
 def many(function: Callable[..., None]) -> Callable[..., None]:
     slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
-    return settings(
-        max_examples=CASES, deadline=None, derandomize=True, suppress_health_check=slow_is_fine
-    )(function)
+    return settings(max_examples=CASES, derandomize=True, suppress_health_check=slow_is_fine)(
+        function
+    )
 
 
 @st.composite

@@ -22,6 +22,7 @@ import tokenizers
 import uvicorn
 import uvloop
 from tokenizers import decoders, models, pre_tokenizers
+from waiting import LIMIT
 
 from appliance.config import EngineConfig, ServerConfig
 from appliance.engine.process.client import EngineClient
@@ -71,6 +72,22 @@ def byte_tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer.from_path(tokenizer_folder)
 
 
+@pytest.fixture
+def tokenizer_with(tokenizer_folder: Path, tmp_path: Path) -> Callable[..., Tokenizer]:
+    """The byte tokenizer with another template and perhaps more control tokens."""
+
+    def make(template: str, *special: str) -> Tokenizer:
+        backend = tokenizers.Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
+        backend.add_special_tokens(list(special))
+        backend.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": "<eos>", "chat_template": template})
+        )
+        return Tokenizer.from_path(tmp_path)
+
+    return make
+
+
 @dataclass
 class Running:
     """A server that runs, and ways to talk to it."""
@@ -106,11 +123,6 @@ class Running:
             and not any(engine.metadata or [1])
         )
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 10.0) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition():  # noqa: ASYNC110 - it looks at another process
-                await asyncio.sleep(0.005)
-
 
 Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
@@ -135,7 +147,7 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
         **engine_options: Any,
     ) -> AsyncIterator[Running]:
         config = ServerConfig(port=0, **(server or {}))
-        limits = limits or SupervisionLimits(step_timeout=30.0, backoff=0.01)
+        limits = limits or SupervisionLimits(step_timeout=LIMIT, backoff=0.01)
         engine = EngineClient(
             EngineConfig(model=model, **engine_options), command=command, limits=limits
         )
@@ -158,12 +170,12 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
             await engine.start(tokenizer.eos_token_ids, lambda stage, done, total: None)
             state.tokenizer = tokenizer
             async with (
-                httpx.AsyncClient(base_url=url, timeout=30, headers=headers) as http,
+                httpx.AsyncClient(base_url=url, timeout=LIMIT, headers=headers) as http,
                 openai.AsyncOpenAI(
                     base_url=f"{url}/v1",
                     api_key=config.api_key or "unused",
                     max_retries=0,
-                    timeout=30,
+                    timeout=LIMIT,
                 ) as client,
             ):
                 yield Running(url, state, http, client)

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import until
 
 from appliance.server import access_log
 
@@ -37,7 +38,7 @@ async def test_who_asked_for_what_and_how_it_ended(
             "POST", "/v1/completions", json={"model": "echo", "prompt": "secret", "stream": True}
         ) as response:
             await response.aread()
-        await running.until(lambda: len(lines(caplog)) == 5)
+        await until(lambda: len(lines(caplog)) == 5)
     found = lines(caplog)
     assert [line.split()[:5] for line in found] == [
         ["127.0.0.1", "anna", "POST", "/v1/completions", "200"],

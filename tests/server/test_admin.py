@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 import pytest
+from waiting import LIMIT, until
 
 from appliance.engine.process.supervisor import EngineState
 from appliance.events import (
@@ -95,8 +96,8 @@ async def test_the_feed_tells_the_truth_about_blocks_and_sequences(serve: Serve)
         work = [asyncio.create_task(running.complete("a" * 100, max_tokens=300)) for _ in range(3)]
         last: dict[type[Event], Event] = {}
 
-        async def until(condition: Callable[[], bool]) -> None:
-            async with asyncio.timeout(10):
+        async def read_until(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(LIMIT):
                 while not condition():
                     event = await anext(feed)
                     last[type(event)] = event
@@ -112,7 +113,7 @@ async def test_the_feed_tells_the_truth_about_blocks_and_sequences(serve: Serve)
                 and stats.generation_tokens_per_second > 0
             )
 
-        await until(busy)
+        await read_until(busy)
         stats = last[Stats]
         assert isinstance(stats, Stats)
         assert (stats.requests_running, stats.requests_waiting) == (2, 1)
@@ -130,7 +131,7 @@ async def test_the_feed_tells_the_truth_about_blocks_and_sequences(serve: Serve)
         assert blocks.active() >= 14
         for task in work:
             task.cancel()
-        await until(lambda: blocks.active() == 0)
+        await read_until(lambda: blocks.active() == 0)
         await feed.aclose()
 
 
@@ -145,7 +146,7 @@ def test_who_can_unpack_is_sent_less(header: str, wanted: bool) -> None:
 async def test_the_feed_is_compressed_for_those_who_can_unpack_it(serve: Serve) -> None:
     async with serve("step_seconds=0.01") as running:
         work = [asyncio.create_task(running.complete(c * 99, max_tokens=300)) for c in "abcdefgh"]
-        await running.until(lambda: len(running.state.engine.sequences) == 8)
+        await until(lambda: len(running.state.engine.sequences) == 8)
         read: dict[str, tuple[int, int]] = {}
         for encoding in ("gzip", "identity"):
             async with running.http.stream(
@@ -195,9 +196,7 @@ async def test_watchers_are_limited_and_forgotten_when_they_leave(serve: Serve) 
             async with running.http.stream("GET", EVENTS) as response:
                 return response.status_code == 200
 
-        async with asyncio.timeout(5):
-            while not await admitted():  # noqa: ASYNC110 - it looks at a server
-                await asyncio.sleep(0.05)
+        await until(admitted)
         for feed in feeds:
             await feed.aclose()
 
@@ -216,7 +215,7 @@ async def test_a_block_table_says_where_a_sequence_lies(serve: Serve) -> None:
     async with serve("step_seconds=0.01") as running:
         work = asyncio.create_task(running.complete("a" * 40, max_tokens=300))
         engine = running.state.engine
-        await running.until(lambda: any(view.slot for view in engine.sequences))
+        await until(lambda: any(view.slot for view in engine.sequences))
         (view,) = engine.sequences
         path = f"/admin/v1/sequences/{view.request_id}/0/blocks"
         response = await running.http.get(path)
@@ -238,11 +237,11 @@ async def test_a_block_table_that_never_comes_ends_with_the_engine(serve: Serve)
     async with serve() as running:
         engine = running.state.engine
         work = asyncio.create_task(running.complete([HANG]))
-        await running.until(lambda: engine.num_running + engine.num_waiting == 1)
+        await until(lambda: engine.num_running + engine.num_waiting == 1)
         ((request, _),) = engine.open_requests()
         path = f"/admin/v1/sequences/{request.request_id}/0/blocks"
         asked = asyncio.create_task(running.http.get(path))
-        await asyncio.sleep(0.2)
+        await until(lambda: bool(engine._tables))
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
         assert (await asked).status_code == 404
@@ -254,7 +253,7 @@ async def test_a_request_can_be_ended_from_outside(serve: Serve, stream: bool) -
     async with serve("step_seconds=0.01") as running:
         engine = running.state.engine
         work = asyncio.create_task(running.complete("a" * 40, max_tokens=400, stream=stream))
-        await running.until(lambda: bool(engine.num_running))
+        await until(lambda: bool(engine.num_running))
         ((request, _),) = engine.open_requests()
         path = f"/admin/v1/requests/{request.request_id}/abort"
         response = await running.http.post(path)
@@ -262,7 +261,7 @@ async def test_a_request_can_be_ended_from_outside(serve: Serve, stream: bool) -
         answer = await work
         assert answer.status_code == (200 if stream else 410)
         assert '"code":"request_aborted"' in answer.text
-        await running.until(running.idle)
+        await until(running.idle)
         assert (await running.http.post(path)).status_code == 404
 
 
@@ -270,7 +269,7 @@ async def test_prompts_are_shown_where_the_server_was_started_to_show_them(serve
     async with serve("step_seconds=0.01", server={"show_prompts": True}) as running:
         feed = watch(running)
         work = asyncio.create_task(running.complete("hello there", max_tokens=300))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT):
             async for event in feed:
                 if isinstance(event, Info):
                     assert event.prompts_shown
@@ -296,7 +295,7 @@ async def test_of_several_keys_each_manages_its_own_requests(serve: Serve, bare:
         headers = bearing(KEYS["anna"])
         body = {"prompt": "a" * 40, "max_tokens": 400}
         work = asyncio.create_task(running.http.post("/v1/completions", json=body, headers=headers))
-        await running.until(lambda: bool(running.state.engine.sequences))
+        await until(lambda: bool(running.state.engine.sequences))
         ((request, _),) = running.state.engine.open_requests()
         abort = f"/admin/v1/requests/{request.request_id}/abort"
         table = f"/admin/v1/sequences/{request.request_id}/0/blocks"
@@ -325,7 +324,7 @@ async def test_the_key_without_a_name_ends_requests_of_others(serve: Serve) -> N
         headers=bearing(KEYS["anna"]),
     ) as running:
         work = asyncio.create_task(running.complete("a" * 40, max_tokens=400))
-        await running.until(lambda: bool(running.state.engine.num_running))
+        await until(lambda: bool(running.state.engine.num_running))
         ((request, _),) = running.state.engine.open_requests()
         path = f"/admin/v1/requests/{request.request_id}/abort"
         response = await running.http.post(path, headers=bearing("key-of-codex"))
@@ -345,7 +344,7 @@ async def test_the_only_key_manages_everything(serve: Serve) -> None:
 async def first_sequences(running: Running) -> tuple[SequenceView, ...]:
     feed = watch(running)
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT):
             async for event in feed:
                 if isinstance(event, Sequences) and event.sequences:
                     return event.sequences
@@ -360,7 +359,7 @@ async def test_warnings_of_the_engine_reach_every_watcher_once(serve: Serve) -> 
         for _ in range(2):
             feed = watch(running)
             lines: list[LogLine] = []
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT):
                 async for event in feed:
                     if isinstance(event, Log):
                         lines += event.lines
@@ -380,7 +379,7 @@ async def test_a_task_of_another_process_is_told_until_it_is_over(
         told: list[tuple[str, int, bool]] = []
         with JobFile(tmp_path, "quantize tiny") as job:
             job.update("layers", 3, 30)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT):
                 async for event in feed:
                     if isinstance(event, Job):
                         told.append((event.stage, event.done, event.ended))

@@ -5,6 +5,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import until
 
 from appliance.engine.request import Request, SamplingParams
 from appliance.server.answer import MAX_TURN, Answer
@@ -27,7 +28,7 @@ def answer_to(running: Running, prompt: bytes, **sampling: object) -> Answer:
 async def test_what_came_meanwhile_is_handed_over_together(serve: Serve) -> None:
     async with serve() as running:
         answer = answer_to(running, b"ab", max_tokens=100)
-        await running.until(lambda: running.state.engine.stats.generation_tokens_total == 100)
+        await until(lambda: running.state.engine.stats.generation_tokens_total == 100)
         async with aclosing(answer.pieces()) as turns:
             found = [pieces async for pieces in turns]
         answer.close()
@@ -39,7 +40,7 @@ async def test_it_is_still_one_frame_a_token(serve: Serve) -> None:
     async with serve() as running:
         answer = answer_to(running, b"ab", max_tokens=5)
         exchange = Exchange.begin(running.state, "cmpl", logprobs=False)
-        await running.until(lambda: running.state.engine.stats.generation_tokens_total == 5)
+        await until(lambda: running.state.engine.stats.generation_tokens_total == 5)
         frames = completion_frames(exchange, answer, include_usage=False, echo=[""])
         async with aclosing(frames):
             writes = [write async for write in frames]
@@ -54,7 +55,7 @@ async def test_it_is_still_one_frame_a_token(serve: Serve) -> None:
 async def test_nothing_comes_after_a_stop_string(serve: Serve, n: int) -> None:
     async with serve("step_seconds=0.001") as running:
         answer = answer_to(running, b"abc", n=n, max_tokens=400, stop=("ca",))
-        await running.until(lambda: running.state.engine.stats.generation_tokens_total >= 20 * n)
+        await until(lambda: running.state.engine.stats.generation_tokens_total >= 20 * n)
         async with aclosing(answer.pieces()) as turns:
             pieces = [piece async for turn in turns for piece in turn]
         answer.close()
@@ -62,4 +63,4 @@ async def test_nothing_comes_after_a_stop_string(serve: Serve, n: int) -> None:
         assert texts == ["ab", "b"][:n]
         assert sorted(p.choice for p in pieces if p.finish_reason is not None) == list(range(n))
         assert answer.completion_tokens == (4 if n == 1 else 7)
-        await running.until(running.idle)
+        await until(running.idle)

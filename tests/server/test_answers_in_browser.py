@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from browser import chromium, opened
 from playwright.async_api import Error
+from waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -277,7 +277,9 @@ async def test_code_and_answers_are_copied_as_they_were_written(serve: Serve) ->
         await page.get_by_text("Copied").wait_for()
         assert await page.evaluate(read) == "int *p;\n"
         await page.locator(".who .copy").click()
-        async with asyncio.timeout(10):
-            while "```c" not in await page.evaluate(read):  # noqa: ASYNC110 - it is the browser's
-                await asyncio.sleep(0.05)
-        assert (await page.evaluate(read)).startswith("user\nx\n\n```c\nint *p;\n```")
+
+        async def copied() -> str:
+            text: str = await page.evaluate(read)
+            return text if "```c" in text else ""
+
+        assert (await until(copied)).startswith("user\nx\n\n```c\nint *p;\n```")

@@ -67,6 +67,17 @@ async def test_what_is_not_strict_json(serve: Serve) -> None:
         ] == "\x00\x01"
 
 
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 CHAT_FIELDS: list[tuple[str, Any]] = [
     ("messages", []),
     ("messages", "hi"),
@@ -120,16 +131,50 @@ CHAT_FIELDS: list[tuple[str, Any]] = [
     ("stream", "yes"),
     ("stream_options", {"include_usage": True}),  # without stream
     ("ignore_eos", 1),
+    ("tools", {}),
+    ("tools", [{}]),
+    ("tools", [{"type": "function"}]),
+    ("tools", [{"type": "function", "function": {}}]),
+    ("tools", [{"type": "web_search", "function": {"name": "f"}}]),
+    ("tools", [tool("")]),
+    ("tools", [tool("a b")]),
+    ("tools", [tool("f\n")]),
+    ("tools", [tool("x" * 65)]),
+    ("tools", [tool("f"), tool("f")]),
+    ("tools", [tool(f"f{n}") for n in range(129)]),
+    ("tools", [tool("f", {"type": "string"})]),
+    ("tools", [tool("f", {"type": ["object"]})]),
+    ("tools", [tool("f", {"properties": []})]),
+    ("tools", [tool("f", [])]),
+    ("tools", [tool("f", {"description": "x" * 600_000})]),
+    ("tools", [tool("f", {"properties": {"a": nested(70)}})]),
+    ("tools", [{"type": "function", "function": {"name": "f", "strict": "yes"}}]),
+    ("tool_choice", "required"),  # without tools
+    ("tool_choice", "any"),
+    ("tool_choice", 5),
+    ("tool_choice", {"type": "function"}),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("tool_choice", {"type": "allowed_tools", "function": {"name": "f"}}),
+    ("parallel_tool_calls", "no"),
+    ("messages", [{"role": "assistant", "tool_calls": "f()"}]),
+    ("messages", [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}]),
+    ("messages", [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]),
+    ("messages", [{"role": "user", "tool_calls": [{"function": {"name": "f"}}]}]),
+    ("messages", [{"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "f"}}]}]),
+    ("messages", [{"role": "assistant", "reasoning_content": 5}]),
+    ("reasoning_effort", "enormous"),
+    ("reasoning_effort", 3),
+    ("chat_template_kwargs", []),
+    ("chat_template_kwargs", {"messages": []}),
+    ("chat_template_kwargs", {"add_generation_prompt": False}),
+    ("chat_template_kwargs", {"a": "x" * 17_000}),
+    ("chat_template_kwargs", {f"a{n}": 1 for n in range(65)}),
+    ("chat_template_kwargs", {"a": nested(70)}),
     # What is not supported is refused by name, never swallowed.
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
-    ("tool_choice", "required"),
     ("functions", [{"name": "f"}]),
-    ("response_format", {"type": "json_object"}),
     ("audio", {"voice": "alloy"}),
     ("modalities", ["text", "audio"]),
     ("chat_template", "{{ 1 }}"),
-    ("chat_template_kwargs", {"a": 1}),
-    ("guided_json", {"type": "object"}),
     ("add_generation_prompt", False),
     ("skip_special_tokens", False),
 ]

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from waiting import until
+
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
@@ -92,7 +94,7 @@ async def test_stop_strings_are_held_back_and_never_leak(serve: Serve) -> None:
         assert "".join(texts) == "user\none two "
         assert "tw" in texts, "a beginning that came to nothing is let out"
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-        await running.until(running.idle)
+        await until(running.idle)
         whole = (await running.chat("one two three four", stop="three", ignore_eos=True)).json()
         assert whole["choices"][0]["message"]["content"] == "user\none two "
         assert whole["usage"]["completion_tokens"] == 1 + len("user\none two three")
@@ -130,7 +132,7 @@ async def test_one_choice_stops_and_the_other_goes_on(serve: Serve) -> None:
         # Choice 2 begins with "ser", so that it meets the whole string in its second round only.
         texts = [choice["message"]["content"] for choice in answer["choices"]]
         assert texts == ["", "", "ser\nabc\nassistant\n"]
-        await running.until(running.idle)
+        await until(running.idle)
         assert running.state.engine.stats.generation_tokens_total < 100
 
 
@@ -172,15 +174,20 @@ async def test_roles_and_content_in_every_accepted_form(serve: Serve) -> None:
                 "role": "user",
                 "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
             },
-            {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f"}}],
+            },
             {"role": "tool", "content": "42", "tool_call_id": "1"},
             {"role": "assistant", "content": ""},
         ]
         prompt = "".join(
             f"<|im_start|>{role}\n{text}<|im_end|>\n"
             for role, text in [
-                ("system", "be brief"), ("user", "a\nb"), ("assistant", ""), ("tool", "42"),
-                ("assistant", ""),
+                ("system", "be brief"), ("user", "a\nb"),
+                ("assistant", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+                ("user", "<tool_response>\n42\n</tool_response>"), ("assistant", ""),
             ]
         )  # fmt: skip
         response = await running.http.post(CHAT, json={"messages": messages})

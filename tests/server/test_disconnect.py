@@ -7,11 +7,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from waiting import until
 
 if TYPE_CHECKING:
     from tests.server.conftest import Running, Serve
-
-STEP = 0.02
 
 
 async def post(running: Running, **fields: Any) -> asyncio.StreamWriter:
@@ -34,55 +33,38 @@ async def leave(writer: asyncio.StreamWriter) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_in_the_queue_in_prefill_and_while_decoding(serve: Serve, stream: bool) -> None:
-    async with serve(f"step_seconds={STEP}", max_num_seqs=1, max_num_batched_tokens=16) as running:
+    async with serve("holds_at=200", max_num_seqs=1, max_num_batched_tokens=16) as running:
         engine = running.state.engine
 
         decoding = await post(running, prompt="a", stream=stream)
-        await running.until(lambda: engine.stats.generation_tokens_total > 0)
+        await until(lambda: engine.stats.generation_tokens_total > 0)
         queued = await post(running, prompt="b", stream=stream)
-        await running.until(lambda: engine.num_waiting == 1)
+        await until(lambda: engine.num_waiting == 1)
         await leave(queued)
-        await running.until(lambda: engine.num_waiting == 0)
+        await until(lambda: engine.num_waiting == 0)
         assert engine.num_running == 1
         await leave(decoding)
-        await running.until(running.idle)
+        await until(running.idle)
         assert engine.stats.aborted_total == 2
-        assert engine.stats.generation_tokens_total < 200
 
         generated = engine.stats.generation_tokens_total
         prefilling = await post(running, prompt="c" * 500, max_tokens=10, stream=stream)
-        await running.until(lambda: engine.num_running == 1)
-        steps = engine.stats.steps_total
+        await until(lambda: engine.num_running == 1)
         await leave(prefilling)
-        await running.until(lambda: engine.stats.aborted_total == 3 and running.idle())
-        assert engine.stats.steps_total < steps + 30, "500 tokens take 32 steps"
+        await until(lambda: engine.stats.aborted_total == 3 and running.idle())
         assert engine.stats.generation_tokens_total == generated
 
         assert (await running.complete("x", max_tokens=2)).status_code == 200
 
 
-async def test_blocks_are_free_within_a_step(serve: Serve) -> None:
-    async with serve("step_seconds=0.2") as running:
-        engine = running.state.engine
-        body = {"prompt": "a" * 100, "max_tokens": 400, "stream": True}
-        async with running.http.stream("POST", "/v1/completions", json=body) as response:
-            received = 0
-            async for line in response.aiter_lines():
-                received += line.startswith("data: ")
-                if received == 3:
-                    break
-        await running.until(lambda: engine.stats.aborted_total == 1 and running.idle())
-        # The step under way may still add a token; the next one finds the request gone.
-        assert engine.stats.generation_tokens_total <= received + 1
-
-
 async def test_a_client_that_leaves_at_its_last_token(serve: Serve) -> None:
     async with serve() as running:
-        for _ in range(10):
+        for turns in range(0, 40, 4):
             writer = await post(running, prompt="a", max_tokens=1)
-            await asyncio.sleep(0.003)
+            for _ in range(turns):
+                await asyncio.sleep(0)
             await leave(writer)
-        await running.until(running.idle)
+        await until(running.idle)
         assert (await running.complete("x", max_tokens=2)).status_code == 200
 
 
@@ -105,11 +87,11 @@ async def test_an_abort_storm(serve: Serve) -> None:
 
         async def one(number: int) -> None:
             writer = await post(running, prompt="abc", max_tokens=30, stream=number % 2 == 0)
-            await asyncio.sleep(number % 7 * 0.01)
+            await until(lambda: running.state.engine.stats.steps_total >= number % 7 * 4)
             await leave(writer)
 
         await asyncio.gather(*(one(number) for number in range(100)))
-        await running.until(running.idle)
+        await until(running.idle)
         answers = await asyncio.gather(*(running.complete("abc", max_tokens=5) for _ in range(10)))
         assert {answer.json()["choices"][0]["text"] for answer in answers} == {"abcab"}
 
@@ -124,8 +106,8 @@ async def test_a_client_that_never_reads_is_given_up(
             running, prompt="a", stream=True, n=8, logprobs=20, max_tokens=19_000, ignore_eos=True
         )
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await running.until(lambda: running.state.engine.num_running == 1)
-        await running.until(running.idle, seconds=20)
+        await until(lambda: running.state.engine.num_running == 1)
+        await until(running.idle)
         assert running.state.engine.stats.aborted_total == 8
         assert (await running.complete("x", max_tokens=2)).status_code == 200
         await leave(writer)

@@ -5,6 +5,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import LIMIT, until
 
 from appliance.config import ServerConfig
 from appliance.errors import AuthError
@@ -14,6 +15,8 @@ from appliance.server.keys import BURST, SECONDS_PER_GUESS, GuessLimit, KeyCheck
 from appliance.server.origins import Origins, is_loopback
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.server.conftest import Running, Serve
 
 
@@ -24,7 +27,7 @@ async def raw(running: Running, request: bytes) -> bytes:
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(request)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT):
             return await reader.readline()
     finally:
         writer.close()
@@ -110,9 +113,11 @@ HOLDERS = {"anna": "key-of-anna", "codex": "key-of-codex", "tim": "key-of-tim"}
 
 
 async def test_each_holder_comes_in_with_a_key_of_its_own_and_is_known_by_name(
-    serve: Serve,
+    serve: Serve, tmp_path: Path
 ) -> None:
-    async with serve("step_seconds=0.02", server={"api_key": KEY, "api_keys": HOLDERS}) as running:
+    seen = tmp_path / "seen"
+    server = {"api_key": KEY, "api_keys": HOLDERS}
+    async with serve(f"holds_at=30 until={seen}", server=server) as running:
         both = {"authorization": "Bearer key-of-anna", "x-api-key": "key-of-codex"}
         for wrong in (both, {"x-api-key": "anna"}, {"x-api-key": ""}):
             assert (await running.http.get("/v1/models", headers=wrong)).status_code == 401
@@ -126,19 +131,18 @@ async def test_each_holder_comes_in_with_a_key_of_its_own_and_is_known_by_name(
                 assert response.status_code == 200
             owners = [request.owner for request, _ in running.state.engine.open_requests()]
             assert owners == ["anna", "codex", "key"]
-            await running.until(lambda: running.state.engine.num_running == 3)
+            await until(lambda: running.state.engine.num_running == 3)
             metrics = (await running.http.get("/metrics", headers={"x-api-key": KEY})).text
-            seen = set[str]()
             scored = {"prompt": "hi" * 20, "echo": True, "logprobs": 0, "max_tokens": 1}
             headers = {"x-api-key": "key-of-tim"}
             asking = asyncio.create_task(
                 running.http.post("/v1/completions", json=scored, headers=headers)
             )
-            while not asking.done():
-                seen |= {one.owner for one, _ in running.state.engine.open_requests()}
-                await asyncio.sleep(0.005)
-            assert asking.result().status_code == 200, asking.result().text
-            assert "tim" in seen
+            engine = running.state.engine
+            await until(lambda: "tim" in {one.owner for one, _ in engine.open_requests()})
+            seen.touch()
+            answer = await asking
+            assert answer.status_code == 200, answer.text
     for name in ("anna", "codex", "key"):
         assert (
             f'appliance_requests{{key="{name}",model_name="echo",state="running"}} 1.0' in metrics
@@ -310,7 +314,7 @@ async def test_a_body_of_two_lengths_ends_the_connection(serve: Serve) -> None:
             b"\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
             b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
         )
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT):
             answer = await reader.read()
         writer.close()
         assert answer.startswith(b"HTTP/1.1 400")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import openai
 import pytest
+from waiting import LIMIT, until
 
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits
 
@@ -35,13 +36,13 @@ async def stream_lines(running: Running, begun: asyncio.Event) -> list[str]:
 
 
 async def test_kill_in_mid_stream(serve: Serve) -> None:
-    async with serve("step_seconds=0.01", max_num_seqs=8) as running:
+    async with serve("holds_at=20", max_num_seqs=8) as running:
         begun = [asyncio.Event() for _ in range(8)]
         streams = [asyncio.create_task(stream_lines(running, event)) for event in begun]
         for event in begun:
             await event.wait()
         queued = [asyncio.create_task(running.complete("xyz", max_tokens=4)) for _ in range(4)]
-        await running.until(lambda: running.state.engine.num_waiting == 4)
+        await until(lambda: running.state.engine.num_waiting == 4)
         assert (await running.http.get("/health")).status_code == 200
 
         pid = running.state.engine.pid
@@ -72,9 +73,9 @@ async def test_kill_in_mid_stream(serve: Serve) -> None:
 
 
 async def test_a_whole_answer_that_is_lost_is_a_503(serve: Serve) -> None:
-    async with serve("step_seconds=0.01") as running:
+    async with serve("holds_at=20") as running:
         waiting = asyncio.create_task(running.complete("ab", max_tokens=300))
-        await running.until(lambda: running.state.engine.num_running == 1)
+        await until(lambda: running.state.engine.num_running == 1)
         assert running.state.engine.pid is not None
         os.kill(running.state.engine.pid, signal.SIGKILL)
         answer = await waiting
@@ -82,14 +83,14 @@ async def test_a_whole_answer_that_is_lost_is_a_503(serve: Serve) -> None:
         assert answer.headers["retry-after"]
 
 
-HASTY = SupervisionLimits(hang_timeout=0.4, step_timeout=30.0, backoff=0.01)
+HASTY = SupervisionLimits(hang_timeout=0.4, step_timeout=LIMIT, backoff=0.01)
 
 
 async def test_a_step_that_hangs_is_ended(serve: Serve) -> None:
     async with serve(limits=HASTY) as running:
         answer = await running.complete([HANG], stream=True)
         assert answer.status_code == 503, "nothing was sent yet, so the status still tells"
-        await running.until(lambda: running.state.engine.state is EngineState.READY)
+        await until(lambda: running.state.engine.state is EngineState.READY)
         assert (await running.complete("x", max_tokens=2)).status_code == 200
 
 
@@ -99,12 +100,12 @@ async def test_a_stopped_engine_is_not_ready_and_then_another_is(serve: Serve) -
         pid = running.state.engine.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        await running.until(lambda: running.state.doubtful)
+        await until(lambda: running.state.doubtful)
         ready = await running.http.get("/ready")
         assert ready.status_code == 503
         assert "does not respond" in ready.json()["error"]["message"]
-        await running.until(lambda: running.state.engine.restarts == 1)
-        await running.until(lambda: running.state.engine.state is EngineState.READY)
+        await until(lambda: running.state.engine.restarts == 1)
+        await until(lambda: running.state.engine.state is EngineState.READY)
         assert (await running.http.get("/ready")).status_code == 200
         assert (await running.http.get("/health")).json() == {"status": "ok", "restarts": 1}
         assert (await running.complete("x", max_tokens=2)).status_code == 200
@@ -118,7 +119,7 @@ async def test_an_engine_that_cannot_come_back_is_waited_for(serve: Serve, tmp_p
         obstacle.touch()
         assert engine.pid is not None
         os.kill(engine.pid, signal.SIGKILL)
-        await running.until(lambda: engine.seconds_to_start > 400)
+        await until(lambda: engine.seconds_to_start > 400)
         for path in ("/health", "/ready"):
             health = await running.http.get(path)
             assert health.status_code == 503
@@ -142,7 +143,7 @@ async def test_a_request_that_ends_engines_is_refused_and_the_others_are_served(
         for _ in range(2):
             lost = await running.complete([DIE, 1], max_tokens=2)
             assert lost.status_code == 503
-            await running.until(lambda: running.state.engine.state is EngineState.READY)
+            await until(lambda: running.state.engine.state is EngineState.READY)
         for stream in (False, True):
             refused = await running.complete([DIE, 1], max_tokens=2, stream=stream)
             assert refused.status_code == 500
@@ -159,7 +160,7 @@ async def test_a_request_that_ends_engines_is_refused_and_the_others_are_served(
         health = (await running.http.get("/health")).json()
         assert health == {"status": "ok", "restarts": 2, "quarantined": 1}
         assert (await running.complete("ab", max_tokens=2)).status_code == 200
-        await running.until(running.idle)
+        await until(running.idle)
         assert running.state.engine.restarts == 2
 
 
@@ -175,9 +176,9 @@ async def test_a_request_that_fails_alone(serve: Serve) -> None:
 
 
 async def test_a_full_queue(serve: Serve) -> None:
-    async with serve("step_seconds=0.02", max_num_seqs=2, server={"max_queue": 3}) as running:
+    async with serve("holds_at=20", max_num_seqs=2, server={"max_queue": 3}) as running:
         tasks = [asyncio.create_task(running.complete("ab", max_tokens=400)) for _ in range(5)]
-        await running.until(lambda: running.state.engine.num_waiting == 3)
+        await until(lambda: running.state.engine.num_waiting == 3)
         for path, body in (
             ("/v1/completions", {"prompt": "a"}),
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
@@ -190,25 +191,29 @@ async def test_a_full_queue(serve: Serve) -> None:
         assert (await running.http.get("/health")).status_code == 200
         assert (await running.http.get("/ready")).status_code == 503
         tasks[-1].cancel()
-        await running.until(lambda: running.state.engine.num_waiting == 2)
+        await until(lambda: running.state.engine.num_waiting == 2)
         assert (await running.http.get("/ready")).status_code == 200
         too_many = await running.complete(["a"] * 5)
         assert too_many.status_code == 429
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await running.until(running.idle)
+        await until(running.idle)
 
 
 async def test_keep_alive_comments_while_waiting(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("appliance.server.stream.KEEP_ALIVE_SECONDS", 0.05)
-    async with serve("step_seconds=0.2", max_num_batched_tokens=32) as running:
+    goes_on = tmp_path / "goes_on"
+    async with serve(f"holds_at=32 until={goes_on}", max_num_batched_tokens=32) as running:
         body = {"prompt": "a" * 100, "max_tokens": 2, "stream": True}
         async with running.http.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
-            lines = [line async for line in response.aiter_lines() if line]
-        assert lines[0] == ": keep-alive"
+            lines = []
+            async for line in response.aiter_lines():
+                lines += [line] if line else []
+                if len(lines) == 5:
+                    assert set(lines) == {": keep-alive"}
+                    goes_on.touch()
         assert lines[-1] == "data: [DONE]"
-        assert lines.count(": keep-alive") >= 5

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import until
 
 from appliance.engine.process.supervisor import EngineState
 from appliance.server.metrics import Metrics, RequestTimer
@@ -55,7 +56,7 @@ async def test_metrics_have_the_known_names(serve: Serve) -> None:
         await running.complete("ab", max_tokens=5, n=2)
         await running.complete("ab", n=99)
         await running.http.get("/no/such/path")
-        await running.until(lambda: running.idle())
+        await until(lambda: running.idle())
         text = (await running.http.get("/metrics")).text
         found = await samples(running)
         assert found["vllm:num_requests_running"] == 0
@@ -80,7 +81,7 @@ async def test_blocks_of_the_cache_and_of_host_memory_are_told_by_state(serve: S
     async with serve("step_seconds=0.01") as running:
         engine = running.state.engine
         task = asyncio.create_task(running.complete("a" * 100, max_tokens=300))
-        await running.until(lambda: any(engine.metadata or ()))
+        await until(lambda: any(engine.metadata or ()))
         engine.stats = msgspec.structs.replace(
             engine.stats, swapped=2, kv_host_blocks=7, kv_host_swapped=5, kv_host_capacity=9
         )

@@ -27,9 +27,10 @@ def nested(depth: int) -> Any:
     return value
 
 
-def call(arguments: Any) -> dict[str, Any]:
+def call(arguments: Any, call_id: str = "1") -> dict[str, Any]:
     """The messages of a chat whose texts are short, and whose tool call is what it is."""
-    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": call_id, "type": "function", "function": function}]
     return {"messages": [{"role": "assistant", "content": "", "tool_calls": calls}]}
 
 
@@ -58,7 +59,7 @@ async def test_every_chat_is_rendered_beside_the_event_loop(
 
     monkeypatch.setattr(Tokenizer, "encode_chat", noted)
     async with serve() as running:
-        for body in (call("x" * 10**6), call(""), {"messages": [{"role": "user"}] * 2}):
+        for body in (call("", "x" * 10**6), call(""), {"messages": [{"role": "user"}] * 2}):
             answer = await running.http.post(CHAT, json=body | {"max_tokens": 2})
             assert answer.status_code == 200, answer.text
     assert len(threads) == 3

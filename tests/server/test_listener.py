@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import LIMIT
 
 from appliance.server.admin import Watcher
 
@@ -24,7 +25,7 @@ async def connection(
     host, _, port = running.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT):
             yield reader, writer
     finally:
         writer.close()

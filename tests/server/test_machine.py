@@ -5,6 +5,7 @@ import os
 import threading
 
 import pytest
+from waiting import LIMIT
 
 from appliance.config import EngineConfig
 from appliance.engine.process.client import EngineClient
@@ -24,7 +25,7 @@ class SlowProbe(GpuProbe):
 
     def read(self, generated_tokens: int) -> tuple[Gpu, ...]:
         self.reads += 1
-        assert self.let.wait(20)
+        assert self.let.wait(LIMIT)
         return (Gpu(name="slow"),)
 
 
@@ -34,8 +35,9 @@ def engine() -> EngineClient:
 
 
 async def test_this_process_is_counted_and_one_that_is_not_there_is_not(
-    engine: EngineClient,
+    engine: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(machine, "PATIENCE_SECONDS", LIMIT)
     found = await MachineProbe(engine).read()
     assert found is not None
     assert found.api_rss_bytes > 2**20
@@ -60,12 +62,12 @@ async def test_a_driver_that_hangs_keeps_nobody_waiting_for_long(
     monkeypatch.setattr(machine, "PATIENCE_SECONDS", 0.05)
     gpus = SlowProbe()
     probe = MachineProbe(engine, gpus)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT):
         assert await probe.read() is None
         assert await probe.read() is None
     assert gpus.reads == 1, "it is not asked again before it has answered"
     gpus.let.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT):
         while (found := await probe.read()) is None:
             pass
     assert [gpu.name for gpu in found.gpus] == ["slow"]

@@ -9,12 +9,14 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from browser import PHONE, chromium, opened
+from waiting import until
 
 from appliance.jobs import JobFile
 from appliance.sampling_defaults import SamplingDefaults
 from appliance.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from playwright.async_api import Page
@@ -27,6 +29,10 @@ MAP_COLOURS = """() => {
     return new Set(Array.from({ length: data.length / 4 }, (_, i) =>
         data.slice(4 * i, 4 * i + 4).join())).size;
 }"""
+
+
+async def coloured(page: Page) -> bool:
+    return bool(await page.evaluate(MAP_COLOURS) > 2)
 
 
 async def say(page: Page, text: str) -> None:
@@ -44,7 +50,7 @@ async def figures(page: Page) -> str:
 async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
     async with (
         chromium() as browser,
-        serve("step_seconds=0.08") as running,
+        serve("holds_at=170") as running,  # the second answer goes on until it is stopped
         opened(browser, running.url) as (page, complaints),
     ):
         await page.locator("#state.ready").wait_for()
@@ -66,13 +72,11 @@ async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
 
         await say(page, "a" * 100)
         stop = page.get_by_role("button", name="Stop")
-        async with asyncio.timeout(10):
-            while await page.evaluate(MAP_COLOURS) == 2:  # noqa: ASYNC110 - it looks at a browser
-                await asyncio.sleep(0.05)
+        await until(lambda: coloured(page), "more than two colours on the map")
         await page.locator(".assistant .text:not(:empty)").nth(1).wait_for()
         await stop.click()
         await page.get_by_text("stopped", exact=True).wait_for()
-        await running.until(running.idle)
+        await until(running.idle)
         assert await page.locator(".message").count() == 4
         assert await stop.is_disabled()
 
@@ -85,10 +89,33 @@ async def test_a_person_chats_and_watches_without_a_key(serve: Serve) -> None:
         assert complaints == []
 
 
-async def test_what_was_stopped_before_an_answer_came_can_be_said_again(serve: Serve) -> None:
+async def test_thoughts_are_folded_up_above_the_answer(
+    serve: Serve, tokenizer_with: Callable[..., Tokenizer]
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{# </think> #}"
     async with (
         chromium() as browser,
-        serve("step_seconds=1") as running,
+        serve(tokenizer=tokenizer_with(template)) as running,
+        opened(browser, running.url) as (page, _),
+    ):
+        await page.locator("#state.ready").wait_for()
+        await say(page, "<think>Hm <b>x</b>.</think>Yes.")
+        await figures(page)
+        answer = page.locator(".message.assistant")
+        thoughts = answer.locator(".thoughts > div")
+        assert await answer.locator(".text").inner_text() == "Yes."
+        assert await thoughts.is_hidden()
+        await answer.get_by_text("Thoughts").click()
+        assert await thoughts.inner_text() == "Hm <b>x</b>."
+
+
+async def test_what_was_stopped_before_an_answer_came_can_be_said_again(
+    serve: Serve, tmp_path: Path
+) -> None:
+    stopped = tmp_path / "stopped"
+    async with (
+        chromium() as browser,
+        serve(f"holds_at=2 until={stopped}") as running,
         opened(browser, running.url) as (page, complaints),
     ):
         await page.locator("#state.ready").wait_for()
@@ -100,10 +127,11 @@ async def test_what_was_stopped_before_an_answer_came_can_be_said_again(serve: S
         assert await page.locator(".message").count() == 0
         assert await message.input_value() == "too early\nand more"
 
+        stopped.touch()
         await page.get_by_role("button", name="Send").click()
         await page.locator(".assistant .text:not(:empty)").wait_for()
         await page.get_by_role("button", name="New chat").click()
-        await running.until(running.idle)
+        await until(running.idle)
         assert await page.locator(".message").count() == 0
         assert await page.locator("#figures").inner_text() == ""
         async with page.expect_request("**/v1/chat/completions") as request:
@@ -203,10 +231,13 @@ async def test_a_model_without_a_chat_template_goes_on_with_a_text(
         assert complaints == []
 
 
-async def test_an_answer_that_breaks_off_stays_and_can_be_asked_for_again(serve: Serve) -> None:
+async def test_an_answer_that_breaks_off_stays_and_can_be_asked_for_again(
+    serve: Serve, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
     async with (
         chromium() as browser,
-        serve("step_seconds=0.05") as running,
+        serve(f"holds_at=130 until={broken}") as running,
         opened(browser, running.url) as (page, _),
     ):
         await page.locator("#state.ready").wait_for()
@@ -214,14 +245,14 @@ async def test_an_answer_that_breaks_off_stays_and_can_be_asked_for_again(serve:
         await page.locator(".assistant .text:not(:empty)").wait_for()
         killed = running.state.engine.pid
         assert killed is not None
+        broken.touch()
         os.kill(killed, signal.SIGKILL)
         await page.locator(".error", has_text="SIGKILL").wait_for()
         assert await page.locator(".assistant .text").inner_text() != ""
         # What the page shows may still be from before.
-        while running.state.engine.pid == killed or running.state.unavailable:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        await until(lambda: running.state.engine.pid != killed and not running.state.unavailable)
         await page.get_by_role("button", name="Again").click()
-        await page.locator("#again:not([disabled])").wait_for(timeout=30_000)
+        await page.locator("#again:not([disabled])").wait_for()
         assert await page.locator(".error").count() == 0
         assert await page.locator(".message").count() == 2
 
@@ -258,6 +289,8 @@ async def test_a_page_that_nobody_looks_at_asks_for_nothing(serve: Serve) -> Non
         serve() as running,
         opened(browser, running.url) as (page, _),
     ):
+        await page.clock.install()
+        await page.reload()
         await page.locator("#state.ready").wait_for()
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
@@ -269,10 +302,10 @@ async def test_a_page_that_nobody_looks_at_asks_for_nothing(serve: Serve) -> Non
         ended = asyncio.create_task(page.wait_for_event("requestfailed"))
         await page.evaluate(hide, True)
         assert (await ended).url.endswith("/admin/v1/events"), "the feed is left"
-        await asyncio.sleep(1.5)
+        await page.clock.run_for(600_000)  # ten minutes pass at once
         assert asked == []
         await page.evaluate(hide, False)
-        await running.until(lambda: bool(asked))
+        await until(lambda: bool(asked))
         assert asked[0].endswith("/admin/v1/events")
 
 

@@ -9,6 +9,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from waiting import until
 
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits
@@ -92,16 +93,16 @@ async def test_chat_kill_and_disconnect(serve: Serve, smollm2_gguf: Path) -> Non
         for lines in await asyncio.gather(*streams):
             assert "[DONE]" not in lines
             assert json.loads(lines[-1])["error"]["code"] == "engine_unavailable"
-        await running.until(lambda: engine.state is EngineState.READY, seconds=60)
+        await until(lambda: engine.state is EngineState.READY)
         assert engine.restarts == 1
         assert "Tokyo" in await ask(running)
 
         late = asyncio.create_task(stream(asyncio.Event()))
-        await running.until(lambda: engine.num_running == 1)
+        await until(lambda: engine.num_running == 1)
         late.cancel()
         await asyncio.gather(late, return_exceptions=True)
-        await running.until(lambda: engine.stats.aborted_total == 1)
-        await running.until(lambda: engine.stats.running == engine.stats.blocks_active == 0)
+        await until(lambda: engine.stats.aborted_total == 1)
+        await until(lambda: engine.stats.running == engine.stats.blocks_active == 0)
 
 
 async def test_beams_over_http(serve: Serve, smollm2_gguf: Path) -> None:
@@ -126,10 +127,6 @@ async def test_beams_over_http(serve: Serve, smollm2_gguf: Path) -> None:
         stopped = (await running.complete("One, two, three,", **search, stop=[","])).json()
         assert stopped["choices"][0]["finish_reason"] == "stop"
         assert not any("," in choice["text"] for choice in stopped["choices"])
-        late = {**search, "best_of": 8, "max_tokens": 480, "ignore_eos": True, "timeout": 1.0}
-        cut = (await running.complete("The capital of Japan is", **late)).json()["choices"]
-        assert [choice["finish_reason"] for choice in cut] == ["timeout", "timeout"]
-        assert all("Tokyo" in choice["text"] for choice in cut)
         chat = (await running.chat(QUESTION, **search)).json()
         assert "Tokyo" in chat["choices"][0]["message"]["content"]
-        await running.until(lambda: running.state.engine.stats.blocks_active == 0)
+        await until(lambda: running.state.engine.stats.blocks_active == 0)

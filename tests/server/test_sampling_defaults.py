@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from waiting import until
 
 from appliance.engine.request import SamplingParams
 from appliance.sampling_defaults import SamplingDefaults
@@ -26,11 +27,11 @@ async def sampling_of(running: Running, path: str, **fields: Any) -> dict[str, f
         question = {"messages": [{"role": "user", "content": "a" * 32}]}
     body = {**question, "max_tokens": 300, **fields}
     asked = asyncio.create_task(running.http.post(path, json=body))
-    await running.until(lambda: bool(running.state.engine.open_requests()))
+    await until(lambda: bool(running.state.engine.open_requests()))
     ((request, _),) = running.state.engine.open_requests()
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
-    await running.until(running.idle)
+    await until(running.idle)
     return {name: getattr(request.sampling, name) for name in RANDOM}
 
 

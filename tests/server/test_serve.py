@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import httpx
 import psutil
 import pytest
+from waiting import LIMIT, has_ended, wait_until
 
 from appliance.config import ServerConfig
 from appliance.errors import ConfigError
@@ -46,8 +46,8 @@ class Server:
 
     @property
     def engine(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        (child,) = (one for one in children if str(ECHO) in one.cmdline())
+        api = psutil.Process(self.process.pid)
+        (child,) = wait_until(lambda: [c for c in api.children() if str(ECHO) in c.cmdline()])
         return child
 
 
@@ -67,11 +67,6 @@ def server(folder: Path, knobs: str = "", port: int = 0) -> Iterator[Server]:
             process.communicate()
 
 
-def gone(process: psutil.Process, seconds: float = 3.0) -> bool:
-    _, alive = psutil.wait_procs([process], timeout=seconds)
-    return not alive
-
-
 def test_from_start_to_end(tokenizer_folder: Path) -> None:
     with server(tokenizer_folder) as running:
         running.wait_until_ready()
@@ -82,57 +77,62 @@ def test_from_start_to_end(tokenizer_folder: Path) -> None:
         listening = [c.laddr for c in api.net_connections("inet") if c.status == "LISTEN"]
         assert [address.ip for address in listening] == ["127.0.0.1"]
         assert engine.net_connections("inet") == []
-        with httpx.Client(base_url=running.url) as http:
+        with httpx.Client(base_url=running.url, timeout=LIMIT) as http:
             assert http.get("/health").json() == {"status": "ok"}
             body = {"messages": [{"role": "user", "content": "hi"}]}
             answer = http.post("/v1/chat/completions", json=body).json()
             assert answer["choices"][0]["message"]["content"] == "user\nhi"
         running.process.terminate()
-        assert running.process.wait(timeout=10) == 0
-        assert gone(engine)
+        assert running.process.wait(timeout=LIMIT) == 0
+        wait_until(lambda: has_ended(engine))
 
 
-def test_a_signal_lets_streams_finish(tokenizer_folder: Path) -> None:
-    with server(tokenizer_folder, "step_seconds=0.01") as running:
+def is_refused(http: httpx.Client) -> bool:
+    return http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 503
+
+
+def test_a_signal_lets_streams_finish(tokenizer_folder: Path, tmp_path: Path) -> None:
+    refused = tmp_path / "refused"
+    with server(tokenizer_folder, f"holds_at=50 until={refused}") as running:
         running.wait_until_ready()
         body = {"prompt": "ab", "max_tokens": 100, "stream": True}
         with (
-            httpx.Client(base_url=running.url) as http,
+            httpx.Client(base_url=running.url, timeout=LIMIT) as http,
             http.stream("POST", "/v1/completions", json=body) as response,
         ):
             lines = response.iter_lines()
             next(lines)
             running.process.send_signal(signal.SIGINT)
-            with httpx.Client(base_url=running.url) as other:
-                refused = other.post("/v1/completions", json={"prompt": "x"})
-                assert refused.status_code == 503
-                assert "draining" in refused.json()["error"]["message"]
+            with httpx.Client(base_url=running.url, timeout=LIMIT) as other:
+                wait_until(lambda: is_refused(other))
+                said = other.post("/v1/completions", json={"prompt": "x"}).json()
+                assert "draining" in said["error"]["message"]
+            refused.touch()
             data = [line for line in lines if line]
         assert data[-1] == "data: [DONE]"
         assert len(data) >= 100
-        assert running.process.wait(timeout=10) == 0
+        assert running.process.wait(timeout=LIMIT) == 0
 
 
-def test_a_second_signal_ends_at_once(tokenizer_folder: Path) -> None:
-    with server(tokenizer_folder, "step_seconds=0.05") as running:
+def test_a_second_signal_ends_a_stream_that_would_never_end(tokenizer_folder: Path) -> None:
+    with server(tokenizer_folder, "holds_at=50") as running:
         running.wait_until_ready()
         engine = running.engine
         body = {"prompt": "ab", "max_tokens": 400, "stream": True}
         with (
-            httpx.Client(base_url=running.url) as http,
+            httpx.Client(base_url=running.url, timeout=LIMIT) as http,
             http.stream("POST", "/v1/completions", json=body) as response,
         ):
             lines = response.iter_lines()
             next(lines)
-            before = time.monotonic()
             running.process.terminate()
-            time.sleep(0.2)
+            with httpx.Client(base_url=running.url, timeout=LIMIT) as other:
+                wait_until(lambda: is_refused(other))
             running.process.terminate()
             data = [line for line in lines if line]
         assert "shutting down" in json.loads(data[-1].removeprefix("data: "))["error"]["message"]
-        assert running.process.wait(timeout=10) == 0
-        assert time.monotonic() - before < 15, "the stream alone would take 20 s"
-        assert gone(engine)
+        assert running.process.wait(timeout=LIMIT) == 0
+        wait_until(lambda: has_ended(engine))
 
 
 def test_the_engine_ends_when_the_server_is_killed(tokenizer_folder: Path) -> None:
@@ -140,7 +140,7 @@ def test_the_engine_ends_when_the_server_is_killed(tokenizer_folder: Path) -> No
         running.wait_until_ready()
         engine = running.engine
         running.process.kill()
-        assert gone(engine)
+        wait_until(lambda: has_ended(engine))
 
 
 def test_while_it_loads_it_says_so_and_can_be_ended(tokenizer_folder: Path) -> None:
@@ -148,34 +148,35 @@ def test_while_it_loads_it_says_so_and_can_be_ended(tokenizer_folder: Path) -> N
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with server(tokenizer_folder, "slow_load", port) as running:
-        health = None
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
-            deadline = time.monotonic() + 20
-            while health is None and time.monotonic() < deadline:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT) as http:
+
+            def ask() -> httpx.Response | None:
                 try:
-                    health = http.get("/health")
+                    return http.get("/health")
                 except httpx.TransportError:
-                    time.sleep(0.05)
+                    return None
+
+            health = wait_until(ask)
             assert health is not None
             assert health.status_code == 503
             assert "loading" in health.json()["error"]["message"]
             assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 503
         engine = running.engine
         running.process.terminate()
-        assert running.process.wait(timeout=10) == 0
-        assert gone(engine)
+        assert running.process.wait(timeout=LIMIT) == 0
+        wait_until(lambda: has_ended(engine))
 
 
 def test_what_cannot_be_loaded_ends_with_its_reason_and_code(
     tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     with server(tokenizer_folder, "does_not_fit") as running:
-        _, errors = running.process.communicate(timeout=20)
+        _, errors = running.process.communicate(timeout=LIMIT)
         assert running.process.returncode == 4
         assert "error: the model needs 9 GiB" in errors
         assert "Traceback" not in errors
     with server(tmp_path) as running:
-        _, errors = running.process.communicate(timeout=20)
+        _, errors = running.process.communicate(timeout=LIMIT)
         assert running.process.returncode == 3
         assert "tokenizer" in errors
         assert "Traceback" not in errors
@@ -185,7 +186,7 @@ def test_a_busy_port_is_named_before_anything_is_loaded(tokenizer_folder: Path) 
     with bind(ServerConfig(port=0)) as taken:
         port = taken.getsockname()[1]
         with server(tokenizer_folder, "slow_load", port) as running:
-            _, errors = running.process.communicate(timeout=20)
+            _, errors = running.process.communicate(timeout=LIMIT)
             assert running.process.returncode == 2
             assert f"port {port} on 127.0.0.1 is in use" in errors
             assert "--port" in errors
@@ -224,11 +225,11 @@ def test_strangers_do_not_fill_the_log(tokenizer_folder: Path) -> None:
         running.wait_until_ready()
         host, _, port = running.url.removeprefix("http://").partition(":")
         for sent in (b"GARBAGE\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n") * 20:
-            with socket.create_connection((host, int(port)), timeout=5) as stranger:
+            with socket.create_connection((host, int(port)), timeout=LIMIT) as stranger:
                 stranger.sendall(sent)
                 assert stranger.recv(1000).startswith(b"HTTP/1.1 400")
         running.process.terminate()
-        _, errors = running.process.communicate(timeout=20)
+        _, errors = running.process.communicate(timeout=LIMIT)
         assert errors.count("Invalid HTTP request") == 1, errors
 
 
@@ -236,6 +237,6 @@ def test_silent_connections_are_closed(tokenizer_folder: Path) -> None:
     with server(tokenizer_folder, "header_seconds=0.3") as running:
         running.wait_until_ready()
         host, _, port = running.url.removeprefix("http://").partition(":")
-        with socket.create_connection((host, int(port)), timeout=5) as silent:
+        with socket.create_connection((host, int(port)), timeout=LIMIT) as silent:
             silent.sendall(b"GET /health HTTP/1.1\r\n")
             assert silent.recv(100) == b""

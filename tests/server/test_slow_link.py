@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
+from waiting import LIMIT
 
 from appliance.engine.process.client import EngineClient
 from appliance.events import Delta, Event, Snapshot, decode_event
@@ -62,7 +63,7 @@ class Dashboard:
 
     async def read_until(self, cells: NDArray[np.uint32]) -> None:
         """Until the map is this one."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT):
             while not np.array_equal(self.cells, cells):
                 await self.read()
 

@@ -6,10 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from waiting import until
 
 from appliance.server.terms import prefix_salt
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import httpx
 
     from tests.server.conftest import Running, Serve
@@ -64,7 +67,7 @@ async def test_the_engine_is_told_the_terms(serve: Serve) -> None:
         task = asyncio.create_task(
             complete(running, priority=-3, timeout=60, max_tokens=400, cache_salt="s")
         )
-        await running.until(lambda: bool(running.state.engine.open_requests()))
+        await until(lambda: bool(running.state.engine.open_requests()))
         ((request, _),) = running.state.engine.open_requests()
         assert (request.priority, request.timeout, request.max_queue_seconds) == (-3, 60, 7)
         assert request.cache_salt == prefix_salt("", "s")
@@ -130,30 +133,32 @@ async def test_salts_and_keys_are_not_logged(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_that_waits_too_long_is_a_503_and_nothing_was_computed(
-    serve: Serve, stream: bool
+    serve: Serve, stream: bool, tmp_path: Path
 ) -> None:
-    server = {"max_queue_seconds": 0.1}
-    async with serve("step_seconds=0.02", max_num_seqs=1, server=server) as running:
+    server, goes_on = {"max_queue_seconds": 0.1}, tmp_path / "goes_on"
+    knobs = f"holds_at=20 until={goes_on}"
+    async with serve(knobs, max_num_seqs=1, server=server) as running:
         first = asyncio.create_task(complete(running, max_tokens=60))
-        await running.until(lambda: running.state.engine.num_running == 1)
+        await until(lambda: running.state.engine.num_running == 1)
         refused = await complete(running, max_tokens=5, stream=stream)
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) > 0
         assert refused.json()["error"]["code"] == "queue_timeout"
+        goes_on.touch()
         assert (await first).json()["choices"][0]["finish_reason"] == "length"
-        await running.until(running.idle)
+        await until(running.idle)
         text = (await running.http.get("/metrics")).text
         assert 'appliance_requests_expired_total{key="none",state="waiting"} 1.0' in text
 
 
 async def test_a_request_over_its_time_ends_with_what_it_has(serve: Serve) -> None:
-    async with serve("step_seconds=0.02") as running:
-        answer = await complete(running, max_tokens=400, timeout=0.3)
+    async with serve("holds_at=100") as running:
+        answer = await complete(running, max_tokens=400, timeout=1.0)
         assert answer.status_code == 200
         (choice,) = answer.json()["choices"]
         assert choice["finish_reason"] == "timeout"
         assert 0 < len(choice["text"]) < 400
-        await running.until(running.idle)
+        await until(running.idle)
         text = (await running.http.get("/metrics")).text
         assert 'appliance_requests_expired_total{key="none",state="running"} 1.0' in text
         assert 'appliance_queue_wait_seconds_count{key="none"} 1.0' in text
@@ -161,14 +166,14 @@ async def test_a_request_over_its_time_ends_with_what_it_has(serve: Serve) -> No
 
 async def test_a_key_that_fills_the_queue_leaves_the_others_their_share(serve: Serve) -> None:
     server = {"max_queue": 4, "api_keys": KEYS}
-    async with serve("step_seconds=0.02", max_num_seqs=1, server=server) as running:
+    async with serve("holds_at=20", max_num_seqs=1, server=server) as running:
         tasks = [asyncio.create_task(complete(running, "anna", max_tokens=400)) for _ in range(5)]
-        await running.until(lambda: running.state.engine.num_waiting == 4)
+        await until(lambda: running.state.engine.num_waiting == 4)
         refused = await complete(running, "anna", max_tokens=400)
         assert refused.status_code == 429
         assert "4 requests wait already, 4 of this key" in refused.json()["error"]["message"]
         tasks += [asyncio.create_task(complete(running, "ben", max_tokens=400)) for _ in range(2)]
-        await running.until(lambda: running.state.engine.num_waiting == 6)
+        await until(lambda: running.state.engine.num_waiting == 6)
         assert (await complete(running, "ben", max_tokens=400)).status_code == 429
         headers = {"authorization": f"Bearer {KEYS['ben']}"}
         text = (await running.http.get("/metrics", headers=headers)).text
@@ -180,4 +185,4 @@ async def test_a_key_that_fills_the_queue_leaves_the_others_their_share(serve: S
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await running.until(running.idle)
+        await until(running.idle)

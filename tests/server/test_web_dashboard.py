@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 from browser import chromium, opened
+from waiting import LIMIT, until
 
 from appliance.config import ServerConfig
 from appliance.server.web_dashboard import COOKIE, MAX_TICKETS, TICKET_SECONDS, Tickets
@@ -40,13 +41,13 @@ async def dashboard(*arguments: str, key: str | None = None) -> AsyncIterator[tu
     )
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT):
             line = (await process.stderr.readline()).decode()
             found = re.search(r"is at (http://\S+)/$", line.strip())
             assert found is not None, line + (await process.stderr.read()).decode()
         yield found[1], process.pid
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT):
             assert await process.wait() == 0, "a signal ends it cleanly"
     finally:
         if process.returncode is None:
@@ -148,18 +149,18 @@ async def test_a_browser_shows_the_dashboard_and_its_process_ends_with_the_tab(
         await page.get_by_role("button", name="Watch").click()
         await page.locator("body.-first-byte").wait_for()
         process = psutil.Process(pid)
-        await running.until(lambda: len(process.children(recursive=True)) > 0)
+        await until(lambda: len(process.children(recursive=True)) > 0)
         watched = b'route="/admin/v1/events",status="200"'
-        await running.until(lambda: watched in running.state.metrics.render(), 20)
+        await until(lambda: watched in running.state.metrics.render())
         screen = tmp_path / "screen.png"
-        size = 0
-        async with asyncio.timeout(15):
-            while size < 15_000:  # an empty terminal packs far better
-                await asyncio.sleep(0.3)
-                await page.screenshot(path=screen)
-                size = screen.stat().st_size
+
+        async def is_full() -> bool:
+            await page.screenshot(path=screen)
+            return screen.stat().st_size > 15_000  # an empty terminal packs far better
+
+        await until(is_full, "the dashboard on the terminal")
         others = [text for text in complaints if "401" not in text and "googleapis" not in text]
         assert others == []
         assert "key=" not in page.url
         await page.close()
-        await running.until(lambda: not process.children(recursive=True))
+        await until(lambda: not process.children(recursive=True))

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from playwright.async_api import Browser, Page, async_playwright
+from waiting import LIMIT
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PHONE = {"width": 390, "height": 844}
@@ -40,7 +41,7 @@ async def opened(
         color_scheme="dark" if scheme == "dark" else "light",
     )
     page = await context.new_page()
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(1000 * LIMIT)
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
     page.on(

@@ -65,7 +65,7 @@ TURNS = (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(first=hostile, second=hostile, name=hostile)
 def test_content_never_makes_a_control_token(
     native: tokenizers.Tokenizer, first: str, second: str, name: str

@@ -22,7 +22,6 @@ TURNS = "{% for m in messages %}{{ m.content }}<x>{% endfor %}"
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=5), max_size=8).map("".join)
 
 
-@settings(deadline=None)
 @given(text=texts)
 def test_equals_the_library_with_control_tokens(
     tokenizer: Tokenizer, native: tokenizers.Tokenizer, text: str
@@ -31,7 +30,6 @@ def test_equals_the_library_with_control_tokens(
     assert tokenizer.encode(text, add_special_tokens=False) == expected
 
 
-@settings(deadline=None)
 @given(text=texts)
 def test_control_tokens_stay_text_when_not_allowed(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False, allow_special=False)
@@ -75,7 +73,7 @@ def test_prefix_spaces_and_stripping_follow_the_library(prepend: str, text: str)
 
 
 @pytest.mark.parametrize("prepend", ["normalizer", "first", "always", "never"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(chat=st.lists(texts.filter(lambda text: "<x>" not in text), max_size=4))
 def test_a_chat_is_tokenized_as_its_whole_text(prepend: str, chat: list[str]) -> None:
     tokenizer = Tokenizer(
@@ -89,7 +87,7 @@ def test_a_chat_is_tokenized_as_its_whole_text(prepend: str, chat: list[str]) ->
         assert tokenizer.encode_chat(messages) == expected.ids
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(chat=st.lists(texts.filter(lambda text: "<s>" not in text), max_size=4))
 def test_a_byte_level_chat_too(native: tokenizers.Tokenizer, chat: list[str]) -> None:
     turns = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
@@ -132,7 +130,6 @@ def test_tokens_that_are_part_of_a_character(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_text(ids[0]) == "\ufffd"
 
 
-@settings(deadline=None)
 @given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 5), max_size=30))
 def test_stream_gives_the_text_back_whatever_the_cuts(
     tokenizer: Tokenizer, text: str, cuts: list[int]
@@ -147,7 +144,6 @@ def test_stream_gives_the_text_back_whatever_the_cuts(
     assert out + stream.flush() == text
 
 
-@settings(deadline=None)
 @given(data=st.lists(st.integers(0, 255), max_size=12))
 def test_stream_of_broken_characters_ends_like_a_whole_decode(
     tokenizer: Tokenizer, native: tokenizers.Tokenizer, data: list[int]
@@ -159,7 +155,6 @@ def test_stream_of_broken_characters_ends_like_a_whole_decode(
     assert out == bytes(data).decode("utf-8", "replace") == native.decode(ids)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_stream_of_any_tokens_is_the_text_of_their_bytes(
     tokenizer: Tokenizer, data: st.DataObject

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from appliance.tokenizer import StopStringMatcher
@@ -28,7 +28,6 @@ def feed(matcher: StopStringMatcher, pieces: list[str]) -> tuple[str, bool]:
     return out + matcher.flush(), False
 
 
-@settings(deadline=None)
 @given(
     pieces=st.lists(ALPHABET, max_size=6),
     stop=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
@@ -38,7 +37,6 @@ def test_result_is_the_same_however_the_text_is_cut(pieces: list[str], stop: lis
     assert feed(StopStringMatcher(stops), pieces) == expected("".join(pieces), stops)
 
 
-@settings(deadline=None)
 @given(pieces=st.lists(ALPHABET, max_size=8), stop=st.text("abc", min_size=1, max_size=4))
 def test_no_more_is_held_back_than_needed(pieces: list[str], stop: str) -> None:
     matcher, seen, out = StopStringMatcher((stop,)), "", ""

@@ -37,6 +37,7 @@ async def test_deltas_change_what_is_shown(event_server: EventServer) -> None:
 async def test_only_what_changed_is_painted(
     event_server: EventServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(DashboardApp, "_frame", lambda app: None)  # no frame falls due between
     async with dashboard(event_server) as (app, pilot):
         sent: list[str] = []
         monkeypatch.setattr(

@@ -22,6 +22,7 @@ from appliance.engine.messages import (
     StepReport,
     Submit,
     Table,
+    Vocabulary,
 )
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.generation import MAX_BACKLOG, Generation
@@ -68,7 +69,9 @@ class EngineClient:
         self.stats_time = 0.0  # monotonic, when they came
         self.sequences: tuple[SequenceView, ...] = ()
         self.observers: list[Callable[[StepReport], None]] = []  # get every report with stats
+        self.vocabulary: Vocabulary | None = None  # to be set before the first grammar
         self._config = config
+        self._informed: int | None = None  # the process that has got the vocabulary
         self._generations: dict[str, Generation] = {}
         self._quarantine = Quarantine()
         self._on_trial: Generation | None = None  # the suspect that the engine was given
@@ -197,6 +200,10 @@ class EngineClient:
             return
         if generation.is_suspect:
             self._on_trial = generation
+        if generation.request.sampling.grammar is not None and self.pid != self._informed:
+            assert self.vocabulary is not None, "a grammar without a vocabulary"
+            self._supervisor.send(self.vocabulary)
+            self._informed = self.pid
         self._supervisor.send(Submit(generation.request))
 
     def _end_trial(self, generation: Generation) -> None:

@@ -32,6 +32,7 @@ from appliance.engine.messages import (
     Submit,
     Table,
     ToEngine,
+    Vocabulary,
 )
 from appliance.engine.process.framing import FrameDecoder, encode_frame
 from appliance.engine.process.metadata import beacon_of
@@ -58,6 +59,10 @@ class Engine(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
+        ...
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Take what grammars need."""
         ...
 
     def submit(self, request: Request) -> None:
@@ -220,6 +225,8 @@ class Worker:
             case FetchTable(request_id, index):
                 table = self._engine.block_table(request_id, index)
                 self._connection.send(StepReport(tables=(table,)))
+            case Vocabulary():
+                self._engine.set_vocabulary(message)
             case Shutdown():
                 self._ended = True
             case Load():

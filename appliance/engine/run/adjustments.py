@@ -29,12 +29,12 @@ class AdjustmentList:
     values: list[float] = field(default_factory=list)
     banned: list[int] = field(default_factory=list)
 
-    def add(self, row: int, entry: ScheduledSequence) -> None:
-        """Add what a sequence asks for, to its row of logits."""
+    def add(self, row: int, entry: ScheduledSequence, *, is_over: bool = False) -> None:
+        """Add what a sequence asks for, to its row of logits; nothing keeps one that is over."""
         sampling = entry.sequence.request.sampling
         num_output_tokens = entry.end - entry.sequence.num_prompt_tokens
         added = sampling.bias_at(num_output_tokens)
-        if num_output_tokens < sampling.min_tokens:
+        if num_output_tokens < sampling.min_tokens and not is_over:
             banned = dict.fromkeys((*self.eos_token_ids, *sampling.stop_token_ids), -np.inf)
             if banned:
                 self.banned.append(row)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from appliance.engine.grammars.matchers import num_words
 from appliance.engine.request import MAX_LOGPROBS
 from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.ragged import RaggedBatch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.kv_cache import LayerPrecision
     from appliance.kernels.penalties.rows import Penalize
+    from appliance.kernels.token_mask.reference import MaskTokens
     from appliance.model.executor import Executor
 
 # Which kernel multiplies follows from the rows of a step: all kernels are in use at one of these
@@ -52,6 +54,7 @@ def measure_workspace(
     executor: Executor[Any],
     sample_tokens: SampleTokens,
     penalize: Penalize,
+    mask_tokens: MaskTokens,
     device: Device,
     limits: SchedulerLimits,
     *,
@@ -94,6 +97,7 @@ def measure_workspace(
         positions = [place for rows, end in spans for place in range(end - rows, end)]
         logits = _run(executor, batch, positions, cache, min(rows, limits.max_num_seqs))
         _penalize(logits, penalize)
+        _mask(logits, mask_tokens)
         _sample(logits, sample_tokens, with_logprobs=rows == most)
         del batch, logits
         if rows == limits.max_num_seqs:
@@ -139,6 +143,14 @@ def _penalize(logits: Tensor, penalize: Penalize) -> None:
     rows = PenaltyRows(zeros - 1, zeros, zeros.float(), zeros.double(), zeros.double())
     penalize(logits, seen, rows, zeros.long())
     penalize(logits, seen, rows)
+
+
+def _mask(logits: Tensor, mask_tokens: MaskTokens) -> None:
+    """All rows have a mask, which allows all tokens."""
+    num_rows, vocab_size = logits.shape
+    rows = torch.arange(num_rows, device=logits.device)
+    shape = (num_rows, num_words(vocab_size))
+    mask_tokens(logits, rows, torch.full(shape, -1, dtype=torch.int32, device=logits.device))
 
 
 def _sample(logits: Tensor, sample_tokens: SampleTokens, *, with_logprobs: bool) -> None:

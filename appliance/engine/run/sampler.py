@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -31,12 +31,13 @@ if TYPE_CHECKING:
 
     from appliance.engine.plan import ScheduledSequence
     from appliance.engine.run.device import Device
+    from appliance.engine.run.grammar_masks import GrammarMasks
     from appliance.engine.run.staging import StepTensors
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.sampling import SamplingRows
 
 
-BANNED = Sampled(error="logit_bias and min_tokens together ban every token")
+BANNED = Sampled(error="logit_bias, min_tokens and grammar together ban every token")
 BROKEN = Sampled(error="the model produced no finite logits for this sequence", broken=True)
 
 
@@ -102,6 +103,7 @@ class SampledRows:
     largest: Tensor | None  # (num_rows,) logits before that; None if there are no such rows
     logprobs: _Logprobs | None
     candidates: _Candidates | None = None
+    errors: Mapping[int, str] = field(default_factory=dict)  # of rows, why nothing is allowed
 
     def read(self) -> list[Sampled]:
         """One result per entry, once an event recorded after the copies has come."""
@@ -127,6 +129,8 @@ class SampledRows:
 
     def _reason(self, row: int) -> Sampled:
         """Why a row has no token."""
+        if row in self.errors:
+            return Sampled(error=self.errors[row])
         if row in self.banned:
             assert self.largest is not None
             if self.largest[row].isfinite():
@@ -144,6 +148,7 @@ class Sampler:
         device: where the logits are.
         num_slots: sequences that run at once.
         vocab_size: tokens there are.
+        grammars: of the sequences; None if none has one.
     """
 
     def __init__(
@@ -155,11 +160,13 @@ class Sampler:
         *,
         num_slots: int,
         vocab_size: int,
+        grammars: GrammarMasks | None = None,
     ) -> None:
         self._eos_token_ids = eos_token_ids
         self._sample_tokens = sample_tokens
         self._penalize = penalize
         self._device = device
+        self._grammars = grammars
         self._slots = SlotSettings(num_slots)
         self._seen = SeenTokens(device, num_slots, vocab_size)
 
@@ -188,6 +195,10 @@ class Sampler:
         if settings.has_penalties:
             arrays["counted"][:] = 0
             self._seen.prepare(entries, rows["places"], arrays["counted"])
+        if settings.obeying:
+            assert self._grammars is not None
+            masks = self._grammars.begin(entries, settings.obeying)
+            settings = settings._replace(masks=masks)
         return settings
 
     def choose(self, logits: Tensor, read: Tensor, tensors: StepTensors, latest: Tensor) -> Tensor:
@@ -226,19 +237,24 @@ class Sampler:
             latest: see `choose`.
             read: see `choose`; needed without `drawn`.
             drawn: (num_samples,) int64, what `choose` has made of the same logits already; it
-                counts unless single logits are adjusted.
+                counts unless single logits are adjusted or a grammar bans tokens.
         """
+        masks = None if settings.masks is None else settings.masks.result()
         adjustments = AdjustmentList(self._eos_token_ids)
         for row in settings.adjusted:
-            adjustments.add(row, entries[row])
+            adjustments.add(row, entries[row], is_over=masks is not None and row in masks.over)
         reported = settings.reported
         index = self._device.send(torch.tensor(reported)) if reported else None
         raw = None if index is None else torch.log_softmax(logits[index], dim=-1)
         candidates = self._candidates(logits, entries, settings.searching)
         largest = None
-        if adjustments.banned:
+        banned = adjustments.banned if masks is None else [*adjustments.banned, *masks.rows]
+        if banned:
             largest = self._device.fetch(logits.amax(dim=-1))
-        if drawn is None or adjustments.rows:
+        if drawn is None or adjustments.rows or masks is not None:
+            if masks is not None:
+                assert self._grammars is not None
+                self._grammars.apply(logits, masks)
             if settings.has_penalties:
                 uncounted = read if drawn is None else None
                 self._penalize(logits, self._seen.table, tensors.penalties, uncounted)
@@ -252,7 +268,8 @@ class Sampler:
             fetch = self._device.fetch
             logprobs = _Logprobs(reported, fetch(chosen), fetch(top), fetch(top_ids))
         tokens = self._device.fetch(drawn)
-        return SampledRows(entries, tokens, adjustments.banned, largest, logprobs, candidates)
+        errors = {} if masks is None else masks.errors
+        return SampledRows(entries, tokens, banned, largest, logprobs, candidates, errors)
 
     def _draw(self, logits: Tensor, tensors: StepTensors, latest: Tensor) -> Tensor:
         tokens = self._sample_tokens(logits, tensors.sampling)

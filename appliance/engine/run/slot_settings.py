@@ -9,9 +9,11 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Sequence as Sequences
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
+    from appliance.engine.grammars.matchers import Masks
     from appliance.engine.sequence import Sequence
 
 _MASK64 = 2**64 - 1
@@ -33,6 +35,7 @@ ROW = np.dtype(
         ("adjusts", np.bool_),  # single logits: bias, bans, forced tokens
         ("reports", np.bool_),  # log probabilities
         ("searches", np.bool_),  # is a beam
+        ("obeys", np.bool_),  # a grammar
         ("is_plain", np.bool_),  # none of the above, and no penalties
     ]
 )
@@ -51,7 +54,9 @@ class StepSettings(NamedTuple):
     adjusted: Sequences[int] = ()
     reported: Sequences[int] = ()
     searching: Sequences[int] = ()
+    obeying: Sequences[int] = ()
     has_penalties: bool = False
+    masks: Future[Masks] | None = None  # of those that obey a grammar
 
 
 class SlotSettings:
@@ -92,6 +97,7 @@ class SlotSettings:
             adjusted=np.flatnonzero(rows["adjusts"]).tolist(),
             reported=np.flatnonzero(rows["reports"]).tolist(),
             searching=np.flatnonzero(rows["searches"]).tolist(),
+            obeying=np.flatnonzero(rows["obeys"]).tolist(),
             has_penalties=bool((rows["places"] >= 0).any()),
         )
 
@@ -102,6 +108,7 @@ class SlotSettings:
         self._last = None
         adjusts = bool(sampling.logit_bias or sampling.forced or sampling.min_tokens)
         reports, searches = sampling.logprobs is not None, sampling.use_beam_search
+        obeys = sampling.grammar is not None
         self._rows[slot] = (
             sampling.temperature,
             sampling.top_k,
@@ -115,7 +122,8 @@ class SlotSettings:
             adjusts,
             reports,
             searches,
-            not (adjusts or reports or searches or sampling.has_penalties),
+            obeys,
+            not (adjusts or reports or searches or obeys or sampling.has_penalties),
         )
 
 

@@ -121,9 +121,11 @@ def may_admit(cost: int, num_free_blocks: int, num_promised: int) -> bool:
 def may_look_ahead(sequence: Sequence) -> bool:
     """Whether a sequence may run on before its latest token is known to the host.
 
-    Of beams nobody knows which go on until all have been heard.
+    Of beams nobody knows which go on until all have been heard, and what a grammar allows next
+    depends on the latest token.
     """
-    return not sequence.request.sampling.use_beam_search
+    sampling = sequence.request.sampling
+    return not sampling.use_beam_search and sampling.grammar is None
 
 
 def choose_victim(

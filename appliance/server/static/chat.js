@@ -89,6 +89,27 @@ function writer(turn) {
   return { append: (text) => (turn.place.append(text), follow()), end: () => {} };
 }
 
+// What the model says to itself stands above its answer, folded up.
+function think(turn, text) {
+  if (!turn.thoughts) {
+    const details = document.createElement("details");
+    const summary = document.createElement("summary");
+    details.className = "thoughts";
+    summary.textContent = "Thoughts";
+    turn.thoughts = document.createElement("div");
+    turn.thoughts.dir = "auto";
+    details.append(summary, turn.thoughts);
+    turn.place.before(details);
+  }
+  turn.thoughts.append(text);
+  follow();
+}
+
+function wordless(turn, reason) {
+  if (!turn.thoughts) return "the model ended at once, without a word";
+  return reason === "length" ? "cut off while it thought: Settings allow no more" : "the model only thought, without a word";
+}
+
 // A finished answer can be copied as it was written.
 function finish(turn) {
   if (!chats) return;
@@ -174,21 +195,25 @@ async function answer({ asked = null, replaced = null }) {
       if (chunk.error) throw new Error(chunk.error.message);
       const choice = chunk.choices[0];
       const text = chats ? choice?.delta.content : choice?.text;
+      const thought = chats ? choice?.delta.reasoning : "";
+      if (thought) think(turn, thought);
       reason = choice?.finish_reason ?? reason;
-      if (text) {
+      if (text || thought) {
         clock.last = performance.now();
         clock.first ||= clock.last;
-        turn.content += text;
-        written.append(text);
         pieces++;
         const took = (clock.last - clock.first) / 1000;
         // A piece is mostly one token; the exact figures come with the end.
         if (took > 0.2) byId("figures").textContent = `about ${((pieces - 1) / took).toFixed(0)} tokens/s`;
       }
+      if (text) {
+        turn.content += text;
+        written.append(text);
+      }
       if (chunk.usage) showFigures(chunk.usage, clock, reason);
     }
     if (reason === null) throw new Error("the connection ended before the answer did");
-    if (!turn.content) byId("figures").textContent = "the model ended at once, without a word";
+    if (!turn.content) byId("figures").textContent = wordless(turn, reason);
   } catch (error) {
     if (controller.signal.aborted) byId("figures").textContent = "stopped";
     else if (mine === turns) {

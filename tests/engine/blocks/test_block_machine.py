@@ -81,7 +81,6 @@ def test_random_histories_keep_the_books_and_the_content() -> None:
         settings=settings(
             max_examples=120,
             stateful_step_count=60,
-            deadline=None,
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),

@@ -1,7 +1,9 @@
 """An engine that repeats its prompt, run in place of the real one: same interface, no torch.
 
 Started by tests as a program. Its knobs, such as "step_seconds=0.01", are the first argument if
-that is no flag, else `EngineConfig.model`.
+that is no flag, else `EngineConfig.model`. With "holds_at=9" no sequence gets beyond 9 tokens, its
+prompt's among them, before it is ended from outside or the file of "until=PATH" exists: what a test
+does meanwhile comes in time on any machine.
 Prompts that contain one of the trigger tokens make it misbehave.
 """
 
@@ -26,6 +28,7 @@ from appliance.engine.messages import (
     StepReport,
     Table,
     TokenLogprobs,
+    Vocabulary,
 )
 from appliance.engine.process.entry import run_engine_process
 from appliance.engine.request import FinishReason, Request
@@ -74,7 +77,11 @@ class EchoEngine:
         text: str,
     ) -> None:
         knobs = dict(pair.split("=") for pair in text.split() if "=" in pair)
-        self.step_seconds = float(knobs.get("step_seconds", "0"))
+        self.holds_at = int(knobs.get("holds_at", "1000000"))
+        self.until = knobs.get("until", "")
+        self.step_seconds = float(
+            knobs.get("step_seconds", "0.002" if "holds_at" in knobs else "0")
+        )
         self.busy_seconds = float(knobs.get("busy_seconds", "1000"))
         self.advances = "advances" in knobs
         self.chunk = config.max_num_batched_tokens
@@ -103,6 +110,9 @@ class EchoEngine:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
 
     def submit(self, request: Request) -> None:
         if REFUSE in request.prompt_token_ids:
@@ -178,7 +188,13 @@ class EchoEngine:
             self.finish(sequence)
         return deltas
 
+    def is_held(self, sequence: EchoSequence) -> bool:
+        far = sequence.computed + sequence.output >= self.holds_at
+        return far and not os.path.exists(self.until)
+
     def advance(self, sequence: EchoSequence) -> SequenceDelta | None:
+        if self.is_held(sequence):
+            return None
         request = sequence.request
         prompt = request.prompt_token_ids
         if HANG in prompt:
@@ -193,7 +209,7 @@ class EchoEngine:
             block = self.free.pop()
             self.metadata.write(block, BlockState.ACTIVE, owner=sequence.slot, references=1)
             sequence.blocks.append(block)
-        if sequence.computed < len(prompt):
+        if sequence.computed < len(prompt) or self.is_held(sequence):
             return None
         if FAIL in prompt:
             self.finish(sequence)
@@ -299,17 +315,18 @@ def load(
     beacon: Beacon,
 ) -> EchoEngine:
     text = config.model if given_knobs is None else given_knobs
-    if "does_not_fit" in text:
+    knobs = text.split()
+    if "does_not_fit" in knobs:
         raise MemoryPlanError("the model needs 9 GiB and 1 GiB is free; use a smaller one")
-    if "breaks" in text:
+    if "breaks" in knobs:
         raise ValueError("a bug")
-    if "dies" in text:
+    if "dies" in knobs:
         os._exit(7)
-    if "slow_load" in text:
-        time.sleep(1000)
     if "refuses_while=" in text and os.path.exists(text.partition("refuses_while=")[2].split()[0]):
         raise MemoryPlanError("the memory of the engine before is not free yet")
     on_progress("reading weights", 1, 2)
+    if "slow_load" in knobs:
+        time.sleep(1000)
     on_progress("reading weights", 2, 2)
     return EchoEngine(config, eos_token_ids, metadata, beacon, text)
 

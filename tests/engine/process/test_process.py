@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 import pytest
+from waiting import LIMIT, has_ended, until, wait_until
 
 from appliance.config import EngineConfig
 from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.client import EngineClient
 from appliance.engine.process.generation import MAX_BACKLOG
 from appliance.engine.process.supervisor import EngineState, SupervisionLimits
+from appliance.engine.process.watch import LOOKS_TO_HANG, Verdict, Watch
 from appliance.engine.request import Request, SamplingParams
 from appliance.errors import (
     EngineDiedError,
@@ -34,14 +35,14 @@ from appliance.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
 
     from appliance.engine.messages import StepReport
 
 ECHO = (sys.executable, str(Path(__file__).parent / "echo_worker.py"))
 EOS = 256
 DIE, REFUSE, BREAK, HANG, FAIL, BUSY = 264, 265, 266, 267, 268, 269  # see echo_worker.py
-LIMITS = SupervisionLimits(step_timeout=30.0, backoff=0.01)
+LIMITS = SupervisionLimits(step_timeout=LIMIT, backoff=0.01)
 ids = itertools.count()
 
 
@@ -71,12 +72,6 @@ async def tokens(client: EngineClient, asked: Request) -> list[int]:
         async for delta in deltas:
             found += delta.token_ids
     return found
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - it looks at another process
-            await asyncio.sleep(0.005)
 
 
 def idle(client: EngineClient) -> bool:
@@ -125,13 +120,15 @@ async def test_an_idle_engine_uses_no_processor_time() -> None:
         await until(lambda: client.stats.generation_tokens_total == 8 and idle(client))
         assert client.pid is not None
         engine = psutil.Process(client.pid)
-        await asyncio.sleep(0.1)
-        before = engine.cpu_times()
-        switches = engine.num_ctx_switches().voluntary
-        await asyncio.sleep(0.5)
-        after = engine.cpu_times()
-        assert after.user + after.system - before.user - before.system <= 0.01
-        assert engine.num_ctx_switches().voluntary - switches <= 2
+
+        async def rests() -> bool:
+            before, switches = engine.cpu_times(), engine.num_ctx_switches().voluntary
+            await asyncio.sleep(0.5)
+            after = engine.cpu_times()
+            used = after.user + after.system - before.user - before.system
+            return used <= 0.01 and engine.num_ctx_switches().voluntary - switches <= 2
+
+        await until(rests, "half a second without work")
 
 
 async def test_one_bad_request_does_not_touch_the_others() -> None:
@@ -150,7 +147,7 @@ async def test_one_bad_request_does_not_touch_the_others() -> None:
 
 
 async def test_closing_early_frees_blocks_queued_in_prefill_and_decoding() -> None:
-    async with running("step_seconds=0.01", max_num_seqs=1, max_num_batched_tokens=16) as client:
+    async with running("holds_at=100", max_num_seqs=1, max_num_batched_tokens=16) as client:
         decoding = client.generate(request(1, max_tokens=500))
         await anext(decoding)
         queued = client.generate(request(2))
@@ -159,7 +156,6 @@ async def test_closing_early_frees_blocks_queued_in_prefill_and_decoding() -> No
         await queued.aclose()
         await decoding.aclose()
         await until(lambda: idle(client))
-        assert client.stats.generation_tokens_total < 100
         prefilling = client.generate(request(*[3] * 400))
         await until(lambda: client.num_running == 1)
         await prefilling.aclose()
@@ -180,7 +176,7 @@ async def test_a_consumer_that_does_not_keep_up_is_given_up() -> None:
 
 
 async def test_a_consumer_catches_up_without_waiting_and_sees_errors_last() -> None:
-    async with running("step_seconds=0.002") as client:
+    async with running("holds_at=100") as client:
         generation = client.generate(request(1, 2, 3, max_tokens=500))
         await until(lambda: generation.backlog >= 5)
         assert client.pid is not None
@@ -211,8 +207,8 @@ async def test_one_choice_ends_and_the_other_goes_on() -> None:
 
 
 async def test_kill_fails_what_runs_and_serves_what_waits() -> None:
-    async with running("step_seconds=0.01", max_num_seqs=2) as client:
-        first, second, third = (client.generate(request(n, max_tokens=100)) for n in (1, 2, 3))
+    async with running("holds_at=20", max_num_seqs=2) as client:
+        first, second, third = (client.generate(request(n, max_tokens=19)) for n in (1, 2, 3))
         await anext(first)
         await anext(second)
         first_process = client.pid
@@ -226,11 +222,11 @@ async def test_kill_fails_what_runs_and_serves_what_waits() -> None:
         assert client.state.value == "restarting"
         with pytest.raises(EngineError, match="restarting"):
             client.generate(request(4))
-        assert sum([len(delta.token_ids) async for delta in third]) == 100
+        assert sum([len(delta.token_ids) async for delta in third]) == 19
         assert client.state.value == "ready"
         assert client.reason == ""
         assert client.restarts == 1
-        assert client.stats.generation_tokens_total <= 100, "the numbers are the new engine's"
+        assert client.stats.generation_tokens_total <= 19, "the numbers are the new engine's"
         assert client.pid != first_process
         assert not psutil.pid_exists(first_process)
 
@@ -295,7 +291,7 @@ async def test_who_was_there_at_a_death_comes_back_one_by_one() -> None:
 
 
 async def test_a_suspect_that_gives_up_makes_way_for_the_next() -> None:
-    async with running("step_seconds=0.02", max_num_seqs=1) as client:
+    async with running("holds_at=20", max_num_seqs=1) as client:
         first, second = request(1, max_tokens=400), request(2, max_tokens=3)
         for one in (first, second):
             client._quarantine.strike([one])
@@ -328,7 +324,7 @@ async def test_no_number_of_deaths_is_for_good() -> None:
 async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
     """Such as for memory that the process before has not given back yet."""
     obstacle = tmp_path / "obstacle"
-    model = f"step_seconds=0.01 refuses_while={obstacle}"
+    model = f"holds_at=20 refuses_while={obstacle}"
     async with running(model, max_num_seqs=1) as client:
         running_one, waiting = (
             client.generate(request(1, max_tokens=400)),
@@ -344,7 +340,7 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path) -> None:
                     pass
             await generation.aclose()
         await until(lambda: client.restarts >= 3)
-        assert client.state is EngineState.RESTARTING
+        assert client.state.value == "restarting"
         assert "not free yet" in client.reason
         obstacle.unlink()
         await until(lambda: client.state is EngineState.READY)
@@ -399,12 +395,12 @@ async def test_sigterm_ends_the_process_in_order() -> None:
         assert await tokens(client, request(1, max_tokens=1)) == [1]
 
 
-HASTY = SupervisionLimits(hang_timeout=0.4, step_timeout=30.0, backoff=0.01)
+HASTY = SupervisionLimits(hang_timeout=0.4, step_timeout=LIMIT, backoff=0.01)
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
 async def test_a_stopped_process_is_replaced(busy: bool) -> None:
-    async with running("step_seconds=0.01", HASTY) as client:
+    async with running("holds_at=20", HASTY) as client:
         stopped, generation = client.pid, client.generate(request(1, max_tokens=400))
         await anext(generation)
         if not busy:
@@ -431,28 +427,45 @@ async def test_a_process_that_goes_on_in_time_is_kept() -> None:
         pid, generation = client.pid, client.generate(request(1, max_tokens=50))
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(0.1)
+        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         os.kill(pid, signal.SIGCONT)
         assert sum([len(delta.token_ids) async for delta in generation]) == 50
         assert client.pid == pid
 
 
-async def test_a_step_that_does_nothing_is_noticed(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
+    """All that the supervision finds."""
+    found: list[Verdict] = []
+    look = Watch.look
+
+    def noted(watch: Watch, **seen: Any) -> Verdict:
+        found.append(look(watch, **seen))
+        return found[-1]
+
+    monkeypatch.setattr(Watch, "look", noted)
+    return found
+
+
+async def test_a_step_that_does_nothing_is_noticed(
+    capfd: pytest.CaptureFixture[str], looks: list[Verdict]
+) -> None:
     async with running("", HASTY) as client:
-        await asyncio.sleep(0.7)
+        await until(lambda: len(looks) > 2 * LOOKS_TO_HANG)
         assert client.restarts == 0, "idle is not hung"
         with pytest.raises(EngineDiedError, match="does nothing, with work to do"):
             await tokens(client, request(HANG))
     assert "in advance" in capfd.readouterr().err, "the stack of the hung step was dumped"
 
 
-async def test_an_answer_that_is_not_read_is_no_work_of_the_engine() -> None:
+async def test_an_answer_that_is_not_read_is_no_work_of_the_engine(looks: list[Verdict]) -> None:
     async with running("", HASTY) as client:
         unread = client.generate(request(1, 2, max_tokens=3))
         await until(lambda: unread.backlog == 3)
         assert client.num_running == 1
         assert not client._is_busy()
-        await asyncio.sleep(0.7)
+        looks.clear()
+        await until(lambda: len(looks) > 2 * LOOKS_TO_HANG)
         assert client.restarts == 0
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
@@ -511,9 +524,9 @@ async def test_a_process_that_talks_nonsense_is_refused() -> None:
 
 async def test_ending_while_it_loads_leaves_nothing() -> None:
     client = EngineClient(EngineConfig(model="slow_load"), command=ECHO)
-    start = asyncio.create_task(client.start((EOS,), lambda stage, done, total: None))
-    await until(lambda: client.pid is not None)
-    await asyncio.sleep(0.2)
+    told: list[tuple[str, int, int]] = []
+    start = asyncio.create_task(client.start((EOS,), lambda *progress: told.append(progress)))
+    await until(lambda: bool(told))
     assert client.pid is not None
     process = psutil.Process(client.pid)
     start.cancel()
@@ -529,9 +542,9 @@ from appliance.engine.process.child import EngineProcess
 from appliance.engine.process.client import EngineClient
 async def main():
     client = EngineClient(EngineConfig(model=sys.argv[2]), command=(sys.executable, sys.argv[1]))
-    start = asyncio.create_task(client.start((1,), print))
-    while client.pid is None or (sys.argv[2] == "" and not start.done()):
-        await asyncio.sleep(0.01)
+    told = asyncio.Event()
+    start = asyncio.create_task(client.start((1,), lambda *progress: told.set()))
+    await (told.wait() if sys.argv[2] else start)
     print(client.pid, flush=True)
     time.sleep(100)
 asyncio.run(main())
@@ -543,16 +556,10 @@ def test_the_engine_does_not_outlive_its_parent(model: str) -> None:
     command = [sys.executable, "-c", PARENT, ECHO[1], model]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        line = ""
-        while not line.strip().isdigit():
-            line = parent.stdout.readline()
-        engine = psutil.Process(int(line))
-        assert engine.is_running()
-        if model == "":
-            time.sleep(0.1)
+        engine = psutil.Process(int(parent.stdout.readline()))
+        assert not has_ended(engine)
         parent.kill()
-    psutil.wait_procs([engine], timeout=3)
-    assert not engine.is_running()
+    wait_until(lambda: has_ended(engine))
 
 
 async def test_compiled_kernels_are_kept_with_the_other_derived_files(

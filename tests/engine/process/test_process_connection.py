@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import pytest
+from waiting import until
 
 from appliance.engine.messages import Abort, Progress, StepReport
 from appliance.engine.process.connection import Connection
@@ -45,11 +47,10 @@ async def test_messages_are_passed_on_also_those_that_came_before() -> None:
         assert await connection.receive() == Progress("a", 1, 2)
         found: list[FromEngine] = []
         passing = asyncio.create_task(connection.pass_on(found.append))
-        await asyncio.sleep(0)
-        assert found == [STEP]
+        await until(lambda: found == [STEP])
         whole = encode_frame(STEP)
         engine.sendall(whole[:5])
-        await asyncio.sleep(0.01)
+        await until(lambda: bytes(connection._decoder._buffer) == whole[:5])
         engine.sendall(whole[5:])
         engine.close()
         await passing
@@ -66,7 +67,7 @@ async def test_what_is_no_message_is_an_error_for_whoever_listens() -> None:
         with pytest.raises(FrameError, match="a frame of"):
             await passing
         engine.sendall(encode_frame(STEP))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         with pytest.raises(FrameError, match="a frame of"):
             await connection.receive()
 
@@ -91,6 +92,6 @@ async def test_an_error_of_the_listener_ends_the_listening() -> None:
 async def test_messages_go_out() -> None:
     async with connected() as (connection, engine):
         connection.send(Abort("r"))
-        await asyncio.sleep(0.01)
+        await until(lambda: bool(select.select([engine], [], [], 0)[0]))
         decoder: FrameDecoder[Abort] = FrameDecoder(Abort)
         assert decoder.feed(engine.recv(1000)) == [Abort("r")]

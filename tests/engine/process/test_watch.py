@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from waiting import wait_until
 
 from appliance.engine.beacon import MAX_NAMES, Beacon, name_of
 from appliance.engine.process.quarantine import SECONDS, Quarantine
@@ -92,25 +93,23 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def until(pid: int, beacon: Beacon, expected: Signs) -> None:
-    """Wait until a process shows these signs; the test's own limit ends it."""
-    while read_signs(pid, beacon, True) != expected:
-        pass
+def wait_for_signs(pid: int, beacon: Beacon, expected: Signs) -> None:
+    wait_until(lambda: read_signs(pid, beacon, True) == expected, f"{expected} of {pid}")
 
 
 def test_signs_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
     beacon, pid = Beacon(), sleeper.pid
-    until(pid, beacon, Signs())  # it waits for input
+    wait_for_signs(pid, beacon, Signs())  # it waits for input
     beacon.advance()
     assert read_signs(pid, beacon, True).progress == 1
     assert sleeper.stdin is not None
     sleeper.stdin.write(b"x")
     sleeper.stdin.flush()
-    until(pid, beacon, Signs(working=True, progress=1))
+    wait_for_signs(pid, beacon, Signs(working=True, progress=1))
     os.kill(pid, signal.SIGSTOP)
-    until(pid, beacon, Signs(stopped=True, progress=1))
+    wait_for_signs(pid, beacon, Signs(stopped=True, progress=1))
     os.kill(pid, signal.SIGCONT)
-    until(pid, beacon, Signs(working=True, progress=1))
+    wait_for_signs(pid, beacon, Signs(working=True, progress=1))
     with beacon.waiting_for_device():
         assert read_signs(pid, beacon, False) == Signs(progress=1, waits_for_device=True)
     sleeper.kill()
@@ -123,7 +122,7 @@ def test_what_a_process_waits_for_is_its_work() -> None:
     code = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', 'while True: pass'])"
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
         beacon = Beacon()
-        until(process.pid, beacon, Signs(working=True))
+        wait_for_signs(process.pid, beacon, Signs(working=True))
         os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -27,6 +27,7 @@ from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.packed_matmul.tiles import ARCHITECTURES, choose_tile
 from appliance.kernels.penalties import reference
 from appliance.kernels.sampling import SamplingRows, batched
+from appliance.kernels.token_mask.reference import mask_tokens
 
 MIB = 2**20
 
@@ -101,6 +102,7 @@ def test_the_largest_step_is_run_and_peaks_are_read(
         model,  # type: ignore[arg-type]
         sample_tokens,
         reference.penalize,
+        mask_tokens,
         Meter(500 * MIB, 70 * MIB, 77 * MIB),
         SchedulerLimits(5, rows, context),
         kv_layers=[LayerPrecision(kv_format)],
@@ -128,6 +130,7 @@ def test_steps_of_all_sizes_that_have_kernels_of_their_own_are_run_before_reques
         model,  # type: ignore[arg-type]
         batched.choose,
         reference.penalize,
+        mask_tokens,
         Meter(0, MIB),
         SchedulerLimits(48, 1000, 2000),
         kv_layers=[LayerPrecision(KVFormat.BF16)],

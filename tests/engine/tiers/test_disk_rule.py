@@ -141,7 +141,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.rglob("*.kv")}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_whatever_is_asked_nothing_else_is_on_the_disk(data: st.DataObject) -> None:
     """Short and long prompts and answers, alone or together, after a restart, in a tight cache."""

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from appliance.engine.tiers.block_file import HEADER_BYTES
 from appliance.engine.tiers.disk_store import DiskStore, remove_models, stored_models
@@ -291,13 +292,13 @@ for number in range(10**6):
 
 
 def test_killed_in_the_middle_of_writing_everything_found_is_whole(tmp_path: Path) -> None:
-    for delay in (0.0, 0.01, 0.05):
+    for written in (1, 50, 400):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(delay)
+        wait_until(lambda count=written: len(list(tmp_path.rglob("*.kv"))) >= count)  # type: ignore[misc]
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from late_device import LateDevice
+from waiting import LIMIT, wait_until
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
@@ -165,7 +165,7 @@ def held_back_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     gate, read = threading.Event(), DiskStore.read
 
     def slow_read(store: DiskStore, content: bytes) -> bytearray | None:
-        gate.wait(30)
+        gate.wait(LIMIT)
         return read(store, content)
 
     monkeypatch.setattr(DiskStore, "read", slow_read)
@@ -209,9 +209,12 @@ def test_whoever_ends_while_it_waits_for_the_disk_leaves_nothing(
         assert second.abort("a")
         second._scheduler.check_invariants()
         gate.set()
-        deadline = time.monotonic() + 10
-        while second._tiers.disk.unfinished and time.monotonic() < deadline:  # type: ignore[union-attr]
+
+        def has_read() -> bool:
             second.step()
+            return not second._tiers.disk.unfinished  # type: ignore[union-attr]
+
+        wait_until(has_read)
         second._scheduler.check_invariants()
         assert second.stats().kv_host_blocks == 0
         assert second._tiers.host.room == second._tiers.host.capacity

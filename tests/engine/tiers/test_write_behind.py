@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from virtual_runner import Clock
 
@@ -110,7 +110,6 @@ COSTS = st.tuples(st.floats(0, 0.01), st.floats(0, 0.05))
 STEPS = st.lists(st.tuples(SECONDS, COSTS, st.booleans()), min_size=1, max_size=60)
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_no_row_of_steps_gives_more_than_its_share_and_a_block(
     steps: list[tuple[float, tuple[float, float], bool]],

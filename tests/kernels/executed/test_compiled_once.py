@@ -22,6 +22,7 @@ from ptx_machine.driver import TARGETS, gpu
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.engine import LLMEngine
 from appliance.engine.execution import Precision, TorchExecution
+from appliance.engine.grammars.matchers import Matchers
 from appliance.engine.memory_plan import MemoryRequest
 from appliance.engine.messages import EngineInfo
 from appliance.engine.rates import Rates
@@ -99,7 +100,9 @@ def engine_of(
         with_graphs=False,
     )
     plan, graph_bytes = plan_measured(steps, request, on_progress)
-    runner, _ = make_runner(steps, plan, graph_bytes, (), Rates())
+    runner, _ = make_runner(
+        steps, plan, graph_bytes, (), Rates(), Matchers(source.spec.vocab_size, ())
+    )
     blocks = BlockManager(plan.num_blocks, 32, num_open=num_open)
     tiers = Tiers.none(blocks)
     scheduler = Scheduler(blocks, limits, (), look_ahead=True, tiers=tiers)

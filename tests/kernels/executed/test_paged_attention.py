@@ -270,7 +270,7 @@ def test_rows_of_a_fused_projection(make_case: MakeCase) -> None:
     assert torch.equal(attend(case), attend(view))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=8, derandomize=True)
 @given(st.lists(st.integers(0, 200_000), min_size=1, max_size=9))
 def test_the_device_cuts_contexts_as_the_model_does(contexts: list[int]) -> None:
     lengths = torch.tensor(contexts, dtype=torch.int32)

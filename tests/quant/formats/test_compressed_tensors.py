@@ -83,14 +83,14 @@ weights = st.tuples(
 
 
 @given(weights)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_round_trip(drawn: tuple[WeightScheme, PackedWeight]) -> None:
     scheme, weight = drawn
     assert_same(decode(NAME, weight.shape, encode(NAME, weight, scheme), [scheme]), weight)
 
 
 @given(weights)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_the_compressed_tensors_package_reads_the_same_values(
     drawn: tuple[WeightScheme, PackedWeight],
 ) -> None:
@@ -108,7 +108,7 @@ def test_the_compressed_tensors_package_reads_the_same_values(
 
 
 @given(weights)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_the_layout_is_known_beforehand(drawn: tuple[WeightScheme, PackedWeight]) -> None:
     scheme, weight = drawn
     found = {
@@ -119,7 +119,7 @@ def test_the_layout_is_known_beforehand(drawn: tuple[WeightScheme, PackedWeight]
 
 
 @given(st.lists(schemes, min_size=1, max_size=4, unique=True))
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_the_config_says_which_schemes_there_are(used: list[WeightScheme]) -> None:
     config = quantization_config({f"m{i}": scheme for i, scheme in enumerate(used)}, ["lm_head"])
     assert declared_schemes(config) == tuple(used)

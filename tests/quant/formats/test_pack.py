@@ -28,7 +28,7 @@ def signed(codes: Tensor, bits: int) -> Tensor:
 
 
 @given(sizes, sizes, bits, seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_codes_round_trip(rows: int, half: int, bits: int, seed: int) -> None:
     codes = random_codes(rows, 2 * half, bits, seed)
     packed = pack.pack_codes(codes, bits)
@@ -37,7 +37,7 @@ def test_codes_round_trip(rows: int, half: int, bits: int, seed: int) -> None:
 
 
 @given(sizes, sizes, bits, seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_packed_codes_are_those_of_packed_weights(
     rows: int, half: int, bits: int, seed: int
 ) -> None:
@@ -50,7 +50,7 @@ def test_packed_codes_are_those_of_packed_weights(
 
 
 @given(sizes, sizes, seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_codes_of_three_bits_round_trip(rows: int, eights: int, seed: int) -> None:
     codes = random_codes(rows, 8 * eights, 3, seed)
     packed = pack.pack_threes(codes)
@@ -59,7 +59,7 @@ def test_codes_of_three_bits_round_trip(rows: int, eights: int, seed: int) -> No
 
 
 @given(sizes, sizes, seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_words_round_trip(rows: int, width: int, seed: int) -> None:
     packed = random_codes(rows, width, 8, seed)
     words = pack.bytes_to_words(packed)
@@ -68,7 +68,7 @@ def test_words_round_trip(rows: int, width: int, seed: int) -> None:
 
 
 @given(sizes, sizes, stored_bits, seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_zero_points_round_trip(out_features: int, groups: int, bits: int, seed: int) -> None:
     zero_points = random_codes(out_features, groups, bits, seed)
     words = pack.pack_zero_points(zero_points, bits)
@@ -77,7 +77,7 @@ def test_zero_points_round_trip(out_features: int, groups: int, bits: int, seed:
 
 
 @given(sizes, sizes, stored_bits, seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_words_are_those_of_compressed_tensors(rows: int, half: int, bits: int, seed: int) -> None:
     columns = 32 * half if bits == 3 else 2 * half
     codes = random_codes(rows, columns, bits, seed)
@@ -87,7 +87,7 @@ def test_words_are_those_of_compressed_tensors(rows: int, half: int, bits: int, 
 
 
 @given(sizes, sizes, stored_bits, seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_zero_points_are_those_of_compressed_tensors(
     out_features: int, groups: int, bits: int, seed: int
 ) -> None:

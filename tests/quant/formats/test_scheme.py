@@ -34,7 +34,7 @@ def test_a_width_that_no_group_divides_stays_dense(group_size: int | None) -> No
 
 
 @given(st.sampled_from(GROUP_SIZES), st.integers(1, 1000))
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_the_fitted_group_is_the_largest_that_divides(group_size: int, blocks: int) -> None:
     in_features = 32 * blocks
     scheme, reason = WeightScheme(4, group_size).fit(in_features)

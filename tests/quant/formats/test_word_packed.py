@@ -101,7 +101,7 @@ def assert_same_values(found: PackedWeight, weight: PackedWeight) -> None:
 
 
 @given(weights(st.just(4)), st.sampled_from([32, None]))
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(derandomize=True, max_examples=25)
 def test_awq_holds_every_value(weight: PackedWeight, smaller: int | None) -> None:
     group_size = smaller or weight.group_size
     parts = AwqLayout(group_size).encode(NAME, weight)
@@ -112,7 +112,7 @@ def test_awq_holds_every_value(weight: PackedWeight, smaller: int | None) -> Non
 
 
 @given(weights(st.sampled_from([4, 8])), st.sampled_from([V1, V2]), st.sampled_from([32, None]))
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(derandomize=True, max_examples=40)
 def test_gptq_holds_every_value(weight: PackedWeight, version: str, smaller: int | None) -> None:
     layout = GptqLayout(weight.bits, smaller or weight.group_size, version)
     parts = layout.encode(NAME, weight)

@@ -79,7 +79,7 @@ def layer(errors: list[float]) -> MeasuredLayer:
     return MeasuredLayer(zero, zero, zero, named, {}, 128, bits)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(
     st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=1, max_size=6),
     st.floats(4, 16),

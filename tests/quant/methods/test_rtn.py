@@ -47,7 +47,7 @@ def rounding_of_scale(scheme: WeightScheme) -> float:
 
 
 @given(schemes, scale_dtypes, seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_the_error_is_half_a_step(
     scheme: WeightScheme, scale_dtype: torch.dtype, seed: int
 ) -> None:
@@ -64,7 +64,7 @@ def test_the_error_is_half_a_step(
 
 
 @given(st.sampled_from([s for s in SCHEMES if s.symmetric]), seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_symmetric_keeps_the_farthest_weight_of_each_group(scheme: WeightScheme, seed: int) -> None:
     weight = heavy_tailed(seed)
     packed = quantize(weight, scheme)
@@ -77,7 +77,7 @@ def test_symmetric_keeps_the_farthest_weight_of_each_group(scheme: WeightScheme,
 
 
 @given(st.sampled_from([s for s in SCHEMES if s.symmetric]), seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_what_was_quantized_symmetrically_is_not_changed_again(
     scheme: WeightScheme, seed: int
 ) -> None:
@@ -86,7 +86,7 @@ def test_what_was_quantized_symmetrically_is_not_changed_again(
 
 
 @given(st.sampled_from([s for s in SCHEMES if not s.symmetric]), st.integers(0, 15), seeds)
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_asymmetric_keeps_weights_that_lie_on_a_grid(
     scheme: WeightScheme, zero_point: int, seed: int
 ) -> None:

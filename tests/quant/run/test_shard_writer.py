@@ -34,9 +34,7 @@ def values(layout: TensorLayout) -> torch.Tensor:
 
 
 @given(layouts, st.integers(1, 200), st.randoms(use_true_random=False))
-@settings(
-    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_written_is_read(
     tmp_path: Path, layouts: list[TensorLayout], max_bytes: int, random: object
 ) -> None:
@@ -60,7 +58,7 @@ def test_what_is_written_is_read(
 
 
 @given(layouts, st.integers(1, 200))
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_shards_keep_the_order_and_the_limit(layouts: list[TensorLayout], max_bytes: int) -> None:
     shards = split_into_shards(layouts, max_bytes)
     assert [layout for shard in shards for layout in shard] == layouts

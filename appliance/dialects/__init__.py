@@ -1,0 +1,21 @@
+"""How a model writes thoughts and tool calls: its own marks, learnt from its chat template.
+
+Text comes in as the model makes it and goes out as parts: content, thought, calls. Nothing here
+knows a wire format, a tokenizer or the engine.
+"""
+
+from appliance.dialects.dialect import Dialect
+from appliance.dialects.learn import learn_dialect
+from appliance.dialects.parts import CallArguments, CallBegin, Content, Part, Thought
+from appliance.dialects.reader import Reader
+
+__all__ = [
+    "CallArguments",
+    "CallBegin",
+    "Content",
+    "Dialect",
+    "Part",
+    "Reader",
+    "Thought",
+    "learn_dialect",
+]

@@ -1,0 +1,97 @@
+"""A call as a JSON object with a name and arguments, which several formats have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from appliance.dialects.json_text import read_string, read_value
+from appliance.dialects.source import MalformedCallError
+
+if TYPE_CHECKING:
+    from appliance.dialects.source import Source, Steps
+
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def read_call_object(
+    source: Source, accepts: Callable[[str], bool] = lambda name: True
+) -> Steps[None]:
+    """Read one call. It begins with its name; what is wrong after that ends it.
+
+    Args:
+        source: at the object.
+        accepts: whether a name can be that of a tool.
+
+    Raises:
+        MalformedCallError: it has no name, or not the name of a tool.
+    """
+    begun = False
+    try:
+        name, held, has_arguments = "", "", False
+        if not (yield from source.literal("{")):
+            raise MalformedCallError
+        while True:
+            yield from source.skip_space()
+            key = yield from read_string(source)
+            yield from source.skip_space()
+            if not (yield from source.literal(":")):
+                raise MalformedCallError
+            yield from source.skip_space()
+            if key == "name" and not name:
+                name = yield from read_string(source)
+                if not name or not accepts(name):
+                    raise MalformedCallError
+                begun = True
+                source.begin_call(name)
+                source.output.arguments(held)
+            elif key in _ARGUMENTS and not has_arguments:
+                has_arguments = True
+                pieces: list[str] = []
+                yield from read_arguments(
+                    source, source.output.arguments if name else pieces.append
+                )
+                held = "".join(pieces)
+            else:
+                yield from read_value(source, lambda text: None)
+            yield from source.skip_space()
+            if not (yield from source.literal(",")):
+                break
+        complete = yield from source.literal("}")
+        if not begun:
+            raise MalformedCallError
+        if complete and not has_arguments:
+            source.output.arguments("{}")
+    except MalformedCallError:
+        if not begun:
+            raise
+    source.output.end_call()
+
+
+def read_arguments(source: Source, emit: Callable[[str], None]) -> Steps[None]:
+    """Hand on an object, or one that is written as a string.
+
+    Raises:
+        MalformedCallError: it is neither.
+    """
+    first = yield from source.peek()
+    if first == "{":
+        yield from read_value(source, emit)
+    elif first == '"':
+        emit((yield from read_string(source)))
+    elif first == "n" and (yield from source.literal("null")):
+        emit("{}")
+    else:
+        raise MalformedCallError
+
+
+def call_object(name: str, arguments: str, key: str = "arguments") -> str:
+    """A call as models write it.
+
+    Args:
+        name: of the tool.
+        arguments: JSON.
+        key: of the arguments.
+    """
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": {arguments}}}'

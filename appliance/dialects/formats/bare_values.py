@@ -1,0 +1,86 @@
+"""Arguments that a model writes without JSON's quotes: their schema says what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from appliance.dialects.source import MalformedCallError
+
+if TYPE_CHECKING:
+    from appliance.dialects.source import Source, Steps
+
+
+class ArgumentWriter:
+    """Writes the object of arguments while they are read.
+
+    Args:
+        source: the answer; a call has begun.
+        schema: of the arguments.
+    """
+
+    def __init__(self, source: Source, schema: Mapping[str, Any]) -> None:
+        self._source = source
+        self._emit = source.output.arguments
+        properties = schema.get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._separator = "{"
+
+    def read(self, key: str, *closings: str) -> Steps[bool]:
+        """Read the value of an argument up to one of these marks; False if the text ends before."""
+        self._emit(f"{self._separator}{json.dumps(key, ensure_ascii=False)}: ")
+        self._separator = ", "
+        if is_text(self._properties.get(key)):
+            self._emit('"')
+            found = yield from self._source.until(closings, lambda text: self._emit(escaped(text)))
+            if found is not None:
+                self._emit('"')
+            return found is not None
+        pieces: list[str] = []
+        found = yield from self._source.until(closings, pieces.append)
+        if pieces or found is not None:
+            self._emit(as_json("".join(pieces)))
+        return found is not None
+
+    def close(self) -> None:
+        """End the object."""
+        self._emit("{}" if self._separator == "{" else "}")
+
+
+def is_text(schema: Any) -> bool:
+    """Whether only a string fits a schema."""
+    if not isinstance(schema, Mapping):
+        return False
+    if "enum" in schema and isinstance(schema["enum"], list):
+        return all(isinstance(value, str) for value in schema["enum"])
+    return schema.get("type") == "string"
+
+
+def as_json(text: str) -> str:
+    """A value as JSON: itself, if it is some, or else a string."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return text.strip()
+
+
+def escaped(text: str) -> str:
+    """A piece of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)
+
+
+def bare(arguments: str) -> dict[str, str]:
+    """The arguments as texts, as they stand between marks."""
+    values = json.loads(arguments)
+    if not isinstance(values, dict):
+        raise MalformedCallError
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for key, value in values.items()
+    }

@@ -1,0 +1,126 @@
+"""`call:f{key:value}` with a quote of its own: FunctionGemma and Gemma 4."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from appliance.dialects.formats.bare_values import as_json, escaped
+from appliance.dialects.formats.form import read_content
+from appliance.dialects.source import MalformedCallError
+
+if TYPE_CHECKING:
+    from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.source import Source, Steps
+
+MAX_NESTING = 64
+
+
+class Gemma:
+    """Almost JSON: keys are bare, strings stand between two equal marks.
+
+    Args:
+        name: for people.
+        opening: before a call.
+        closing: after it.
+        quote: on both sides of a string.
+    """
+
+    marks: tuple[str, ...]
+    short_ids = False
+    framed = False
+
+    def __init__(self, name: str, opening: str, closing: str, quote: str) -> None:
+        self.name = name
+        self.marks = (opening, closing, quote)
+        self._opening, self._closing, self._quote = opening, closing, quote
+
+    def recognises(self, text: str, tool: str) -> bool:
+        """Whether a template wrote a call in this form."""
+        return f"{self._opening}call:{tool}{{" in text
+
+    def write(self, name: str, arguments: str) -> str:
+        """A call in this form."""
+        return f"{self._opening}call:{name}{self._written(json.loads(arguments))}{self._closing}"
+
+    def read(self, source: Source, schemas: Schemas) -> Steps[None]:
+        """Read an answer."""
+
+        def read_call(opening: str) -> Steps[None]:
+            if not (yield from source.literal("call:")):
+                raise MalformedCallError
+            name = (yield from source.scalar("{<\n")).strip()
+            if not name or (yield from source.peek()) != "{":
+                raise MalformedCallError
+            source.begin_call(name)
+            yield from self._value(source, 0)
+            yield from source.closing(self._closing)
+            source.output.end_call()
+
+        yield from read_content(source, (self._opening,), read_call)
+
+    def _value(self, source: Source, nesting: int) -> Steps[None]:
+        """Read a value and write it as JSON.
+
+        Raises:
+            MalformedCallError: it ends too early, or is nested too deeply.
+        """
+        emit = source.output.arguments
+        yield from source.skip_space()
+        if nesting > MAX_NESTING:
+            raise MalformedCallError
+        if (yield from source.literal(self._quote)):
+            emit('"')
+            quote = (self._quote,)
+            if (yield from source.until(quote, lambda text: emit(escaped(text)))) is None:
+                raise MalformedCallError
+            emit('"')
+        elif (yield from source.literal("{")):
+            yield from self._items(source, "{", "}", nesting)
+        elif (yield from source.literal("[")):
+            yield from self._items(source, "[", "]", nesting)
+        else:
+            scalar = (yield from source.scalar(",}]")).strip()
+            if not scalar:
+                raise MalformedCallError
+            emit(as_json(scalar))
+
+    def _items(self, source: Source, opening: str, closing: str, nesting: int) -> Steps[None]:
+        emit = source.output.arguments
+        emit(opening)
+        yield from source.skip_space()
+        if (yield from source.literal(closing)):
+            emit(closing)
+            return
+        while True:
+            if closing == "}":
+                yield from source.skip_space()
+                key = yield from self._key(source)
+                emit(f"{json.dumps(key, ensure_ascii=False)}: ")
+            yield from self._value(source, nesting + 1)
+            yield from source.skip_space()
+            if (yield from source.literal(closing)):
+                emit(closing)
+                return
+            if not (yield from source.literal(",")):
+                raise MalformedCallError
+            emit(", ")
+
+    def _key(self, source: Source) -> Steps[str]:
+        if (yield from source.literal(self._quote)):
+            key = yield from source.collect(self._quote)
+            yield from source.skip_space()
+        else:
+            key = (yield from source.scalar(":,{}[]")).strip()
+        if not (yield from source.literal(":")):
+            raise MalformedCallError
+        return key
+
+    def _written(self, value: Any) -> str:
+        if isinstance(value, str):
+            return f"{self._quote}{value}{self._quote}"
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{k}:{self._written(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(self._written, value)) + "]"
+        return json.dumps(value)

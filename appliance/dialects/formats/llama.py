@@ -1,0 +1,56 @@
+"""A bare JSON object with `parameters`: Llama 3.1 to 3.3."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.dialects.call_object import call_object, read_call_object
+from appliance.dialects.formats.form import read_content
+from appliance.dialects.source import MalformedCallError
+
+if TYPE_CHECKING:
+    from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.source import Source, Steps
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+class Llama:
+    """`{"name": "f", "parameters": {}}`, at the beginning of an answer or after a mark.
+
+    An object is a call only if it has the name of a tool, since any answer can be JSON.
+    """
+
+    name = "llama"
+    marks: tuple[str, ...] = (PYTHON_TAG,)
+    short_ids = False
+    framed = False
+
+    def recognises(self, text: str, tool: str) -> bool:
+        """Whether a template wrote a call in this form."""
+        return f'{{"name": "{tool}", "parameters":' in text
+
+    def write(self, name: str, arguments: str) -> str:
+        """A call in this form."""
+        return call_object(name, arguments, key="parameters")
+
+    def read(self, source: Source, schemas: Schemas) -> Steps[None]:
+        """Read an answer."""
+
+        def read_calls(opening: str) -> Steps[None]:
+            while True:
+                yield from source.skip_space()
+                yield from read_call_object(source, schemas.__contains__)
+                yield from source.skip_space()
+                source.attempt("")
+                if not (yield from source.literal(";")):
+                    break
+
+        source.attempt("")
+        try:
+            yield from read_calls("")
+        except MalformedCallError:
+            source.give_up()
+        else:
+            source.drop_attempt()
+        yield from read_content(source, (PYTHON_TAG,), read_calls)

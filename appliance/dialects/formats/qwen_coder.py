@@ -1,0 +1,66 @@
+"""`<function=f>` with a mark for each argument: Qwen3-Coder and its kin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.dialects.formats.bare_values import ArgumentWriter, bare
+from appliance.dialects.formats.form import read_content
+from appliance.dialects.source import MalformedCallError
+
+if TYPE_CHECKING:
+    from appliance.dialects.formats.form import Schemas
+    from appliance.dialects.source import Source, Steps
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+
+
+class QwenCoder:
+    """Name and arguments in marks of their own; the outermost is sometimes left out."""
+
+    name = "qwen coder"
+    marks: tuple[str, ...] = (OPENING, CLOSING)
+    short_ids = False
+    framed = False
+
+    def recognises(self, text: str, tool: str) -> bool:
+        """Whether a template wrote a call in this form."""
+        return f"{FUNCTION}{tool}>" in text
+
+    def write(self, name: str, arguments: str) -> str:
+        """A call in this form."""
+        values = "".join(
+            f"{PARAMETER}{key}>\n{value}\n{PARAMETER_END}\n"
+            for key, value in bare(arguments).items()
+        )
+        return f"{OPENING}\n{FUNCTION}{name}>\n{values}{FUNCTION_END}\n{CLOSING}"
+
+    def read(self, source: Source, schemas: Schemas) -> Steps[None]:
+        """Read an answer."""
+
+        def read_call(opening: str) -> Steps[None]:
+            if opening == OPENING:
+                yield from source.skip_space()
+                if not (yield from source.literal(FUNCTION)):
+                    raise MalformedCallError
+            name = (yield from source.scalar(">\n<")).strip()
+            if not name or not (yield from source.literal(">")):
+                raise MalformedCallError
+            source.begin_call(name)
+            writer = ArgumentWriter(source, schemas.get(name, {}))
+            while (yield from source.closing(PARAMETER)):
+                key = (yield from source.scalar(">\n<")).strip()
+                if not (yield from source.literal(">")):
+                    break
+                yield from source.literal("\n")
+                if not (yield from writer.read(key, "\n" + PARAMETER_END, PARAMETER_END)):
+                    return
+            complete = yield from source.closing(FUNCTION_END)
+            complete |= yield from source.closing(CLOSING)
+            if complete or (yield from source.peek()):
+                writer.close()
+            source.output.end_call()
+
+        yield from read_content(source, (OPENING, FUNCTION), read_call)

@@ -1,0 +1,118 @@
+"""Learn a model's dialect: let its template render a known call, and look at the text."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from appliance.dialects.dialect import Dialect
+from appliance.dialects.formats.deepseek import DeepSeek
+from appliance.dialects.formats.gemma import Gemma
+from appliance.dialects.formats.glm import Glm
+from appliance.dialects.formats.harmony import Harmony
+from appliance.dialects.formats.hermes import Hermes
+from appliance.dialects.formats.llama import Llama
+from appliance.dialects.formats.mistral import Mistral
+from appliance.dialects.formats.qwen_coder import QwenCoder
+from appliance.dialects.thoughts import find_marks
+from appliance.errors import ChatTemplateError
+
+if TYPE_CHECKING:
+    from appliance.dialects.formats.form import CallForm
+
+logger = logging.getLogger(__name__)
+
+Chat = Sequence[Mapping[str, Any]]
+Render = Callable[[Chat, Chat | None], str]
+
+# The first that recognises its own is taken: what is more particular comes first.
+FORMS: tuple[CallForm, ...] = (
+    Harmony(),
+    Gemma("gemma 4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    Gemma("function gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    DeepSeek(fenced=False),
+    DeepSeek(fenced=True),
+    Mistral(named=True),
+    Mistral(named=False),
+    QwenCoder(),
+    Glm(),
+    Hermes(),
+    Llama(),
+)
+GENERIC: CallForm = Hermes()  # of models whose template knows no calls
+
+_NAME, _ARGUMENTS = "probe_tool", {"probe_key": "probe value"}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string", "description": "A key."}},
+            "required": ["probe_key"],
+        },
+    },
+}
+_SYSTEM: dict[str, Any] = {"role": "system", "content": "probe system"}
+_USER: dict[str, Any] = {"role": "user", "content": "probe question"}
+_RESULT: dict[str, Any] = {
+    "role": "tool",
+    "tool_call_id": "probecall",
+    "name": _NAME,
+    "content": "probe result",
+}
+
+
+def learn_dialect(render: Render, template: str) -> Dialect:
+    """How a model writes.
+
+    Args:
+        render: its chat template, for messages and tools.
+        template: the text of that.
+    """
+    found = _probe_calls(render)
+    lists_tools = found is not None and _NAME in _try(render, [_USER], [_TOOL])
+    form, text_arguments = found or (GENERIC, False)
+    dialect = Dialect(
+        form=form,
+        lists_tools=lists_tools,
+        writes_calls=found is not None,
+        text_arguments=text_arguments,
+        takes_system=str(_SYSTEM["content"]) in _try(render, [_SYSTEM, _USER], None),
+        thought_marks=None if form.framed else find_marks(template),
+    )
+    logger.info("the model writes tool calls like this: %s", dialect)
+    return dialect
+
+
+def _probe_calls(render: Render) -> tuple[CallForm, bool] | None:
+    """The form in which a template writes calls, and whether it takes arguments as text."""
+    for text_arguments in (False, True):
+        arguments = json.dumps(_ARGUMENTS) if text_arguments else _ARGUMENTS
+        call = {
+            "id": "probecall",
+            "type": "function",
+            "function": {"name": _NAME, "arguments": arguments},
+        }
+        turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        for chat in ([_USER, turn, _RESULT], [_USER, turn, _RESULT, _USER], [_USER, turn]):
+            text = _try(render, chat, [_TOOL])
+            written = text.partition(str(_USER["content"]))[2]
+            written = written.partition(str(_RESULT["content"]))[0]
+            # As Python would write it, or JSON within JSON: it wants the other kind.
+            if "{'probe_key'" in written or '{\\"probe_key' in written:
+                break
+            for form in FORMS:
+                if form.recognises(written, _NAME):
+                    return form, text_arguments
+    return None
+
+
+def _try(render: Render, messages: Chat, tools: Chat | None) -> str:
+    try:
+        return render(messages, tools)
+    except ChatTemplateError:
+        return ""

@@ -1,0 +1,52 @@
+"""The text of one answer, split into thoughts, content and calls while it arrives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.dialects.parts import Output
+from appliance.dialects.source import Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.dialects.parts import Part
+    from appliance.dialects.source import Steps
+
+
+class Reader:
+    """Reads one answer.
+
+    Args:
+        parse: how, see `Dialect.reader`.
+        one_call: ignore all that follows the first call.
+    """
+
+    def __init__(self, parse: Callable[[Source], Steps[None]], *, one_call: bool = False) -> None:
+        self._output = Output(one_call=one_call)
+        self._source = Source(self._output)
+        self._steps = parse(self._source)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all that follows is ignored."""
+        return self._output.ended
+
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next belongs to a thought, as far as can be said."""
+        return self._source.thinking
+
+    def push(self, text: str) -> list[Part]:
+        """Add text; returns what became certain."""
+        self._source.feed(text)
+        next(self._steps, None)
+        return self._output.take()
+
+    def finish(self) -> list[Part]:
+        """Say that no more will come; returns the rest."""
+        self._source.close()
+        for _ in self._steps:
+            pass
+        self._output.close()
+        return self._output.take()

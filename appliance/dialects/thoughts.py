@@ -1,0 +1,67 @@
+"""Thoughts: what a model writes before it answers, between two marks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from appliance.dialects.source import Source, Steps
+
+
+class ThoughtMarks(NamedTuple):
+    """What a model writes around a thought."""
+
+    opening: str
+    closing: str
+
+
+# In the order in which they are looked for.
+KNOWN_MARKS = (
+    ThoughtMarks("<|channel>thought", "<channel|>"),
+    ThoughtMarks("[THINK]", "[/THINK]"),
+    ThoughtMarks("<seed:think>", "</seed:think>"),
+    ThoughtMarks("<|START_THINKING|>", "<|END_THINKING|>"),
+    ThoughtMarks("<think>", "</think>"),
+)
+
+
+def find_marks(template: str) -> ThoughtMarks | None:
+    """The marks that a template knows; many know the closing one only, to cut thoughts out."""
+    return next((marks for marks in KNOWN_MARKS if marks.closing in template), None)
+
+
+def read_thought(source: Source, marks: ThoughtMarks, *, begun: bool) -> Steps[None]:
+    """Read a thought at the beginning of an answer, if there is one.
+
+    Args:
+        source: the answer.
+        marks: around a thought.
+        begun: whether the prompt ends with the opening mark, so that the answer is in a thought.
+    """
+    source.thinking = begun
+    source.attempt("")
+    yield from source.skip_space()
+    if not (yield from source.literal(marks.opening)) and not begun:
+        source.give_up()  # white space
+        return
+    source.thinking = True
+    source.drop_attempt()
+    source.output.begin_thought()
+    yield from source.until((marks.closing,), source.output.thought)
+    source.thinking = False
+
+
+def then_content(
+    marks: ThoughtMarks | None,
+    begun: bool,
+    read_content: Callable[[Source], Steps[None]],
+) -> Callable[[Source], Steps[None]]:
+    """A parser of answers whose thought, if any, comes first."""
+
+    def parse(source: Source) -> Steps[None]:
+        if marks is not None:
+            yield from read_thought(source, marks, begun=begun)
+        yield from read_content(source)
+
+    return parse

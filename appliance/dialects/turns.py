@@ -1,0 +1,114 @@
+"""A conversation with tools, as a model's own template takes it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from appliance.dialects.dialect import Dialect
+
+SHORT_ID = 9  # letters and digits
+_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
+Turn = dict[str, Any]
+
+
+def prepare(
+    dialect: Dialect, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[list[Turn], Sequence[Mapping[str, Any]] | None]:
+    """Messages and tools for the template.
+
+    Args:
+        dialect: of the model.
+        turns: with arguments as JSON text and calls as OpenAI has them.
+        tools: as OpenAI has them; None if none may be called.
+
+    Returns:
+        Turns, and tools if the template lists them.
+    """
+    prepared = [dict(turn) for turn in turns]
+    if dialect.writes_calls:
+        for turn in prepared:
+            _adapt(turn, dialect)
+    else:
+        prepared = _as_text(dialect, prepared)
+    if tools and not dialect.lists_tools:
+        _add_system(dialect, prepared, _description(dialect, tools))
+        return prepared, None
+    return prepared, tools or None
+
+
+def short_id(call_id: str) -> str:
+    """The same id for the same text, in nine letters and digits; one that has these stays."""
+    if len(call_id) == SHORT_ID and call_id.isascii() and call_id.isalnum():
+        return call_id
+    number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])
+    return "".join(_ALPHABET[number // 36**place % 36] for place in range(SHORT_ID))
+
+
+def _adapt(turn: Turn, dialect: Dialect) -> None:
+    if dialect.form.short_ids and "tool_call_id" in turn:
+        turn["tool_call_id"] = short_id(turn["tool_call_id"])
+    if "tool_calls" not in turn:
+        return
+    calls = []
+    for call in turn["tool_calls"]:
+        function = call["function"]
+        if not dialect.text_arguments:
+            function = {**function, "arguments": _object(function["arguments"])}
+        call_id = short_id(call["id"]) if dialect.form.short_ids else call["id"]
+        calls.append({**call, "id": call_id, "function": function})
+    turn["tool_calls"] = calls
+
+
+def _object(arguments: str) -> Any:
+    """Arguments as an object; what is none stays text, since a model wrote it and may read it."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(dialect: Dialect, turns: list[Turn]) -> list[Turn]:
+    """Calls and results as plain turns; those that follow one another become one."""
+    plain: list[Turn] = []
+    for turn in turns:
+        turn.pop("tool_call_id", None)
+        calls = turn.pop("tool_calls", ())
+        written = [
+            dialect.form.write(c["function"]["name"], c["function"]["arguments"]) for c in calls
+        ]
+        if written:
+            turn["content"] = "\n".join(filter(None, [turn["content"], *written]))
+        if turn["role"] == "tool":
+            text = f"<tool_response>\n{turn['content']}\n</tool_response>"
+            turn = {"role": "user", "content": text}
+            if plain and plain[-1]["role"] == "user":
+                plain[-1]["content"] += "\n" + text
+                continue
+        plain.append(turn)
+    return plain
+
+
+def _description(dialect: Dialect, tools: Sequence[Mapping[str, Any]]) -> str:
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    example = dialect.form.write("name_of_the_tool", '{"argument": "value"}')
+    return (
+        "You can call tools. Each line describes one, with a JSON schema of its arguments:\n"
+        f"{listed}\n"
+        "To call a tool, write this, with its name and arguments, and nothing after it:\n"
+        f"{example}\n"
+        "The result then comes in the next message. Answer without a call if you need none."
+    )
+
+
+def _add_system(dialect: Dialect, turns: list[Turn], text: str) -> None:
+    role = "system" if dialect.takes_system else "user"
+    if turns and turns[0]["role"] == role:
+        first = turns[0]["content"]
+        turns[0]["content"] = f"{first}\n\n{text}" if dialect.takes_system else f"{text}\n\n{first}"
+    else:
+        turns.insert(0, {"role": role, "content": text})

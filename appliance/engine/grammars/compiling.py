@@ -1,0 +1,204 @@
+"""Requests whose grammar is being compiled: a thread does it while others' steps go on.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from bisect import bisect_left
+from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
+
+from appliance.engine.grammars.matchers import num_words
+from appliance.errors import RequestError
+from appliance.grammar.check import in_words
+from appliance.grammar.source import limits, source_of
+from appliance.stats import COMPILE_SECONDS
+
+if TYPE_CHECKING:
+    from appliance.engine.messages import Vocabulary
+    from appliance.engine.request import Request
+    from appliance.grammar import Grammar
+
+MAX_KEPT = 128  # grammars that nobody uses: a few hundred KB each
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _WordList:
+    """What llguidance asks of a tokenizer; it never has to encode, since nothing is forced."""
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    bos_token_id: int | None = None
+    is_tokenizer_wrapper: bool = True
+
+    def __call__(self, text: str) -> list[int]:
+        raise AssertionError("a grammar that forces tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A request whose grammar was compiled.
+
+    Attributes:
+        request: that waited for it.
+        matcher: in its first state, to be copied; None if there is none.
+        error: why.
+    """
+
+    request: Request
+    matcher: LLMatcher | None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class CompileTimes:
+    """How many grammars were asked for, and how long those took that were not kept."""
+
+    requests: int = 0
+    hits: int = 0
+    seconds: float = 0.0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(COMPILE_SECONDS) + 1))
+
+    def add(self, seconds: float) -> None:
+        """A grammar was compiled."""
+        self.counts[bisect_left(COMPILE_SECONDS, seconds)] += 1
+        self.seconds += seconds
+
+
+class GrammarCompiler:
+    """Compiles the grammars of requests one after another, and keeps the latest.
+
+    Args:
+        vocab_size: logits of a row.
+        eos_token_ids: tokens that end an answer.
+
+    Attributes:
+        times: what was compiled so far.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.times = CompileTimes()
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._vocabulary: Vocabulary | None = None
+        self._tokenizer: LLTokenizer | None = None  # made when the first grammar needs it
+        self._kept: OrderedDict[tuple[object, str], LLMatcher] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._waiting: dict[str, Request] = {}  # by request id
+        self._ready: deque[Compiled] = deque()
+        self._changed = threading.Condition()
+
+    def set_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """The model's tokens; needed before the first grammar."""
+        if self._vocabulary is None:
+            self._vocabulary = vocabulary
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose grammar is not compiled yet, or was not taken yet."""
+        return len(self._waiting)
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request is one of them."""
+        return request_id in self._waiting
+
+    def begin(self, request: Request, grammar: Grammar) -> None:
+        """Compile what a request asks for; it comes back through `take`.
+
+        Raises:
+            RequestError: there is no vocabulary.
+        """
+        if self._vocabulary is None:
+            raise RequestError("this engine has no vocabulary, which grammars need")
+        self._waiting[request.request_id] = request
+        self._thread.submit(self._run, request, grammar)
+
+    def abandon(self, request_id: str) -> bool:
+        """Forget a request that waits here; False if there is no such."""
+        with self._changed:
+            return self._waiting.pop(request_id, None) is not None
+
+    def take(self) -> list[Compiled]:
+        """The requests that have been compiled since the last call."""
+        if not self._ready:
+            return []
+        with self._changed:
+            ready = list(self._ready)
+            self._ready.clear()
+            return [
+                one for one in ready if self._waiting.pop(one.request.request_id, None) is not None
+            ]
+
+    def wait(self, seconds: float) -> None:
+        """Until one of them is ready, or so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or not self._waiting, seconds)
+
+    def _run(self, request: Request, grammar: Grammar) -> None:
+        if not self.is_waiting(request.request_id):
+            return
+        try:
+            compiled = Compiled(request, self._compile(grammar))
+        except RequestError as error:
+            compiled = Compiled(request, None, str(error))
+        except BaseException as error:  # also a panic of the library: it ends this request only
+            logger.exception("the grammar of request %s cannot be compiled", request.request_id)
+            compiled = Compiled(request, None, f"this grammar cannot be compiled: {error!r}")
+        with self._changed:
+            self._ready.append(compiled)
+            self._changed.notify_all()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        key = (grammar.kind, grammar.text)
+        self.times.requests += 1
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            self.times.hits += 1
+            return self._kept[key]
+        begin = time.perf_counter()
+        if self._tokenizer is None:
+            self._tokenizer = self._make_tokenizer()
+        matcher = LLMatcher(self._tokenizer, source_of(grammar), log_level=0, limits=limits())
+        if matcher.is_error():
+            raise RequestError(in_words(matcher.get_error(), grammar.kind))
+        # The first mask is the most expensive one, and copies know what it has taught.
+        mask = allocate_token_bitmask(1, self._tokenizer.vocab_size)
+        fill_next_token_bitmask(matcher, mask)
+        if matcher.is_error():
+            raise RequestError(in_words(matcher.get_error(), grammar.kind))
+        if not mask.any():
+            raise RequestError("no answer of this model can obey this grammar")
+        self._kept[key] = matcher
+        if len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        self.times.add(time.perf_counter() - begin)
+        return matcher
+
+    def _make_tokenizer(self) -> LLTokenizer:
+        """Tokens as the library knows them, as many as a mask has bits.
+
+        Holds Python's lock for some tenths of a second, once.
+        """
+        assert self._vocabulary is not None
+        tokens = list(self._vocabulary.tokens[: self._vocab_size])
+        tokens += [b""] * (32 * num_words(self._vocab_size) - len(tokens))
+        special = [i for i in self._vocabulary.special if i < self._vocab_size]
+        ends = list(self._eos_token_ids)
+        if not ends:
+            ends = [self._vocab_size]  # has no logit
+            special.append(self._vocab_size)
+            tokens[self._vocab_size] = b"end"
+        words = _WordList(tokens, special, ends[0])
+        return LLTokenizer(cast("TokenizerWrapper", words), eos_token=ends)

@@ -1,0 +1,178 @@
+"""How far each running sequence is in its grammar, and which tokens may come next.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+    from collections.abc import Sequence as Sequences
+
+    from llguidance import LLExecutor, LLMatcher
+    from numpy.typing import NDArray
+
+    from appliance.engine.plan import Update
+    from appliance.engine.sequence import Sequence
+
+MASK_THREADS = 2
+_WORDS = 16  # a mask takes a multiple of so many, which a kernel is compiled for
+
+
+@dataclass(slots=True)
+class _Place:
+    """A sequence's place in its grammar: all tokens before `position` are read."""
+
+    matcher: LLMatcher
+    position: int
+    applies: bool  # else what begins it has not come yet
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which tokens may come next in some rows of a step.
+
+    Attributes:
+        rows: of the step, those under a grammar.
+        words: (num_rows, words of a mask) int32, a bit for each token, low bits first.
+        over: rows that only the end may follow.
+        errors: of rows that nothing may follow, why.
+    """
+
+    rows: Sequences[int]
+    words: NDArray[np.int32]
+    over: Collection[int] = ()
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+
+class Matchers:
+    """The places of all sequences under a grammar; used by one thread.
+
+    Masks are made by other threads, without Python's lock, while the step runs whose tokens they
+    are for: between `begin` and the masks' arrival nothing else may be asked.
+
+    Args:
+        vocab_size: logits of a row.
+        eos_token_ids: tokens that end an answer.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        bits = np.zeros((1, 32 * num_words(vocab_size)), dtype=np.uint8)
+        bits[0, list(eos_token_ids or (vocab_size,))] = 1
+        self._only_end = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        self._has_end = bool(eos_token_ids)
+        self._first: dict[str, LLMatcher] = {}  # by request id, in its first state
+        self._places: dict[Sequence, _Place] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._executor: LLExecutor | None = None
+
+    def add(self, request_id: str, matcher: LLMatcher, live: Collection[Sequence]) -> None:
+        """A request is about to start; whatever is not among the live sequences is forgotten."""
+        self._keep(live)
+        self._first[request_id] = matcher
+
+    def clear(self) -> None:
+        """No sequence is live."""
+        self._first.clear()
+        self._places.clear()
+
+    def begin(self, sequences: Sequences[Sequence], rows: Sequences[int]) -> Future[Masks] | None:
+        """Start on the masks of a step.
+
+        Args:
+            sequences: under a grammar, with all their tokens known.
+            rows: of the step, one for each.
+
+        Returns:
+            The masks of those whose grammar applies by now; None if there is no such.
+        """
+        found = [
+            (place, row)
+            for sequence, row in zip(sequences, rows, strict=True)
+            if (place := self._place(sequence)).applies
+        ]
+        if not found:
+            return None
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        return self._thread.submit(self._fill, found)
+
+    def advance(self, updates: Sequences[Update]) -> dict[Sequence, str | None]:
+        """Read the tokens that a step has added.
+
+        Returns:
+            The sequences whose grammar is over; with a reason, if a token did not fit into it.
+        """
+        ended: dict[Sequence, str | None] = {}
+        for update in updates:
+            sequence = update.sequence
+            if update.finish_reason is not None or sequence.request.sampling.grammar is None:
+                continue
+            place = self._place(sequence)
+            if place.matcher.is_error():
+                ended[sequence] = f"the grammar cannot go on: {place.matcher.get_error()}"
+            elif place.applies and self._is_over(place):
+                ended[sequence] = None
+        return ended
+
+    def _is_over(self, place: _Place) -> bool:
+        if self._has_end or not place.matcher.is_accepting():
+            return place.matcher.is_stopped()
+        # No token will say so.
+        return self._fill([(place, 0)]).over == [0]
+
+    def _place(self, sequence: Sequence) -> _Place:
+        """With all tokens of the sequence read."""
+        place = self._places.get(sequence)
+        grammar = sequence.request.sampling.grammar
+        assert grammar is not None
+        if place is None or place.position > len(sequence.token_ids):
+            first = self._first[sequence.request.request_id]
+            place = _Place(first.deep_copy(), sequence.num_prompt_tokens, grammar.after is None)
+            self._places[sequence] = place
+        if place.position < len(sequence.token_ids):
+            tokens = sequence.token_ids[place.position :]
+            place.position = len(sequence.token_ids)
+            if not place.applies and grammar.after in tokens:
+                tokens = tokens[tokens.index(grammar.after) + 1 :]
+                place.applies = True
+            if place.applies and tokens:
+                place.matcher.consume_tokens(tokens)
+        return place
+
+    def _fill(self, found: list[tuple[_Place, int]]) -> Masks:
+        words = np.zeros((len(found), self._only_end.shape[1]), dtype=np.int32)
+        matchers = [(place.matcher, index) for index, (place, _) in enumerate(found)]
+        # The library takes memory that most servers never need.
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        if self._executor is None:
+            self._executor = LLExecutor(MASK_THREADS)
+        fill_next_token_bitmask_par(self._executor, matchers, words)
+        over, errors = [], {}
+        only_end = (words == self._only_end).all(axis=1).tolist()
+        for index, (place, row) in enumerate(found):
+            if place.matcher.is_error():  # then the library allows an end, which is none
+                words[index] = 0
+                errors[row] = f"the grammar cannot go on: {place.matcher.get_error()}"
+            elif only_end[index]:
+                over.append(row)
+        return Masks([row for _, row in found], words, over, errors)
+
+    def _keep(self, live: Collection[Sequence]) -> None:
+        kept = set(live)
+        ids = {sequence.request.request_id for sequence in kept}
+        self._first = {key: value for key, value in self._first.items() if key in ids}
+        self._places = {key: value for key, value in self._places.items() if key in kept}
+
+
+def num_words(vocab_size: int) -> int:
+    """32-bit words of a mask, with room for a token that stands in for the end of an answer."""
+    return -(-(vocab_size + 1) // (32 * _WORDS)) * _WORDS

@@ -1,0 +1,48 @@
+"""Token masks of a step: made beside the model's own work, applied to its logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Sequences
+    from concurrent.futures import Future
+
+    from torch import Tensor
+
+    from appliance.engine.grammars.matchers import Masks, Matchers
+    from appliance.engine.plan import ScheduledSequence
+    from appliance.engine.run.device import Device
+    from appliance.kernels.token_mask.reference import MaskTokens
+
+
+class GrammarMasks:
+    """Where the sampler gets its masks from.
+
+    Args:
+        matchers: of the sequences that run.
+        mask_tokens: applies masks.
+        device: where the logits are.
+    """
+
+    def __init__(self, matchers: Matchers, mask_tokens: MaskTokens, device: Device) -> None:
+        self.matchers = matchers
+        self._mask_tokens = mask_tokens
+        self._device = device
+
+    def begin(
+        self, entries: Sequences[ScheduledSequence], rows: Sequences[int]
+    ) -> Future[Masks] | None:
+        """Start on the masks of some rows of a step; None if no grammar applies by now."""
+        sequences = [entries[row].sequence for row in rows]
+        assert not any(entries[row].follows for row in rows), "a token that nobody knows"
+        return self.matchers.begin(sequences, rows)
+
+    def apply(self, logits: Tensor, masks: Masks) -> None:
+        """Ban what they do not allow, in logits (num_rows, vocab_size) float32."""
+        send = self._device.send
+        self._mask_tokens(
+            logits, send(torch.tensor(masks.rows)), send(torch.from_numpy(masks.words))
+        )

@@ -1,0 +1,143 @@
+"""Why a grammar cannot be compiled, and which part of it is to blame."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+
+from llguidance import LLMatcher
+
+from appliance.errors import RequestError
+from appliance.grammar.grammar import Grammar, GrammarKind
+from appliance.grammar.source import limits, source_of
+
+MAX_TRIED = 2000  # parts of a schema, while the place of a fault is looked for
+MAX_MESSAGE = 400  # characters
+_PLACED = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)", re.DOTALL)
+_QUOTED = re.compile(r"\s+\d+ \| ")
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*\])")
+# Where a schema holds others: by name, in a list, or one.
+_DEFINITIONS = ("$defs", "definitions")
+_BY_NAME = ("properties", "patternProperties", *_DEFINITIONS)
+_IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else")
+
+
+class Problem(NamedTuple):
+    """What is wrong.
+
+    Attributes:
+        place: in a schema, names and indices from its root to the part that is wrong.
+        message: for people.
+    """
+
+    place: tuple[str, ...]
+    message: str
+
+
+def problem_of(grammar: Grammar) -> Problem | None:
+    """What is wrong with a grammar, as far as can be said without a vocabulary.
+
+    Costs as much as compiling it, and many times that if something is wrong; whoever does not
+    trust the text calls it in a process with limits.
+    """
+    message = _why_refused(grammar)
+    if message is None:
+        return None
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        return Problem((), message)
+    return _blame(json.loads(grammar.text), message)
+
+
+def answer_of(request: Mapping[str, str]) -> dict[str, Any]:
+    """What a process answers that looks for faults in grammars of strangers.
+
+    Args:
+        request: `kind` and `text` of a grammar; GBNF is Lark of another spelling.
+
+    Returns:
+        `text` as the engine compiles it, or why it is `refused` and `place`.
+    """
+    grammar = Grammar(GrammarKind(request["kind"]), request["text"])
+    try:
+        if grammar.kind is GrammarKind.LARK:
+            grammar = Grammar.lark(grammar.text)
+    except RequestError as error:
+        return {"refused": str(error), "place": []}
+    problem = problem_of(grammar)
+    if problem is not None:
+        return {"refused": problem.message, "place": problem.place}
+    return {"text": grammar.text}
+
+
+def in_words(message: str, kind: GrammarKind) -> str:
+    """A message of llguidance, without what it repeats of the text and with the user's lines."""
+    found = _PLACED.match(message)
+    if found:
+        message = found[3]
+    kept = []
+    for line in message.splitlines():
+        if _QUOTED.match(line):
+            break
+        kept.append(line.strip())
+    text = " ".join(filter(None, kept)).removeprefix("failed to compile JSON schema: ")
+    if "oneOf constraints are not supported" in text:
+        text = "oneOf is supported only where no two of its schemas can both match; use anyOf"
+    if unknown := _UNIMPLEMENTED.match(text):
+        text = f"not supported: {', '.join(json.loads(unknown[1]))}"
+    if found and kind is GrammarKind.LARK:  # the first line of the source is not the user's
+        text = f"line {int(found[1]) - 1}, column {found[2]}: {text}"
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
+
+
+def _why_refused(grammar: Grammar) -> str | None:
+    failed, messages = LLMatcher.validate_grammar_with_warnings(source_of(grammar), limits=limits())
+    return in_words(messages[0], grammar.kind) if failed else None
+
+
+def _blame(schema: Any, message: str) -> Problem:
+    """The innermost part of a schema that cannot be compiled by itself, and its message."""
+    if not isinstance(schema, Mapping):
+        return Problem((), message)
+    definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+    place: tuple[str, ...] = ()
+    culprit = schema
+    for inner, part in islice(_parts(schema, ()), MAX_TRIED):
+        if inner[: len(place)] == place:
+            why = _why_part(part, definitions)
+            if why is not None:
+                place, culprit, message = inner, part, why
+    for key in culprit:
+        rest = {name: value for name, value in culprit.items() if name != key}
+        if key not in _DEFINITIONS and _why_part(rest, definitions) is None:
+            return Problem((*place, key), message)
+    return Problem(place, message)
+
+
+def _why_part(part: Mapping[str, Any], definitions: Mapping[str, Any]) -> str | None:
+    """Why a part of a schema is refused, if it is not for a definition that it refers to."""
+    lenient = {
+        key: dict.fromkeys(value, True) if isinstance(value, Mapping) else value
+        for key, value in definitions.items()
+        if key not in part or part[key] is value
+    }
+    return _why_refused(Grammar.json_schema({**part, **lenient}))
+
+
+def _parts(schema: Any, place: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every schema inside a schema with its place, outer ones first."""
+    if not isinstance(schema, Mapping):
+        return
+    yield place, schema
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, Mapping):
+            for name, inner in value.items():
+                yield from _parts(inner, (*place, key, name))
+        elif key in _IN_LISTS and isinstance(value, list):
+            for index, inner in enumerate(value):
+                yield from _parts(inner, (*place, key, str(index)))
+        elif key in _SINGLE:
+            yield from _parts(value, (*place, key))

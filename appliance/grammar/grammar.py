@@ -1,0 +1,170 @@
+"""What an answer must look like, in one of three forms that llguidance compiles.
+
+Crosses the process boundary, so it is a msgspec struct. Imports neither torch nor llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from appliance.errors import RequestError
+
+MAX_TEXT = 256 * 1024  # characters: a coding agent's tools take a third of it
+MAX_DEPTH = 64  # of a schema as JSON: each object in an object is two levels
+MAX_CHOICES = 1024
+
+# Between two parts of a JSON text: nothing, one space, or a line break and an indentation. Without
+# a bound, a small model fills its answer with spaces.
+WHITESPACE = r" |\n {0,32}"
+
+
+class GrammarKind(Enum):
+    """How the text of a grammar is to be read."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"  # of Rust's regex crate, for the whole answer
+    LARK = "lark"  # as llguidance reads it
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    r"""Restricts what a sequence may be continued with; equal ones are compiled once.
+
+    In Lark, `%json {...}` embeds a schema (see `embedded`), `<tool_call>` stands for the special
+    token of that name and `<[151657]>` for the token of that id. Special tokens appear only where
+    the grammar names them. Text before a call is therefore part of the grammar as well:
+
+        start: TEXT (<tool_call> call </tool_call>)*
+        TEXT: /(.|\n)*/
+        call: %json {"type": "object"}
+
+    A text that is no special token triggers what comes after it by a rule marked `[lazy]`:
+
+        start: intro call
+        intro[lazy]: /(.|\n)*<function=/
+
+    The answer may end wherever the grammar could, and ends at once where it must.
+
+    Args:
+        kind: how to read `text`.
+        text: the schema, expression or grammar.
+        after: id of the token that begins it, as `</think>`. The tokens up to this one are free,
+            and so is an answer that never has it. None restricts the answer from its beginning.
+
+    Raises:
+        RequestError: the text is too long.
+    """
+
+    kind: GrammarKind
+    text: str
+    after: int | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_TEXT:
+            raise RequestError(
+                f"this has {len(self.text):,} characters; a grammar or schema may have {MAX_TEXT:,}"
+            )
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+        """JSON that obeys a schema, given as an object or as JSON text.
+
+        Raises:
+            RequestError: it is no schema, or is nested too deeply.
+        """
+        return cls(GrammarKind.JSON_SCHEMA, canonical_schema(schema))
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, expression: str) -> Grammar:
+        """Text that an expression matches from its beginning to its end."""
+        return cls(GrammarKind.REGEX, expression)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> Grammar:
+        """One of several texts.
+
+        Raises:
+            RequestError: there are none, or too many.
+        """
+        if not 1 <= len(choices) <= MAX_CHOICES:
+            raise RequestError(f"{len(choices)} choices; there must be 1 to {MAX_CHOICES}")
+        return cls(GrammarKind.LARK, "start: " + " | ".join(map(json.dumps, choices)))
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """A grammar in Lark's notation or in GBNF, llama.cpp's.
+
+        Raises:
+            RequestError: it is GBNF and cannot be read.
+        """
+        if "::=" not in text or len(text) > MAX_TEXT:
+            return cls(GrammarKind.LARK, text)
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        try:
+            return cls(GrammarKind.LARK, gbnf_to_lark(text))
+        except Exception as error:  # of any kind: it is a simple program
+            raise RequestError(f"this is no GBNF grammar: {error!r}") from error
+
+
+def canonical_schema(schema: Mapping[str, Any] | bool | str) -> str:
+    """A schema as JSON, compact; its order is kept, since answers have their properties in it.
+
+    Raises:
+        RequestError: it is no schema, or is nested too deeply.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise RequestError(f"this is no JSON: {error}") from error
+    if not isinstance(schema, (Mapping, bool)):
+        raise RequestError("a schema is an object, true or false")
+    _check_depth(schema)
+    return json.dumps(schema, separators=(",", ":"))
+
+
+def embedded(schema: Mapping[str, Any] | bool | str) -> str:
+    """A schema for use in a rule of a Lark grammar.
+
+    Raises:
+        RequestError: as of `canonical_schema`.
+    """
+    return f"%json {with_options(canonical_schema(schema))}"
+
+
+def with_options(schema: str) -> str:
+    """Canonical JSON of a schema, with our own way to write JSON in place of any that it names."""
+    options = f'"x-guidance":{json.dumps({"whitespace_pattern": WHITESPACE})}'
+    content = json.loads(schema)
+    if content is True:
+        content = {}
+    elif content is False:
+        return schema
+    content.pop("x-guidance", None)
+    if not content:
+        return f"{{{options}}}"
+    return f"{{{options},{json.dumps(content, separators=(',', ':'))[1:]}"
+
+
+def _check_depth(value: object) -> None:
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (Mapping, list))
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]
+        if not level:
+            return
+    raise RequestError(f"the schema is nested too deeply; it may have {MAX_DEPTH} levels")

@@ -1,0 +1,105 @@
+"""The frames of one choice of a streamed chat: one part of the answer in each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
+from appliance.engine.request import FinishReason
+from appliance.server.chat_logprobs import chat_logprobs
+from appliance.server.responses import CallDelta, CalledFunctionText, ChatChunkChoice, ChatDelta
+from appliance.server.stream import FrameTemplate
+from appliance.server.tools import new_call_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.server.answer import Piece
+    from appliance.server.responses import ChatLogprobs
+    from appliance.tokenizer import Tokenizer
+
+TOOL_CALLS = "tool_calls"
+_MARK = FrameTemplate.MARK
+
+
+class ChoiceFrames:
+    """Makes frames of what becomes certain of one choice.
+
+    Args:
+        number: of the choice.
+        tokenizer: of the model.
+        frame: a frame with this choice in it.
+    """
+
+    def __init__(
+        self, number: int, tokenizer: Tokenizer, frame: Callable[[ChatChunkChoice], bytes]
+    ) -> None:
+        self._number = number
+        self._tokenizer = tokenizer
+        self._frame = frame
+        self._begun = False
+        self._calls = 0
+        self._templates: dict[type[Part], FrameTemplate] = {}  # of the latest call, for arguments
+
+    def frames(self, piece: Piece) -> bytes:
+        """Frames of one piece: the first says the role, the last the reason, and no more."""
+        frames = b""
+        if not self._begun:
+            self._begun = True
+            frames = self._one(ChatDelta(role="assistant", content=""))
+        parts: tuple[Part, ...] = (Content(piece.text),) if piece.text else ()
+        if piece.parts is not None:
+            parts = piece.parts
+        if piece.tokens:  # with the first part, if any is certain
+            first = self._delta(parts[0]) if parts else ChatDelta(content="")
+            frames += self._one(first, chat_logprobs(piece.tokens, self._tokenizer))
+            parts = parts[1:]
+        for part in parts:
+            frames += self._part(part)
+        if piece.finish_reason is not None:
+            reason = reason_of(piece.finish_reason.value, called=self._calls > 0)
+            frames += self._one(ChatDelta(), None, reason)
+        return frames
+
+    def _part(self, part: Part) -> bytes:
+        if isinstance(part, CallBegin):
+            return self._one(self._delta(part))
+        template = self._templates.get(type(part))
+        if template is None:
+            template = FrameTemplate(self._one(self._delta(type(part)(_MARK))))
+            self._templates[type(part)] = template
+        return template.fill(part.text)
+
+    def _delta(self, part: Part) -> ChatDelta:
+        match part:
+            case Content(text):
+                return ChatDelta(content=text)
+            case Thought(text):
+                return ChatDelta(reasoning_content=text, reasoning=text)
+            case CallArguments(text):
+                call = CallDelta(self._calls - 1, CalledFunctionText(text))
+            case CallBegin(name):
+                self._calls += 1
+                self._templates.pop(CallArguments, None)
+                short = self._tokenizer.dialect.form.short_ids
+                function = CalledFunctionText("", name)
+                call = CallDelta(self._calls - 1, function, new_call_id(short=short), "function")
+        return ChatDelta(tool_calls=[call])
+
+    def _one(
+        self,
+        delta: ChatDelta,
+        logprobs: ChatLogprobs | None = None,
+        finish_reason: str | None = None,
+    ) -> bytes:
+        return self._frame(ChatChunkChoice(self._number, delta, logprobs, finish_reason))
+
+
+def reason_of(reason: str, *, called: bool) -> str:
+    """Why a choice ended, as OpenAI says it: a cut stays a cut, also where a tool was called.
+
+    Args:
+        reason: of the engine.
+        called: whether there are calls.
+    """
+    return TOOL_CALLS if called and reason == FinishReason.STOP.value else reason

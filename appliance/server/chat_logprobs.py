@@ -1,0 +1,30 @@
+"""Log probabilities in the form of chat completions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.server.responses import ChatLogprobs, TokenLogprob, TopLogprob
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.engine.messages import Candidate, TokenLogprobs
+    from appliance.tokenizer import Tokenizer
+
+
+def chat_logprobs(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
+    """Log probabilities with the text and bytes of every token."""
+
+    def entry(candidate: Candidate) -> TopLogprob:
+        token_id = candidate.token_id
+        return TopLogprob(
+            tokenizer.token_text(token_id), candidate.logprob, list(tokenizer.token_bytes(token_id))
+        )
+
+    content = []
+    for token in tokens:
+        chosen = entry(token.chosen)
+        top = [entry(candidate) for candidate in token.top]
+        content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
+    return ChatLogprobs(content)

@@ -1,0 +1,166 @@
+"""What a body says about the form of its answer, checked before the engine gets it.
+
+Whoever sends a grammar may try to keep its compiler busy, so it is first compiled in a process
+with limits, off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import RequestError
+from appliance.grammar import Grammar, GrammarKind
+from appliance.tokenizer.worker import WorkerEndedError, Workers
+from appliance.vocabulary import vocabulary_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.server.schema import ResponseFormat, SamplingFields
+    from appliance.server.state import ServerState
+
+CPU_SECONDS = 2.0
+MEMORY_BYTES = 1 << 30
+MAX_KNOWN = 256  # grammars that were fine lately
+
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+class GrammarChecks:
+    """Compiles grammars elsewhere, one at a time, and remembers the good ones."""
+
+    def __init__(self) -> None:
+        self._workers = Workers(
+            {"grammar": True}, cpu_seconds=60.0, memory_bytes=MEMORY_BYTES, most=1
+        )
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._known: OrderedDict[Grammar, Grammar] = OrderedDict()
+
+    async def check(self, grammar: Grammar, param: str) -> Grammar:
+        """The grammar in the form that the engine compiles.
+
+        Args:
+            grammar: what was asked for.
+            param: the field that said so.
+
+        Raises:
+            RequestError: it cannot be compiled, or not in time; `param` leads to the place.
+        """
+        if grammar in self._known:
+            self._known.move_to_end(grammar)
+            return self._known[grammar]
+        request = {"kind": grammar.kind.value, "text": grammar.text}
+        loop = asyncio.get_running_loop()
+        try:
+            answer = await loop.run_in_executor(self._pool, self._ask, request)
+        except WorkerEndedError as error:
+            raise RequestError(
+                f"{param} takes more than {CPU_SECONDS:.0f} s or {MEMORY_BYTES >> 20} MiB to"
+                " compile; make it simpler",
+                param=param,
+            ) from error
+        if "refused" in answer:
+            place = ".".join([param, *answer["place"]])
+            raise RequestError(f"{place}: {answer['refused']}", param=place)
+        checked = Grammar(grammar.kind, answer["text"], grammar.after)
+        self._known[grammar] = checked
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return checked
+
+    def _ask(self, request: dict[str, str]) -> Any:
+        return self._workers.ask(request, cpu_seconds=CPU_SECONDS)
+
+    def close(self) -> None:
+        """End the process; the next grammar would start one."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
+
+
+async def prepare_grammar(state: ServerState, body: SamplingFields) -> Grammar | None:
+    """What the answer must look like, as far as the engine is told.
+
+    Raises:
+        RequestError: it asks for two things at once, or for something that cannot be.
+    """
+    found = grammar_of(body)
+    if found is None:
+        return None
+    param, grammar = found
+    return await checked_grammar(state, grammar, param)
+
+
+async def checked_grammar(state: ServerState, grammar: Grammar, param: str) -> Grammar:
+    """A grammar that is ready for the engine, and the engine for it.
+
+    Raises:
+        RequestError: see `GrammarChecks.check`.
+    """
+    grammar = await state.grammars.check(grammar, param)
+    if state.engine.vocabulary is None:
+        _, tokenizer = state.serving()
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(state.text_pool, vocabulary_of, tokenizer)
+        state.engine.vocabulary = found
+    return grammar
+
+
+def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
+    """The grammar that a body asks for, behind the name of the field that does.
+
+    Raises:
+        RequestError: there are two, or it is none.
+    """
+    given: list[tuple[str, Callable[[], Grammar]]] = []
+    if (form := body.response_format) is not None and form.type != "text":
+        given.append(_of_format(form))
+    outputs = body.structured_outputs
+    for prefix, source in (("structured_outputs.", outputs), ("guided_", body)):
+        for name in ("json", "regex", "choice", "grammar"):
+            field = name if source is outputs else f"guided_{name}"
+            if (value := getattr(source, field, None)) is not None:
+                given.append((prefix + name, partial(_make, name, value)))
+    if outputs is not None and outputs.json_object:
+        given.append(("structured_outputs.json_object", Grammar.json_object))
+    if len(given) > 1:
+        names = " and ".join(name for name, _ in given[:2])
+        raise RequestError(
+            f"{names} both say what the answer looks like; leave one out", param=given[1][0]
+        )
+    for param, make in given:
+        try:
+            return param, make()
+        except RequestError as error:
+            raise RequestError(f"{param}: {error}", param=param) from error
+    return None
+
+
+def _of_format(form: ResponseFormat) -> tuple[str, Callable[[], Grammar]]:
+    if form.type == "json_object":
+        return "response_format", Grammar.json_object
+    if form.type != "json_schema":
+        raise RequestError(
+            f"response_format.type: {form.type[:100]!r} is none of {', '.join(_FORMATS)}",
+            param="response_format.type",
+        )
+    schema = None if form.json_schema is None else form.json_schema.schema
+    if schema is None:
+        missing = "response_format.json_schema" + ("" if form.json_schema is None else ".schema")
+        raise RequestError(f"{missing} is missing", param=missing)
+    return "response_format.json_schema.schema", lambda: Grammar.json_schema(schema)
+
+
+def _make(name: str, value: Any) -> Grammar:
+    match name:
+        case "json":
+            return Grammar.json_schema(value)
+        case "regex":
+            return Grammar.regex(value)
+        case "choice":
+            return Grammar.choice(value)
+        case _:
+            return Grammar(GrammarKind.LARK, value)  # or GBNF, which is read where it may take long

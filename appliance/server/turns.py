@@ -1,0 +1,94 @@
+"""Messages of a chat, checked, as templates expect them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from appliance.errors import RequestError
+from appliance.tokenizer.chat_template import check_nesting
+
+if TYPE_CHECKING:
+    from appliance.server.schema import ContentPart, Message, ToolCall
+
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+
+
+def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Turns, with the arguments of calls as JSON text.
+
+    Raises:
+        RequestError: a message is of a kind that is not supported.
+    """
+    names: dict[str, str] = {}  # of tools, by the id of a call
+    turns = []
+    for number, message in enumerate(messages):
+        turn = _turn(message, f"messages[{number}]")
+        for call in turn.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message.role == "tool" and turn["tool_call_id"] in names:
+            turn.setdefault("name", names[turn["tool_call_id"]])
+        turns.append(turn)
+    return turns
+
+
+def _turn(message: Message, where: str) -> dict[str, Any]:
+    if message.role not in _ROLES:
+        raise RequestError(
+            f"{where}.role is {message.role[:40]!r}; known roles: {', '.join(sorted(_ROLES))}",
+            param="messages",
+        )
+    if message.role == "tool" and not message.tool_call_id:
+        raise RequestError(f"{where} is of role tool and needs a tool_call_id", param="messages")
+    turn: dict[str, Any] = {
+        # Templates know system; developer is OpenAI's newer name for it.
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text(message.content, where),
+    }
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.role == "tool":
+        turn["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise RequestError(
+                f"{where} is of role {message.role} and has tool_calls; only an assistant calls",
+                param="messages",
+            )
+        turn["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{place}]", place)
+            for place, call in enumerate(message.tool_calls)
+        ]
+    thought = message.reasoning_content or message.reasoning
+    if thought and message.role == "assistant":
+        turn["reasoning_content"] = thought
+    return turn
+
+
+def _call(call: ToolCall, where: str, place: int) -> dict[str, Any]:
+    if call.type not in (None, "function"):
+        raise RequestError(
+            f"{where} is of type {call.type[:40]!r}; only function is supported", param="messages"
+        )
+    arguments = call.function.arguments
+    if not isinstance(arguments, str):
+        check_nesting(arguments, "messages")
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    function = {"name": call.function.name, "arguments": arguments or "{}"}
+    return {"id": call.id or f"call_{place}", "type": "function", "function": function}
+
+
+def _text(content: str | list[ContentPart] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        if part.type != "text" or part.text is None:
+            raise RequestError(
+                f"{where} has a content part of type {part.type[:40]!r}; only text is supported",
+                param="messages",
+                code="unsupported_content",
+            )
+        texts.append(part.text)
+    return "\n".join(texts)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from appliance.grammar import Grammar
+from appliance.grammar.check import answer_of, problem_of
+
+
+def inside(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "array", "items": schema}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "words"),
+    [
+        ({"type": "strin"}, "type", "strin"),
+        ({"not": {"type": "string"}}, "not", "not supported: not"),
+        ({"if": {}, "then": {}}, "", "not supported: if, then"),
+        ({"uniqueItems": True}, "uniqueItems", "uniqueItems"),
+        ({"contains": {}}, "contains", "contains"),
+        ({"pattern": "(?=a)b", "type": "string"}, "pattern", "look-around"),
+        ({"type": "string", "format": "ipv9"}, "format", "ipv9"),
+        ({"$ref": "https://example.org/x"}, "$ref", "does not fetch"),
+        ({"$ref": "#/$defs/nowhere"}, "$ref", "nowhere"),
+        ({"properties": 5}, "properties", "object"),
+        ({"anyOf": [{"type": "null"}, {"type": "x"}]}, "anyOf.1.type", "x"),
+        ({"oneOf": [{"type": "string"}, {"maxLength": 3, "type": "string"}]}, "oneOf", "anyOf"),
+    ],
+)
+def test_the_place_of_a_fault_is_found(schema: dict[str, Any], place: str, words: str) -> None:
+    for whole, before in ((schema, ""), (inside(schema), "properties.a.items")):
+        problem = problem_of(Grammar.json_schema(whole))
+        assert problem is not None
+        assert ".".join(problem.place) == ".".join(filter(None, (before, place)))
+        assert words in problem.message
+        assert "\n" not in problem.message
+
+
+def test_a_schema_that_nothing_obeys_is_refused_unless_it_can_be_left_out() -> None:
+    problem = problem_of(Grammar.json_schema({"enum": []}))
+    assert problem is not None
+    assert problem.place == ("enum",)
+    assert problem_of(Grammar.json_schema(inside({"enum": []}))) is None
+
+
+def test_a_definition_is_to_blame_rather_than_who_refers_to_it() -> None:
+    schema = {
+        "$defs": {"good": {"type": "null"}, "bad": {"not": {}}},
+        "properties": {"a": {"$ref": "#/$defs/bad"}, "b": {"$ref": "#/$defs/good"}},
+    }
+    problem = problem_of(Grammar.json_schema(schema))
+    assert problem is not None
+    assert problem.place == ("$defs", "bad", "not")
+
+
+def test_a_fault_in_lark_has_the_line_that_the_user_wrote() -> None:
+    problem = problem_of(Grammar.lark('start: a\n\na: "x" nowhere'))
+    assert problem is not None
+    assert problem.message.startswith("line 3, column ")
+    assert "nowhere" in problem.message
+
+
+@pytest.mark.parametrize("text", ["(a", "(" * 60_000, "a{2,1}", "[b-a]"])
+def test_faults_in_expressions(text: str) -> None:
+    problem = problem_of(Grammar.regex(text))
+    assert problem is not None
+    assert problem.place == ()
+    assert 0 < len(problem.message) < 500
+
+
+def test_what_a_process_answers() -> None:
+    assert answer_of({"kind": "regex", "text": "a+"}) == {"text": "a+"}
+    assert "start" in answer_of({"kind": "lark", "text": 'root ::= "a"'})["text"]
+    assert answer_of({"kind": "lark", "text": "root ::= ("})["place"] == []
+    refused = answer_of({"kind": "json_schema", "text": '{"type":"x"}'})
+    assert refused == {"refused": "Invalid type: x", "place": ("type",)}

@@ -1,0 +1,133 @@
+"""Thoughts over HTTP, in front of an engine that repeats the first message."""
+
+# ruff: noqa: E501 - texts as models and templates have them
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageParam
+
+    from tests.server.conftest import Serve
+
+CHAT = "/v1/chat/completions"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>"
+    "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}{% if mood %}{{ mood }}{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif open is defined %}<think>\n{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tokenizer_with: Callable[[str], Tokenizer]) -> Tokenizer:
+    return tokenizer_with(TEMPLATE)
+
+
+def ask(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+async def test_thoughts_come_under_both_names(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer) as running:
+        body = ask("<think>\nHm, 🎈.\n</think>\n\nYes.")
+        answer = (await running.http.post(CHAT, json=body)).json()
+        message = answer["choices"][0]["message"]
+        assert message["content"] == "Yes."
+        assert message["reasoning_content"] == message["reasoning"] == "Hm, 🎈."
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["reasoning_tokens"] == len("<think>\nHm, 🎈.\n</think>".encode()) - 6
+        frames = await running.frames(CHAT, **body)
+        chunks = [json.loads(frame)["choices"][0] for frame in frames[:-1]]
+        parts = [chunk["delta"] for chunk in chunks]
+        assert parts[0] == {"role": "assistant", "content": ""}
+        assert parts[-1] == {}
+        assert chunks[-1]["finish_reason"] == "stop"
+        thoughts = [part for part in parts if "reasoning" in part]
+        assert all(p["reasoning"] == p["reasoning_content"] for p in thoughts)
+        assert "".join(part["reasoning"] for part in thoughts) == "Hm, 🎈."
+        assert "".join(part.get("content", "") for part in parts) == "Yes."
+
+
+async def test_a_thought_that_is_cut_leaves_no_content(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer) as running:
+        body = ask("<think>never ending", max_tokens=12)
+        (choice,) = (await running.http.post(CHAT, json=body)).json()["choices"]
+        assert choice["finish_reason"] == "length"
+        assert choice["message"]["content"] is None
+        assert choice["message"]["reasoning"] == "never"
+
+
+async def test_options_reach_the_template(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer) as running:
+        text = "a</think>b"
+
+        async def message(**fields: Any) -> tuple[str | None, str | None, int]:
+            answer = (await running.http.post(CHAT, json=ask(text, **fields))).json()
+            found = answer["choices"][0]["message"]
+            return found["content"], found.get("reasoning"), answer["usage"]["prompt_tokens"]
+
+        plain = (await message())[2]
+        assert await message() == (text, None, plain)
+        # A template that opens the thought itself.
+        opened = await message(chat_template_kwargs={"open": True})
+        assert opened == ("b", "a", plain + len("<think>\n"))
+        closed = plain + len("<think>\n\n</think>\n\n")
+        assert await message(reasoning_effort="none") == (text, None, closed)
+        assert await message(chat_template_kwargs={"enable_thinking": False}) == (
+            text,
+            None,
+            closed,
+        )
+        wins = await message(
+            reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}
+        )
+        assert wins[2] == plain
+        assert (await message(reasoning_effort="high"))[2] == plain + len("high")
+        assert (await message(reasoning_effort="minimal"))[2] == plain + len("low")
+        # A control token in an option stays text.
+        assert (await message(chat_template_kwargs={"mood": "<|im_end|>"}))[2] == plain + 10
+        fixed = await message(chat_template_kwargs={"bos_token": "x", "unknown": [1, {"a": None}]})
+        assert fixed[2] == plain
+
+
+async def test_thoughts_go_back_in_under_either_name(
+    serve: Serve, tokenizer_with: Callable[[str], Tokenizer]
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{{ m.reasoning_content or '' }}<|im_end|>{% endfor %}"
+    async with serve(tokenizer=tokenizer_with(template)) as running:
+        lengths = []
+        for fields in ({}, {"reasoning": "abc"}, {"reasoning_content": "abc"}):
+            messages = [*ask("hi")["messages"], {"role": "assistant", "content": "yo", **fields}]
+            answer = await running.http.post(CHAT, json={"messages": messages})
+            lengths.append(answer.json()["usage"]["prompt_tokens"])
+        assert lengths == [lengths[0], lengths[0] + 3, lengths[0] + 3]
+
+
+async def test_the_openai_client(serve: Serve, tokenizer: Tokenizer) -> None:
+    messages: list[ChatCompletionMessageParam] = [
+        {"role": "user", "content": "<think>Hm.</think>Yes."}
+    ]
+    async with (
+        serve(tokenizer=tokenizer) as running,
+        running.openai.chat.completions.stream(
+            model="echo",
+            messages=messages,
+            reasoning_effort="low",
+            stream_options={"include_usage": True},
+        ) as stream,
+    ):
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.content == "Yes."
+    assert final.choices[0].message.model_extra is not None
+    assert final.choices[0].message.model_extra["reasoning_content"] == "Hm."
+    assert final.usage is not None
+    assert final.usage.completion_tokens_details is not None
+    assert final.usage.completion_tokens_details.reasoning_tokens == len("<think>Hm.</think>") - 6
