@@ -94,7 +94,8 @@ def main() -> None:
     longest = 0.0
     for kills in range(MOST_KILLS):
         calls = rng.randint(1, 130) if how == "writes" else 0
-        seconds = rng.uniform(0, longest)  # of work, which other processes do not change
+        # Of work, which other processes do not change.
+        seconds = rng.uniform(0, longest) if longest else 0.0
         child = os.fork()
         if child == 0:
             signal.setitimer(signal.ITIMER_PROF, seconds)  # it dies then, or runs if that is 0
