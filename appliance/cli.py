@@ -11,6 +11,7 @@ from appliance.commands.cache import cache
 from appliance.commands.card import card
 from appliance.commands.docs import docs
 from appliance.commands.evaluate import evaluate
+from appliance.commands.keys import keys
 from appliance.commands.monitoring import monitoring
 from appliance.commands.quantize import quantize
 from appliance.commands.repack import repack
@@ -78,3 +79,4 @@ def _as_paragraphs(docstring: str | None) -> str:
 for command in (serve, quantize, repack, evaluate, card, top, monitoring, settings, docs):
     app.command(help=_as_paragraphs(command.__doc__))(command)
 app.add_typer(cache, name="cache")
+app.add_typer(keys, name="keys")

@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "commands": {
         "config", "log", "progress", "server", "engine", "quant", "tui", "hub", "jobs",
-        "monitoring", "sampling_defaults", "docs",
+        "monitoring", "sampling_defaults", "docs", "api_keys",
     },
     "cli": {"commands", "config"},
     "__init__": {"llm", "engine.request", "grammar"},

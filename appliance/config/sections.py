@@ -223,6 +223,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queue: Annotated[
         int, Setting("Requests that may wait.", Group.REQUESTS, low=0, high=10**6)
     ] = 64
+    max_queue_tokens: Annotated[
+        int,
+        Setting(
+            "Tokens of the prompts that may wait; one alone may be longer.",
+            Group.REQUESTS,
+            unit=Unit.TOKENS,
+            low=1,
+            high=10**9,
+        ),
+    ] = 2**20
     max_queue_seconds: Annotated[
         float,
         Setting(
@@ -233,6 +243,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             high=10 * 86400,
         ),
     ] = 600.0
+    drain_timeout: Annotated[
+        float,
+        Setting(
+            "How long answers may go on after the server was told to stop.",
+            Group.REQUESTS,
+            unit=Unit.SECONDS,
+            low=0,
+            high=86400,
+        ),
+    ] = 30.0
     share_prefixes_between_keys: Annotated[
         bool,
         Setting(

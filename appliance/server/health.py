@@ -48,7 +48,7 @@ def health_router(state: ServerState) -> APIRouter:
         why = state.unavailable
         if why is None and state.doubtful:
             why = "waiting for the engine, which does not respond"
-        if why is None and not state.has_room():
+        if why is None and not state.queue.has_room():
             why = "busy: the queue is full"
         if why is None:
             return json_response(Health("ready"))

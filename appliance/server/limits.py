@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from appliance.api_keys import KeyLimits
 from appliance.server.errors import RateLimitError
+from appliance.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,15 +85,14 @@ class KeyUse:
             holder = self._holders[name] = _Holder(*full)
         if limits.parallel is not None and holder.num_open >= limits.parallel:
             raise RateLimitError(
-                f"{limits.parallel} requests of this API key are open, which is all it may have"
-                " at once",
+                f"this API key may have {counted(limits.parallel, 'request')} open at once",
                 _PARALLEL_RETRY_AFTER,
             )
         if limits.requests is not None:
             seconds = holder.requests.seconds_until(1, limits.requests, now)
             if seconds:
                 raise RateLimitError(
-                    f"this API key may make {limits.requests} requests a minute", seconds
+                    f"this API key may make {counted(limits.requests, 'request')} a minute", seconds
                 )
         if limits.tokens is not None:
             # A prompt longer than a minute's tokens starts on a full bucket.
@@ -100,7 +100,7 @@ class KeyUse:
             seconds = holder.tokens.seconds_until(wanted, limits.tokens, now)
             if seconds:
                 raise RateLimitError(
-                    f"this API key may use {limits.tokens} tokens a minute", seconds
+                    f"this API key may use {counted(limits.tokens, 'token')} a minute", seconds
                 )
         holder.requests.left -= 1
         use = Use(holder)

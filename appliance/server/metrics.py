@@ -44,6 +44,11 @@ class RecentTimes:
         """Add a sample taken at a monotonic time."""
         self._samples.append((now, seconds))
 
+    def rate(self, now: float) -> float:
+        """Samples a second in the last minute, from the first of them on; 0 without any."""
+        times = [when for when, _ in self._samples if when >= now - _RECENT_SECONDS]
+        return len(times) / max(1.0, now - times[0]) if times else 0.0
+
     def quantiles(self) -> Quantiles:
         """Of the last minute, or of as much of it as was kept."""
         since = time.monotonic() - _RECENT_SECONDS

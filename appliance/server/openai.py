@@ -52,7 +52,7 @@ def openai_router(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions", **describes(ChatRequest, ChatCompletion, streams=True))
     async def chat_completions(request: Request) -> Response:
         state.serving()
-        state.check_queue(key_name(request.scope))
+        state.queue.check(key_name(request.scope))
         body, fields = await read_json(request, ChatRequest, max_bytes=state.config.max_body_bytes)
         _check_fields(state, body, fields, unsupported.CHAT)
         if body.top_logprobs is not None and not body.logprobs:
@@ -86,7 +86,7 @@ def openai_router(state: ServerState) -> APIRouter:
     @router.post("/v1/completions", **describes(CompletionRequest, Completion, streams=True))
     async def completions(request: Request) -> Response:
         state.serving()
-        state.check_queue(key_name(request.scope))
+        state.queue.check(key_name(request.scope))
         body, fields = await read_json(
             request, CompletionRequest, max_bytes=state.config.max_body_bytes
         )
@@ -196,7 +196,8 @@ async def _submit(
         tokens = max(request.sampling.max_tokens or 1 for request in requests)
         check_answer(len(prompts), choices, tokens, logprobs, param="max_tokens")
     requests = await prepare_beams(state, requests)
-    state.check_queue(owner, len(requests))
+    tokens = sum(len(one.prompt_token_ids) for one in requests)
+    state.queue.check(owner, len(requests), tokens)
     return Answer(state, requests, reading), exchange
 
 

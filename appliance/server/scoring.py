@@ -111,7 +111,8 @@ class Scoring:
                     sampling,
                 )
             )
-        state.check_queue(owner, len(requests))
+        tokens = sum(len(one.prompt_token_ids) for one in requests)
+        state.queue.check(owner, len(requests), tokens)
         texts = prompt_text(body.prompt, tokenizer)
         return cls(exchange, Answer(state, requests), prompts, texts, generated)
 

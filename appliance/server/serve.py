@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.server.quality import ServedCard
 
-DRAIN_SECONDS = 30.0  # for streams in flight when the server is told to end
 KEEP_ALIVE_SECONDS = 30  # for connections without a request
 _CLOSE_SECONDS = 2  # for responses that have just been ended
 
@@ -239,7 +238,7 @@ class _Server:
         self._state.draining = True
         if self._engine.num_running + self._engine.num_waiting:
             logger.info("finishing requests in flight; another signal ends at once")
-        end = asyncio.get_running_loop().time() + DRAIN_SECONDS
+        end = asyncio.get_running_loop().time() + self._state.config.drain_timeout
         while self._engine.num_running + self._engine.num_waiting:
             if self._stop_now.is_set() or asyncio.get_running_loop().time() > end:
                 break

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from appliance.api_keys import BARE_NAME, NO_KEY
 from appliance.engine.process.supervisor import EngineState
-from appliance.errors import EngineUnavailableError, QueueFullError, UnknownModelError
+from appliance.errors import EngineUnavailableError, UnknownModelError
 from appliance.log import RecentWarnings
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
 from appliance.server.grammars import GrammarChecks
 from appliance.server.key_ring import KeyRing
 from appliance.server.limits import KeyUse
 from appliance.server.machine import MachineProbe
+from appliance.server.queue import Queue
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from appliance.server.metrics import Metrics
     from appliance.server.quality import ServedCard
     from appliance.tokenizer import Tokenizer
-
-QUEUE_RETRY_AFTER = 2  # seconds
 
 
 @dataclass(slots=True)
@@ -46,6 +45,7 @@ class ServerState:
     <<<<<<< HEAD
         keys: that are let in.
         use: what their holders use of what they may.
+        queue: of requests that wait.
     =======
         key_names: of all keys that are let in.
         grammars: checks what requests ask of their answers.
@@ -68,6 +68,7 @@ class ServerState:
     machine: MachineProbe = field(init=False)
     keys: KeyRing = field(init=False)
     use: KeyUse = field(init=False)
+    queue: Queue = field(init=False)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
     text_pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="text")
@@ -77,6 +78,7 @@ class ServerState:
         self.machine = MachineProbe(self.engine)
         self.keys = KeyRing(self.config)
         self.use = KeyUse(self.keys)
+        self.queue = Queue(self.config, self.engine, self.metrics, self.keys)
         self.metrics.know_keys(self.keys() or (NO_KEY,))
         self.keys.observers.append(self.metrics.know_keys)
         self.engine.observers += [self._take_warnings, self.metrics.take_steps]
@@ -146,30 +148,3 @@ class ServerState:
             raise UnknownModelError(
                 f"the model {name[:100]!r} is not served here; the one that is: {self.model_id!r}"
             )
-
-    def has_room(self, requests: int = 1) -> bool:
-        """Whether that many more requests can run or wait."""
-        engine = self.engine
-        slots = 0 if engine.info is None else engine.info.max_num_seqs
-        room = self.config.max_queue + max(0, slots - engine.num_running_sequences)
-        return engine.num_waiting + requests <= room
-
-    def check_queue(self, owner: str, requests: int = 1) -> None:
-        """Whether that many more requests of a key may come.
-
-        When the queue is full, a key that has less than its share of it waiting still gets in.
-
-        Raises:
-            QueueFullError: too many wait already.
-        """
-        if self.has_room(requests):
-            return
-        own = self.engine.num_waiting_of(owner)
-        if self.several_keys and own + requests <= self.config.max_queue // len(self.keys()):
-            return
-        self.metrics.count_shed(owner)
-        whose = f", {own} of this key" if self.several_keys else ""
-        raise QueueFullError(
-            f"{self.engine.num_waiting} requests wait already{whose}; try again in a moment",
-            retry_after=QUEUE_RETRY_AFTER,
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from appliance import log
 from appliance.config import load_settings
 from appliance.errors import ApplianceError
 from appliance.sampling_defaults import NOTHING_RECOMMENDED, SamplingDefaults
-from appliance.server import connection, serve
+from appliance.server import connection
 from appliance.server.serve import run_server
 
 if TYPE_CHECKING:
@@ -37,10 +38,11 @@ def progress(stage: str, done: int, total: int) -> None:
 
 def main(folder: str, echo: str, port: str, knobs: str) -> int:
     log.configure()
-    serve.DRAIN_SECONDS = 3600.0  # only what a test does ends a stream before
     if knobs.startswith("header_seconds="):
         connection.HEADER_SECONDS = float(knobs.partition("=")[2])
-    settings = load_settings({"port": int(port)})
+    # Unless a test says else, only what it does ends a stream.
+    drain_timeout = float(os.environ.get("APPLIANCE_DRAIN_TIMEOUT", "3600"))
+    settings = load_settings({"port": int(port), "drain_timeout": drain_timeout})
     try:
         run_server(
             settings,

@@ -135,6 +135,25 @@ def test_a_second_signal_ends_a_stream_that_would_never_end(tokenizer_folder: Pa
         wait_until(lambda: has_ended(engine))
 
 
+def test_a_stream_has_so_much_time_to_finish_and_no_more(
+    tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("APPLIANCE_DRAIN_TIMEOUT", "0")
+    with server(tokenizer_folder, "holds_at=50") as running:
+        running.wait_until_ready()
+        body = {"prompt": "ab", "max_tokens": 400, "stream": True}
+        with (
+            httpx.Client(base_url=running.url, timeout=LIMIT) as http,
+            http.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            lines = response.iter_lines()
+            next(lines)
+            running.process.terminate()
+            data = [line for line in lines if line]
+        assert "shutting down" in json.loads(data[-1].removeprefix("data: "))["error"]["message"]
+        assert running.process.wait(timeout=LIMIT) == 0
+
+
 def test_the_engine_ends_when_the_server_is_killed(tokenizer_folder: Path) -> None:
     with server(tokenizer_folder, "step_seconds=0.01") as running:
         running.wait_until_ready()

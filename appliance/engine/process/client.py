@@ -139,6 +139,12 @@ class EngineClient:
         """Requests that the engine has not started."""
         return sum(not generation.started for generation in self._generations.values())
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Of the prompts of these."""
+        generations = self._generations.values()
+        return sum(len(one.request.prompt_token_ids) for one in generations if not one.started)
+
     def num_waiting_of(self, owner: str) -> int:
         """Requests of one owner that the engine has not started."""
         generations = self._generations.values()
