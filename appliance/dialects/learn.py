@@ -84,7 +84,8 @@ def learn_dialect(render: Render, template: str) -> Dialect:
         takes_system=str(_SYSTEM["content"]) in _try(render, [_SYSTEM, _USER], None),
         thought_marks=None if form.framed else find_marks(template),
     )
-    logger.info("the model writes tool calls like this: %s", dialect)
+    whose = "its template says" if dialect.writes_calls else "a system message tells it"
+    logger.info("tool calls are in the form %s, as %s", form.name, whose)
     return dialect
 
 
