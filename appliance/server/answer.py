@@ -5,7 +5,6 @@ Knows nothing of any wire format.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -19,8 +18,9 @@ from appliance.best_of import Likelihood, best
 from appliance.dialects import Part
 from appliance.engine.messages import TokenLogprobs
 from appliance.engine.request import FinishReason
-from appliance.errors import ApplianceError, QueueTimeoutError
+from appliance.errors import ApplianceError, EngineDiedError, QueueTimeoutError
 from appliance.output import ChoiceText
+from appliance.server.merged import merged
 from appliance.server.metrics import RequestTimer
 from appliance.server.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from appliance.engine.process.generation import Generation
     from appliance.engine.request import Request
     from appliance.server.state import ServerState
+    from appliance.tokenizer import Tokenizer
 
 MAX_TURN = 64  # pieces that are handed over together
 
@@ -101,19 +102,29 @@ class Answer:
     ) -> None:
         info, tokenizer = state.serving()
         sampling = requests[0].sampling
+        self._state = state
+        self._requests = requests
+        self._reading = reading
         self._sampling = sampling
         self.num_choices = len(requests) * sampling.num_choices
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
-        self.completion_tokens = 0
-        self._cached_tokens = [0] * len(requests)
         self._metrics = state.metrics
         self._name = requests[0].request_id
         self._owner = requests[0].owner
         self._use = state.use.begin(self._owner, self.prompt_tokens)
         self._timer = RequestTimer(state.metrics)
         self._ends = {*info.eos_token_ids, *sampling.stop_token_ids}
-        self._reads = reading is not None
+        for request in requests:
+            state.metrics.prompt_tokens.observe(len(request.prompt_token_ids))
+        self._generations: list[Generation] = []
+        self._begin(tokenizer)
+
+    def _begin(self, tokenizer: Tokenizer) -> None:
+        """Submit the requests, with nothing heard of them yet."""
+        sampling, reading = self._sampling, self._reading
+        self.completion_tokens = 0
         self._reasoning_tokens = 0
+        self._cached_tokens = [0] * len(self._requests)
         shown = frozenset() if reading is None else reading.shown
         self._choices = [
             _Choice(
@@ -122,15 +133,21 @@ class Answer:
             )
             for _ in range(self.num_choices)
         ]
-        for request in requests:
-            state.metrics.prompt_tokens.observe(len(request.prompt_token_ids))
-        self._generations: list[Generation] = []
+        self._generations.clear()
         try:
-            for request in requests:
-                self._generations.append(state.engine.generate(request))
+            for request in self._requests:
+                self._generations.append(self._state.engine.generate(request))
         except ApplianceError:
             self.close()
             raise
+
+    async def _begin_again(self) -> None:
+        """Submit everything once more: the engine died, and nobody has seen anything of it."""
+        for generation in self._generations:
+            generation.close()
+        await self._state.engine.ready()
+        logger.warning("%s is begun again, since the engine died", self._name)
+        self._begin(self._state.serving()[1])
 
     def usage(self) -> Usage:
         """Token counts so far."""
@@ -138,7 +155,7 @@ class Answer:
         usage = Usage(
             prompt, completion, prompt + completion, PromptTokensDetails(self.cached_tokens)
         )
-        if self._reads:
+        if self._reading is not None:
             usage.completion_tokens_details = CompletionTokensDetails(self._reasoning_tokens)
         return usage
 
@@ -150,13 +167,31 @@ class Answer:
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """Pieces of all choices, at each turn all there are; each choice ends with a finish reason.
 
+        If the engine dies before there is any, everything is begun once more.
+
         Raises:
             RequestError: the engine refused the request.
             EngineError: it failed, or the engine died.
         """
+        told = False
+        try:
+            async with aclosing(self._pieces()) as found:
+                async for pieces in found:
+                    told = True
+                    yield pieces
+            return
+        except EngineDiedError:
+            if told:
+                raise
+        await self._begin_again()
+        async with aclosing(self._pieces()) as found:
+            async for pieces in found:
+                yield pieces
+
+    async def _pieces(self) -> AsyncGenerator[list[Piece], None]:
         try:
             if len(self._generations) > 1:
-                async with aclosing(_merge(self._generations)) as deltas:
+                async with aclosing(merged(self._generations, MAX_TURN)) as deltas:
                     async for prompt, delta in deltas:
                         if pieces := self._take(prompt, delta):
                             yield pieces
@@ -174,10 +209,20 @@ class Answer:
             raise
 
     async def whole(self) -> list[Whole]:
-        """The choices that were asked for, when all have ended; errors as for `pieces`."""
+        """The choices that were asked for, when all have ended; errors as for `pieces`.
+
+        If the engine dies before that, everything is begun once more.
+        """
+        try:
+            return await self._whole()
+        except EngineDiedError:
+            await self._begin_again()
+            return await self._whole()
+
+    async def _whole(self) -> list[Whole]:
         choices = [Whole() for _ in range(self.num_choices)]
         texts: list[list[str]] = [[] for _ in choices]
-        async for pieces in self.pieces():
+        async for pieces in self._pieces():
             for piece in pieces:
                 choice = choices[piece.choice]
                 texts[piece.choice].append(piece.text)
@@ -274,35 +319,3 @@ class Answer:
         ):
             return logprobs[:-1]
         return logprobs
-
-
-async def _merge(
-    generations: Sequence[Generation],
-) -> AsyncGenerator[tuple[int, SequenceDelta], None]:
-    """Deltas of several generations as they come, each with the number of its generation."""
-    # What is not taken waits with its generation, which gives up on a consumer that lags behind.
-    queue: asyncio.Queue[tuple[int, SequenceDelta] | Exception | None] = asyncio.Queue(MAX_TURN)
-
-    async def pump(number: int, generation: Generation) -> None:
-        try:
-            async for delta in generation:
-                await queue.put((number, delta))
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(generations)]
-    open_generations = len(tasks)
-    try:
-        while open_generations:
-            item = await queue.get()
-            if item is None:
-                open_generations -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

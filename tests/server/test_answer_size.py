@@ -10,8 +10,9 @@ import pytest
 
 from appliance.errors import RequestError
 from appliance.server import answer_size, openai
-from appliance.server.answer import MAX_TURN, _merge
+from appliance.server.answer import MAX_TURN
 from appliance.server.answer_size import MAX_LOGPROBS, MAX_TOKENS, check_answer, most_tokens
+from appliance.server.merged import merged as merge
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -106,7 +107,7 @@ class Endless:
 async def test_what_is_not_taken_stays_with_its_generation() -> None:
     """The queue of several prompts' deltas had no end, so that no client was too slow for it."""
     sources = [Endless(), Endless()]
-    merged = _merge(sources)  # type: ignore[arg-type]
+    merged = merge(sources, MAX_TURN)  # type: ignore[arg-type]
     await anext(merged)
     for _ in range(100):
         await asyncio.sleep(0)

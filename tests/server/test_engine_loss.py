@@ -72,12 +72,33 @@ async def test_kill_in_mid_stream(serve: Serve) -> None:
         assert 'appliance_engine_restarts_total{model_name="echo"} 1.0' in metrics
 
 
-async def test_a_whole_answer_that_is_lost_is_a_503(serve: Serve) -> None:
+async def test_what_nobody_has_seen_anything_of_is_begun_once_more(
+    serve: Serve, tmp_path: Path
+) -> None:
+    goes_on = tmp_path / "goes_on"
+    async with serve(f"holds_at=20 until={goes_on}") as running:
+        engine = running.state.engine
+        waiting = asyncio.create_task(running.complete("ab", max_tokens=30, n=2))
+        await until(lambda: engine.num_running == 1)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: engine.restarts == 1)
+        goes_on.touch()
+        answer = await waiting
+        assert answer.status_code == 200
+        assert [choice["text"] for choice in answer.json()["choices"]] == ["ab" * 15, "ba" * 15]
+        assert answer.json()["usage"]["completion_tokens"] == 60
+        await until(running.idle)
+
+
+async def test_what_was_lost_twice_is_a_503(serve: Serve) -> None:
     async with serve("holds_at=20") as running:
+        engine = running.state.engine
         waiting = asyncio.create_task(running.complete("ab", max_tokens=300))
-        await until(lambda: running.state.engine.num_running == 1)
-        assert running.state.engine.pid is not None
-        os.kill(running.state.engine.pid, signal.SIGKILL)
+        for deaths in range(2):
+            await until(lambda: engine.restarts == deaths and engine.num_running == 1)  # noqa: B023
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
         answer = await waiting
         assert answer.status_code == 503
         assert answer.headers["retry-after"]
@@ -140,10 +161,10 @@ async def test_a_request_that_ends_engines_is_refused_and_the_others_are_served(
 ) -> None:
     """OpenAI's client repeats what failed, and three deaths used to be for good."""
     async with serve() as running:
-        for _ in range(2):
-            lost = await running.complete([DIE, 1], max_tokens=2)
-            assert lost.status_code == 503
-            await until(lambda: running.state.engine.state is EngineState.READY)
+        lost = await running.complete([DIE, 1], max_tokens=2)
+        assert lost.status_code == 503
+        assert running.state.engine.restarts >= 1, "it was begun once more"
+        await until(lambda: running.state.engine.state is EngineState.READY)
         for stream in (False, True):
             refused = await running.complete([DIE, 1], max_tokens=2, stream=stream)
             assert refused.status_code == 500

@@ -27,7 +27,7 @@ from appliance.engine.messages import (
 from appliance.engine.process.child import ENGINE_COMMAND
 from appliance.engine.process.generation import MAX_BACKLOG, Generation
 from appliance.engine.process.quarantine import Quarantine
-from appliance.engine.process.supervisor import EngineState, SupervisionLimits, Supervisor
+from appliance.engine.process.supervisor import SHORT, EngineState, SupervisionLimits, Supervisor
 from appliance.errors import (
     EngineDiedError,
     EngineError,
@@ -77,6 +77,7 @@ class EngineClient:
         self._on_trial: Generation | None = None  # the suspect that the engine was given
         self._held: deque[Generation] = deque()  # suspects whose turn comes after it
         self._tables: dict[tuple[str, int], asyncio.Future[Table]] = {}
+        self._waiters: list[asyncio.Future[None]] = []  # until it is ready
         self._supervisor = Supervisor(
             command,
             limits,
@@ -175,9 +176,37 @@ class EngineClient:
         """
         return await self._supervisor.start(Load(self._config, eos_token_ids), on_progress)
 
+    async def ready(self) -> None:
+        """Wait until requests are accepted again.
+
+        Raises:
+            EngineUnavailableError: that will not be soon.
+        """
+        if self.state is EngineState.READY:
+            return
+        if self.state is not EngineState.RESTARTING or self.seconds_to_start > SHORT:
+            raise EngineUnavailableError(
+                f"the engine is {self.state.value}", retry_after=self.seconds_to_start or None
+            )
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def _wake(self, error: EngineUnavailableError | None) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if waiter.done():
+                continue
+            if error is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(error)
+
     async def close(self, *, now: bool = False) -> None:
         """End the engine after its step, or now; what is in flight fails."""
-        self.fail_all(EngineUnavailableError("the server is shutting down"))
+        error = EngineUnavailableError("the server is shutting down")
+        self.fail_all(error)
+        self._wake(error)
         self._forget_sequences()
         await self._supervisor.close(now=now)
 
@@ -344,7 +373,9 @@ class EngineClient:
             if generation.is_awaited:  # else it is only read by and by
                 generation.submissions += 1
                 self._submit(generation)
+        self._wake(None)
 
     def _on_outage(self, error: EngineUnavailableError) -> None:
         self._forget_sequences()
         self.fail_all(error)
+        self._wake(error)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 ProgressCallback = Callable[[str, int, int], None]
 
-_SHORT = 5.0  # seconds that requests may wait for another process; else they are told
+SHORT = 5.0  # seconds that requests may wait for another process; else they are told
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class Supervisor:
             delay = self._deaths.count()
             self._next_start = time.monotonic() + delay
             logger.error("%s; the engine is started again%s", error, _when(delay))
-            if delay > _SHORT:
+            if delay > SHORT:
                 self._tell_outage(error)
             await sleep(delay)
             self.restarts += 1
