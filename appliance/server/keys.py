@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from appliance.api_keys import digest_of
 from appliance.errors import AuthError
 from appliance.log import Sparing
+from appliance.server.bucket import Bucket
 from appliance.server.errors import TooManyWrongKeysError
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ logger.addFilter(Sparing(600.0))
 
 @dataclass(slots=True)
 class _Guesser:
-    left: float  # guesses
-    when: float  # monotonic seconds of that
+    guesses: Bucket
     wrong: OrderedDict[bytes, None] = field(default_factory=OrderedDict)  # digests, latest last
 
 
@@ -57,12 +57,14 @@ class GuessLimit:
             TooManyWrongKeysError: it has tried too often.
         """
         guesser = self._guessers.get(address)
-        if guesser is not None and self._left(guesser) < 1:
-            raise TooManyWrongKeysError((1 - guesser.left) * SECONDS_PER_GUESS)
+        if guesser is not None and (seconds := guesser.guesses.seconds_until(1)):
+            raise TooManyWrongKeysError(seconds)
 
     def note(self, address: str, digest: bytes) -> None:
         """An address tried a key that is wrong."""
-        guesser = self._guessers.pop(address, None) or _Guesser(BURST, self._clock())
+        guesser = self._guessers.pop(address, None)
+        if guesser is None:
+            guesser = _Guesser(Bucket(BURST, BURST * SECONDS_PER_GUESS, self._clock))
         self._guessers[address] = guesser  # the latest
         if len(self._guessers) > _MAX_ADDRESSES:
             self._guessers.popitem(last=False)
@@ -72,15 +74,9 @@ class GuessLimit:
         guesser.wrong[digest] = None
         if len(guesser.wrong) > _MAX_REMEMBERED:
             guesser.wrong.popitem(last=False)
-        guesser.left = self._left(guesser) - 1
-        if guesser.left < 1:
+        guesser.guesses.take(1)
+        if guesser.guesses.seconds_until(1):
             logger.warning("%s tries API keys; it has to wait between two", address)
-
-    def _left(self, guesser: _Guesser) -> float:
-        now = self._clock()
-        guesser.left = min(BURST, guesser.left + (now - guesser.when) / SECONDS_PER_GUESS)
-        guesser.when = now
-        return guesser.left
 
 
 class KeyCheck:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance.api_keys import KeyLimits
+from appliance.server.bucket import Bucket
 from appliance.server.errors import RateLimitError
 from appliance.wording import counted
 
@@ -24,25 +25,14 @@ MINUTE = 60.0  # seconds
 _PARALLEL_RETRY_AFTER = 2.0  # seconds; when a request ends is not known
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """So many a minute; below zero it has been overdrawn."""
-
-    left: float
-    when: float  # monotonic seconds of that
-
-    def seconds_until(self, wanted: float, per_minute: int, now: float) -> float:
-        """Until it holds that many again; 0 if it does."""
-        rate = per_minute / MINUTE
-        self.left = min(per_minute, self.left + (now - self.when) * rate)
-        self.when = now
-        return max(0.0, (wanted - self.left) / rate)
+NO_LIMITS = KeyLimits()
 
 
 @dataclass(slots=True)
 class _Holder:
-    requests: _Bucket
-    tokens: _Bucket
+    limits: KeyLimits = NO_LIMITS
+    requests: Bucket | None = None
+    tokens: Bucket | None = None
     num_open: int = 0
 
 
@@ -66,7 +56,7 @@ class KeyUse:
     def limits_of(self, name: str) -> KeyLimits:
         """Those of a key; none where no key is wanted, or it has been taken away meanwhile."""
         key = self._known().get(name)
-        return KeyLimits() if key is None else key.limits
+        return NO_LIMITS if key is None else key.limits
 
     def begin(self, name: str, num_tokens: int) -> Use:
         """A request has come with a key.
@@ -78,34 +68,39 @@ class KeyUse:
         Raises:
             RateLimitError: its limits leave no room for it now.
         """
-        limits, now = self.limits_of(name), self._clock()
-        holder = self._holders.get(name)
-        if holder is None:
-            full = _Bucket(limits.requests or 0, now), _Bucket(limits.tokens or 0, now)
-            holder = self._holders[name] = _Holder(*full)
+        holder = self._holder(name)
+        limits = holder.limits
         if limits.parallel is not None and holder.num_open >= limits.parallel:
             raise RateLimitError(
                 f"this API key may have {counted(limits.parallel, 'request')} open at once",
                 _PARALLEL_RETRY_AFTER,
             )
-        if limits.requests is not None:
-            seconds = holder.requests.seconds_until(1, limits.requests, now)
-            if seconds:
-                raise RateLimitError(
-                    f"this API key may make {counted(limits.requests, 'request')} a minute", seconds
-                )
-        if limits.tokens is not None:
-            # A prompt longer than a minute's tokens starts on a full bucket.
-            wanted = min(num_tokens, limits.tokens)
-            seconds = holder.tokens.seconds_until(wanted, limits.tokens, now)
-            if seconds:
-                raise RateLimitError(
-                    f"this API key may use {counted(limits.tokens, 'token')} a minute", seconds
-                )
-        holder.requests.left -= 1
+        if holder.requests and (seconds := holder.requests.seconds_until(1)):
+            allowed = counted(limits.requests or 0, "request")
+            raise RateLimitError(f"this API key may make {allowed} a minute", seconds)
+        # A prompt longer than a minute's tokens starts on a full bucket.
+        wanted = min(num_tokens, limits.tokens or 0)
+        if holder.tokens and (seconds := holder.tokens.seconds_until(wanted)):
+            allowed = counted(limits.tokens or 0, "token")
+            raise RateLimitError(f"this API key may use {allowed} a minute", seconds)
+        if holder.requests is not None:
+            holder.requests.take(1)
         use = Use(holder)
         use.take(num_tokens)
         return use
+
+    def _holder(self, name: str) -> _Holder:
+        """Who has a key; with full buckets, if its limits are others than before."""
+        limits = self.limits_of(name)
+        holder = self._holders.setdefault(name, _Holder())
+        if holder.limits != limits:
+            holder.limits = limits
+            holder.requests = self._bucket(limits.requests)
+            holder.tokens = self._bucket(limits.tokens)
+        return holder
+
+    def _bucket(self, a_minute: int | None) -> Bucket | None:
+        return None if a_minute is None else Bucket(a_minute, MINUTE, self._clock)
 
 
 class Use:
@@ -118,7 +113,8 @@ class Use:
 
     def take(self, num_tokens: int) -> None:
         """So many tokens were read or written."""
-        self._holder.tokens.left -= num_tokens
+        if self._holder.tokens is not None:
+            self._holder.tokens.take(num_tokens)
 
     def end(self) -> None:
         """It is over; more than once is once."""

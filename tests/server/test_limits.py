@@ -72,6 +72,15 @@ def test_tokens_are_counted_as_they_come_and_overdrawn_ones_are_waited_for() -> 
     assert seconds_refused(use, 1) == pytest.approx((10_000 - 600 + 1) / 10)
 
 
+def test_a_limit_that_comes_later_does_not_count_what_was_used_before() -> None:
+    clock, limits = Clock(), [""]
+    use = KeyUse(lambda: known(limits[0])(), clock)
+    use.begin("anna", 1_000_000)
+    limits[0] = "tokens=60"
+    use.begin("anna", 60)
+    assert seconds_refused(use) == pytest.approx(1)
+
+
 def test_open_requests_are_counted_until_their_end() -> None:
     use = KeyUse(known("parallel=2"))
     first, second = use.begin("anna", 1), use.begin("anna", 1)

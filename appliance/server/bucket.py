@@ -1,0 +1,33 @@
+"""So many of something at once, which come back evenly: a token bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class Bucket:
+    """Full at first. Taking more than it holds overdraws it, and that has to come back, too.
+
+    Args:
+        size: of what it holds at most.
+        seconds: in which an empty one fills.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, size: float, seconds: float, clock: Callable[[], float]) -> None:
+        self._size = size
+        self._rate = size / seconds
+        self._clock = clock
+        self._left = size
+        self._when = clock()
+
+    def seconds_until(self, wanted: float) -> float:
+        """Until it holds that much; 0 if it does now."""
+        now = self._clock()
+        self._left = min(self._size, self._left + (now - self._when) * self._rate)
+        self._when = now
+        return max(0.0, (wanted - self._left) / self._rate)
+
+    def take(self, amount: float) -> None:
+        """Have so much less in it."""
+        self._left -= amount
