@@ -120,14 +120,16 @@ def test_keys_and_values_of_unlike_dtypes_are_refused() -> None:
         write_kv(key, key.double(), cache, torch.zeros(1, dtype=torch.int64))
 
 
-def test_specs_and_references_load_no_triton() -> None:
+def test_tiles_variants_and_references_load_no_triton() -> None:
     names = [
         f"appliance.kernels.{name}"
         for name in (
-            "paged_attention.spec",
+            "paged_attention.variant",
             "paged_attention.work",
             "paged_attention.reference",
-            "kv_write.spec",
+            "packed_matmul.tiles",
+            "packed_matmul.variant",
+            "fp8_matmul.tiles",
             "kv_write.reference",
             "kv_page.reference",
         )

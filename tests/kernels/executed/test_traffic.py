@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from compiled_kernels.signatures.paged_attention import FORMATS
 from packed_weights import random_packed
 from ptx_machine.driver import PtxDriver
 from ptx_machine.memory import SECTOR
@@ -20,7 +21,6 @@ from appliance.kernels.packed_matmul.tiles import TILE_N, choose_splits
 from appliance.kernels.paged_attention import launch as attention_launch
 from appliance.kernels.paged_attention import work as attention_work
 from appliance.kernels.paged_attention.launch import paged_attention, plan_attention
-from appliance.kernels.paged_attention.spec import FORMATS
 from appliance.kernels.paged_attention.variant import Tile, Variant, choose_tile
 from appliance.kernels.ragged import RaggedBatch, SealedSpans
 from appliance.kernels.sealed_pages import SealedPages

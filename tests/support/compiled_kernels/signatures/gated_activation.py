@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from appliance.kernels.activation import Activation
-from appliance.kernels.signature import MOST_COMPILED, KernelSignature
-
-BLOCK = 1024  # columns of a program: 8 for each thread of 4 warps, one 16-byte load of BF16 each
-NUM_WARPS = 4
+from appliance.kernels.gated_activation.launch import BLOCK, NUM_WARPS
+from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,7 @@ NUM_TOKENS = (1, 16, 64, 512, 2048)  # what is measured
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
-    """All that is compiled and gated for one compute capability (86 is 8.6)."""
+    """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     for shape in SHAPES if capability == MOST_COMPILED else SHAPES[:1]:
         yield activation_signature(shape)
 

@@ -1,23 +1,16 @@
-"""Compile kernels ahead of time, with no GPU, and read what resources the machine code takes.
+"""Compiles a kernel ahead of time, with no GPU, and reads what resources its machine code takes.
 
-    python -m appliance.kernels.aot RESOURCES.json --capability 86 90
-
-A process that interprets kernels (TRITON_INTERPRET=1) cannot compile them, so this runs in one of
-its own. The disassemblers are those of the triton wheel.
+The disassemblers are those of the triton wheel.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,10 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from appliance.kernels.signature import CAPABILITIES, SPECS, KernelSignature
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from compiled_kernels.signature import KernelSignature
 
 WARP_SIZE = 32
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -150,46 +141,3 @@ def hot_loop(sass: str) -> list[str]:
 def _run(tool: str, *arguments: str) -> str:
     command = [str(_TOOLS / tool), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def compile_specs(
-    specs: Sequence[str], capabilities: Sequence[int]
-) -> dict[str, dict[int, Resources]]:
-    """Compile every signature that these spec modules list: name -> capability -> resources."""
-    wanted = [
-        (signature, capability)
-        for module in map(importlib.import_module, specs)
-        for capability in capabilities
-        for signature in module.signatures(capability)
-    ]
-    resources: dict[str, dict[int, Resources]] = {}
-    # A fresh interpreter each: what is forked after triton's threads have started may hang.
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as workers:
-        results = workers.map(compile_kernel, *zip(*wanted, strict=True), chunksize=4)
-        for (signature, capability), found in zip(wanted, results, strict=True):
-            resources.setdefault(signature.name, {})[capability] = found
-    return resources
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Write a table of resources as JSON, one line for each kernel and capability."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--capability", type=int, nargs="+", default=CAPABILITIES)
-    parser.add_argument("--spec", nargs="+", default=SPECS)
-    options = parser.parse_args(arguments)
-    table = compile_specs(options.spec, options.capability)
-    rows = [
-        f"  {json.dumps(name)}: {{\n"
-        + ",\n".join(f'   "{cc}": {json.dumps(asdict(found))}' for cc, found in row.items())
-        + "\n  }"
-        for name, row in table.items()
-    ]
-    kernels = ",\n".join(rows)
-    options.output.write_text(
-        f'{{\n "triton": "{triton.__version__}",\n "kernels": {{\n{kernels}\n }}\n}}\n'
-    )
-
-
-if __name__ == "__main__":
-    main()

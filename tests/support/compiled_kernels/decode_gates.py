@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appliance.kernels.paged_attention.spec import LLAMA
+from compiled_kernels.signatures.paged_attention import LLAMA
 
 # Instructions per element, lane and warp: 5 % above what was found. Without the conversion that
 # the hardware has from 8.9 on, E4M3 takes twice as many.

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from appliance.kernels.signature import MOST_COMPILED, KernelSignature
+from appliance.kernels.sampling.launch import constexprs, num_warps
+from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULE = "appliance.kernels.sampling.kernel"
-CHUNK = 4096  # logits of one program: 32 of them share a row of 128k, so that one row is quick too
-MAX_VOCAB = 64 * CHUNK
-CANDIDATES = 2048  # as many are searched through without reading the row again
-BLOCK = 2048  # of them at a time
-BINS = 256  # as in the kernel
-CHUNK_WARPS = 8
-ROW_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +24,6 @@ SHAPES = (
     SamplingShape("smollm2", 49152),
     SamplingShape("gemma3_vocabulary", 262144),
 )
-NUM_ROWS = (1, 16, 64, 256)  # what is measured
 
 _POINTERS = {
     "logits_ptr": "*fp32",
@@ -80,31 +73,8 @@ _ARGUMENTS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def chunks(vocab_size: int) -> int:
-    """Programs that share a row."""
-    return -(-vocab_size // CHUNK)
-
-
-def constexprs(vocab_size: int) -> dict[str, int]:
-    """What the kernels are specialized for, each for some of these."""
-    padded = 1 << (chunks(vocab_size) - 1).bit_length()
-    return {
-        "VOCAB": vocab_size,
-        "NUM_CHUNKS": chunks(vocab_size),
-        "CHUNK": CHUNK,
-        "CHUNKS": max(2, padded),
-        "CANDIDATES": CANDIDATES,
-        "BLOCK": BLOCK,
-    }
-
-
-def num_warps(kernel: str) -> int:
-    """Warps of a program of "scan", "weigh", "cut", "gather" or "choose"."""
-    return CHUNK_WARPS if kernel in ("scan", "weigh", "gather") else ROW_WARPS
-
-
 def signatures(capability: int) -> Iterator[KernelSignature]:
-    """All that is compiled and gated for one compute capability (86 is 8.6)."""
+    """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     for shape in SHAPES if capability == MOST_COMPILED else SHAPES[:1]:
         for kernel in _ARGUMENTS:
             yield sampling_signature(shape, kernel)

@@ -8,21 +8,6 @@ from dataclasses import dataclass
 # Compute capabilities that are compiled for and gated: 8.0 is 80.
 CAPABILITIES = (80, 86, 89, 90, 120)
 MOST_COMPILED = 86  # where all named shapes are, the others get those that differ most
-# Modules that list signatures: everything that is compiled for a GPU.
-SPECS = (
-    "appliance.kernels.paged_attention.spec",
-    "appliance.kernels.kv_write.spec",
-    "appliance.kernels.kv_seal.spec",
-    "appliance.kernels.block_copy.spec",
-    "appliance.kernels.norm_rope.spec",
-    "appliance.kernels.gated_activation.spec",
-    "appliance.kernels.sampling.spec",
-    "appliance.kernels.penalties.spec",
-    "appliance.kernels.token_mask.spec",
-    "appliance.kernels.soft_cap.spec",
-    "appliance.kernels.packed_matmul.spec",
-    "appliance.kernels.fp8_matmul.spec",
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Gates on what kernels are compiled to: each finds those that offend.
 
-They judge a table of `python -m appliance.kernels.aot`, whichever triton made it.
+They judge a table of `python -m compiled_kernels`, whichever triton made it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from decode_gates import LIMITS, Loop, moves_codes, too_many
 from ptx_machine.driver import SHARED_LIMIT
 
-from appliance.kernels.paged_attention.spec import LLAMA
+from compiled_kernels.decode_gates import LIMITS, Loop, moves_codes, too_many
+from compiled_kernels.signatures.paged_attention import LLAMA
 
 REGISTER_LIMIT = 255
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypedDict
 
 from appliance.kernels.packed_matmul.tiled import Codes, Params
 from appliance.kernels.packed_matmul.tiles import (
@@ -13,18 +12,11 @@ from appliance.kernels.packed_matmul.tiles import (
     architecture,
     choose_splits,
 )
-from appliance.kernels.signature import MOST_COMPILED, KernelSignature
+from appliance.kernels.packed_matmul.variant import SUMS_BLOCK_K, SUMS_BLOCK_M, constexprs_of
 from appliance.kernels.weight_codes.order import TileOrder
-
-if TYPE_CHECKING:
-    from appliance.kernels.packed_matmul.tiled import TiledWeight
+from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULE = "appliance.kernels.packed_matmul.kernel"
-MIDDLE_ROWS = 17  # from here on, the sums of x over its groups are made by a kernel of their own
-SUMS_BLOCK_M = 16
-SUMS_BLOCK_K = 128
-DEQUANTIZED_AT_ONCE = 32 << 20  # elements of a dense weight, 64 MiB
-OFFSETS = (Params.FP16_OFFSET, Params.FP32_OFFSET)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,92 +38,6 @@ SHAPES = (
     MatmulShape("8192x8192", 8192, 8192),
     MatmulShape("8192x28672", 8192, 28672),
 )
-ROWS = (1, 8, 16, 32, 64, 128, 256, 2048)  # of x, what is measured
-
-
-class MatmulConstexprs(TypedDict):
-    """The compile-time arguments of `packed_matmul_kernel`."""
-
-    CODES: str
-    AXES: tuple[int, ...]
-    WORDS: int
-    TILE_K: int
-    PARAMS: str
-    GROUP: int
-    SUMS: bool
-    GATED: bool
-    SPLITS: int
-    EVEN_K: bool
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_K: int
-    TILEWISE: bool
-    STAGES: int
-    ASM: bool
-
-
-def matmul_constexprs(
-    weight: TiledWeight, tile: MatmulTile, splits: int, *, gated: bool, asm: bool
-) -> MatmulConstexprs:
-    """What `packed_matmul_kernel` is specialized for."""
-    return _constexprs(
-        weight.kind,
-        weight.params_kind,
-        weight.group_size,
-        weight.block_k,
-        tile,
-        splits,
-        gated=gated,
-        even_k=weight.in_features % weight.block_k == 0,
-        asm=asm,
-    )
-
-
-def _constexprs(
-    kind: Codes,
-    params_kind: Params,
-    group_size: int,
-    block_k: int,
-    tile: MatmulTile,
-    splits: int,
-    *,
-    gated: bool = False,
-    even_k: bool = True,
-    asm: bool = True,
-) -> MatmulConstexprs:
-    order = TileOrder(kind.bits)
-    return {
-        "CODES": kind.value,
-        "AXES": order.kernel_axes(first_group=0 < group_size < order.tile_k),
-        "WORDS": order.words,
-        "TILE_K": order.tile_k,
-        "PARAMS": params_kind.value,
-        "GROUP": group_size,
-        "SUMS": params_kind in OFFSETS and tile.max_rows >= MIDDLE_ROWS,
-        "GATED": gated,
-        "SPLITS": splits,
-        "EVEN_K": even_k,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": block_k,
-        "TILEWISE": tile.tilewise,
-        "STAGES": tile.num_stages,
-        "ASM": asm,
-    }
-
-
-def dequantize_constexprs(weight: TiledWeight, *, asm: bool) -> dict[str, object]:
-    """What `dequantize_kernel` is specialized for."""
-    return {
-        "CODES": weight.kind.value,
-        "AXES": weight.order.kernel_axes(),
-        "WORDS": weight.order.words,
-        "TILE_K": weight.order.tile_k,
-        "PARAMS": weight.params_kind.value,
-        "GROUP": weight.group_size,
-        "BLOCK_K": weight.block_k,
-        "ASM": asm,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +71,7 @@ OTHERS = (
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
-    """All that is compiled and gated for one compute capability (86 is 8.6)."""
+    """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     table = architecture(capability)
     assert table is not None
     distinct = {replace(tile, max_rows=0): tile for tile in reversed(table.tiles)}.values()
@@ -195,7 +101,7 @@ def matmul_signature(
     splits = choose_splits(
         -(-shape.out_features // 64), shape.in_features // block_k, tile, capability
     )
-    fixed = _constexprs(
+    fixed = constexprs_of(
         case.kind, case.params_kind, case.group_size, block_k, tile, splits, gated=case.gated
     )
     types = {

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.kernels.sampling.spec import CHUNK as CHUNK
-from appliance.kernels.sampling.spec import SHAPES, SamplingShape
-from appliance.kernels.signature import MOST_COMPILED, KernelSignature
+from appliance.kernels.penalties.launch import NUM_WARPS
+from appliance.kernels.sampling.launch import CHUNK
+from compiled_kernels.signature import MOST_COMPILED, KernelSignature
+from compiled_kernels.signatures.sampling import SHAPES, SamplingShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NUM_WARPS = 8
-
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
-    """All that is compiled and gated for one compute capability (86 is 8.6)."""
+    """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     for shape in SHAPES if capability == MOST_COMPILED else SHAPES[:1]:
         yield penalties_signature(shape)
 

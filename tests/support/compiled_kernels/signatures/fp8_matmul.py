@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypedDict
 
-from appliance.kernels.packed_matmul.spec import (
+from appliance.kernels.fp8_matmul.launch import BLOCK_K, QUANTIZE_BLOCK, fp8_constexprs
+from appliance.kernels.fp8_matmul.tiles import FP8_TILES, LEAST_NATIVE
+from appliance.kernels.packed_matmul.tiled import Codes, Params
+from appliance.kernels.packed_matmul.tiles import MatmulTile, architecture, choose_splits
+from compiled_kernels.signature import MOST_COMPILED, KernelSignature
+from compiled_kernels.signatures.packed_matmul import (
     DOWN,
     LIKE_MOST_COMPILED,
     QKV,
@@ -13,60 +17,8 @@ from appliance.kernels.packed_matmul.spec import (
     MatmulShape,
     matmul_signature,
 )
-from appliance.kernels.packed_matmul.tiled import Codes, Params
-from appliance.kernels.packed_matmul.tiles import MatmulTile, architecture, choose_splits
-from appliance.kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULE = "appliance.kernels.fp8_matmul.kernel"
-BLOCK_K = 128
-QUANTIZE_BLOCK = 2048
-LEAST_NATIVE = 89  # compute capability from which tensor cores take e4m3
-
-# With FP8 activations nothing is widened, so a tile is all about reuse. Chosen from compiled code
-# alone, like those of packed_matmul.
-_FEW = (MatmulTile(16, 16, 64, 4, 4, resident=3), MatmulTile(64, 64, 64, 4, 4, resident=2))
-FP8_TILES = {
-    89: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3, resident=1)),
-    90: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 4, resident=1)),
-    120: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3, resident=1)),
-}
-
-
-class Fp8Constexprs(TypedDict):
-    """The compile-time arguments of `fp8_matmul_kernel`."""
-
-    BLOCKWISE: bool
-    SPLITS: int
-    EVEN_K: bool
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_K: int
-    STAGES: int
-    NATIVE: bool
-
-
-def choose_fp8_tile(rows: int, capability: int) -> MatmulTile:
-    """The tile for this many rows of x on one compute capability (89 is 8.9)."""
-    elders = [elder for elder in FP8_TILES if elder <= capability]
-    table = FP8_TILES[120 if capability > 90 else max(elders, default=LEAST_NATIVE)]
-    return next(tile for tile in table if rows <= tile.max_rows)
-
-
-def fp8_constexprs(
-    in_features: int, tile: MatmulTile, splits: int, *, blockwise: bool, native: bool
-) -> Fp8Constexprs:
-    """What `fp8_matmul_kernel` is specialized for."""
-    return {
-        "BLOCKWISE": blockwise,
-        "SPLITS": splits,
-        "EVEN_K": in_features % BLOCK_K == 0,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": BLOCK_K,
-        "STAGES": tile.num_stages,
-        "NATIVE": native,
-    }
-
 
 PER_CHANNEL = MatmulCase(Codes.FP8, 0, Params.NONE)
 BLOCKWISE = MatmulCase(Codes.FP8, 128, Params.FP32)

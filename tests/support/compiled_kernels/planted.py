@@ -8,13 +8,11 @@ from dataclasses import replace
 import torch
 
 from appliance.kernels.kv_cache import KVFormat
-from appliance.kernels.packed_matmul.spec import GATE_UP, INT4_SYMMETRIC, matmul_signature
 from appliance.kernels.packed_matmul.tiles import architecture
-from appliance.kernels.paged_attention.spec import SHAPES, attention_signature
 from appliance.kernels.paged_attention.variant import Phase, Tile
-from appliance.kernels.signature import KernelSignature
-
-LLAMA = SHAPES[1]
+from compiled_kernels.signature import KernelSignature
+from compiled_kernels.signatures.packed_matmul import GATE_UP, INT4_SYMMETRIC, matmul_signature
+from compiled_kernels.signatures.paged_attention import LLAMA, attention_signature
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from appliance.kernels.signature import KernelSignature
-
-BLOCK = 4096  # 32 for each thread of 4 warps: several 16-byte loads in flight
-NUM_WARPS = 4
+from appliance.kernels.soft_cap.launch import BLOCK, NUM_WARPS
+from compiled_kernels.signature import KernelSignature
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ NUM_ROWS = (1, 16, 64, 256)  # what is measured
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
-    """All that is compiled and gated for one compute capability (86 is 8.6)."""
+    """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     assert capability
     yield KernelSignature(
         name="soft_cap bf16",

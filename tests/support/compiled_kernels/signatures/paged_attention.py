@@ -17,7 +17,7 @@ from appliance.kernels.paged_attention.variant import (
     choose_tile,
 )
 from appliance.kernels.paged_attention.work import LONG_SPAN, MAX_SPANS, MIN_SPAN
-from appliance.kernels.signature import MOST_COMPILED, KernelSignature
+from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
 MODULE = "appliance.kernels.paged_attention.kernel"
 
@@ -51,30 +51,8 @@ FORMATS = (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4, KVFormat.I
 CORE_FORMATS = (KVFormat.BF16, KVFormat.INT4)  # elements, and the longest way from codes
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """The sequences of one step, decode rows first."""
-
-    name: str
-    query_lens: tuple[int, ...]
-    context_lens: tuple[int, ...]
-
-
-# What is measured: a batch of decodes, one long sequence, a first chunk, a mixed step.
-LENGTHS = (
-    Lengths("decode_1x1k", (1,), (1024,)),
-    Lengths("decode_1x32k", (1,), (32768,)),
-    Lengths("decode_16x1k", (1,) * 16, (1024,) * 16),
-    Lengths("decode_16x8k", (1,) * 16, (8192,) * 16),
-    Lengths("decode_64x1k", (1,) * 64, (1024,) * 64),
-    Lengths("prefill_2k", (2048,), (2048,)),
-    Lengths("prefill_2k_of_8k", (2048,), (8192,)),
-    Lengths("mixed", (1,) * 15 + (512,), (1024,) * 15 + (2048,)),
-)
-
-
 def signatures(capability: int) -> Iterator[KernelSignature]:
-    """All that is compiled and gated for one compute capability (86 is 8.6)."""
+    """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
     full = capability == MOST_COMPILED
     for shape, phase in product(SHAPES if full else CORE_SHAPES, Phase):
         for kv_format in FORMATS if shape is LLAMA else CORE_FORMATS:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from appliance.kernels.signature import KernelSignature
-
-BLOCK = 4096  # words that a program moves
-NUM_WARPS = 8  # four loads of 16 bytes in flight per thread
+from appliance.kernels.block_copy.launch import BLOCK, NUM_WARPS
+from compiled_kernels.signature import KernelSignature
 
 
 def signatures(capability: int) -> Iterator[KernelSignature]:
