@@ -100,6 +100,12 @@ ENGINE_ROOMS: dict[str, set[str]] = {
 # Run while the package is being built, when nothing is installed but setuptools.
 BUILD_TIME = ["kernels.cpu.build", "kernels.cpu.build_command"]
 
+# What is started, or imported by whom we serve; all else is reached from here, or by tests alone.
+DOORS = {
+    "__init__", "__main__", "engine.process.__main__", "hub.__main__", "quant.text.row_writer",
+    *BUILD_TIME,
+}  # fmt: skip
+
 NO_TORCH = [
     "engine.request", "engine.sequence", "engine.blocks.block_manager",
     "engine.blocks.prefix_cache", "engine.tiers.tiers", "engine.scheduling.scheduler",
@@ -154,6 +160,25 @@ def test_imports_follow_the_diagram(name: str) -> None:
         if not any(within(imported, target) for target in allowed)
     }
     assert not wrong, f"{name} may not import {sorted(wrong)}"
+
+
+def test_every_module_is_reached_from_a_door() -> None:
+    """But references, which say what a kernel computes."""
+    reached: set[str] = set()
+    waiting = {*DOORS}
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        imported = {part for whole in imports_of(modules()[name]) for part in lineage(whole)}
+        waiting |= (imported | set(lineage(name))) & modules().keys() - reached
+    unreached = {name for name in modules().keys() - reached if not name.endswith(".reference")}
+    assert unreached == {"model.teacher"}
+
+
+def lineage(name: str) -> list[str]:
+    """A name and all that it lies in."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 def engine_room(name: str) -> int:

@@ -52,28 +52,6 @@ class AttentionWork:
     tiles: Tensor
 
 
-def cut(contexts: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """How many spans each context is cut into, and their length, the last one's excepted.
-
-    The model of `attention_spans.kernel.cut`.
-    """
-    long = np.where(contexts > LONG_CONTEXT, LONG_SPAN, MIN_SPAN)
-    wanted = -(-contexts // MAX_SPANS)
-    lengths = np.maximum(long, -(-wanted // MIN_SPAN) * MIN_SPAN)
-    return np.maximum(-(-contexts // lengths), 1), lengths
-
-
-def span_table(contexts: NDArray[np.int32]) -> NDArray[np.int32]:
-    """What the device makes of the contexts: (num_spans, 4)."""
-    counts, lengths = cut(contexts)
-    sequence = np.repeat(np.arange(len(contexts)), counts)
-    row = np.arange(len(sequence))
-    index = row - np.repeat(np.cumsum(counts) - counts, counts)
-    begin = index * lengths[sequence]
-    end = np.minimum(begin + lengths[sequence], contexts[sequence])
-    return np.stack((sequence, begin, end, row), axis=1).astype(np.int32)
-
-
 def most_spans(tokens: int) -> int:
     """Spans that a context of up to so many tokens may be cut into."""
     short = min(-(-tokens // MIN_SPAN), LONG_CONTEXT // MIN_SPAN)

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from attention_spans import cut, span_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,10 +16,8 @@ from appliance.kernels.paged_attention.work import (
     MAX_SPANS,
     MIN_SPAN,
     TILE_ROWS,
-    cut,
     most_spans,
     prefill_tiles,
-    span_table,
 )
 from appliance.kernels.ragged import RaggedBatch
 
