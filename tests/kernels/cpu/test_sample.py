@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from cpu_sections import use_isa
 from torch import Tensor
 
 from appliance.kernels.cpu.engine import NativeEngine
@@ -263,7 +264,7 @@ def test_vector_instruction_sets_choose_the_same(loaded: ctypes.CDLL) -> None:
     found = []
     for isa in supported_isas(loaded):
         if isa is not Isa.SCALAR:
-            assert loaded.ap_use_isa(isa) == 0
+            use_isa(loaded, isa)
             found.append(tuple(sample(logits, rows)))
     assert len(set(found)) <= 1
 

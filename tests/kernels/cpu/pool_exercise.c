@@ -1,13 +1,12 @@
-/* Sections of busy work, for tests and benchmarks of the pool. */
-#include <stdatomic.h>
-#include <stddef.h>
+/* Sections of busy work, for tests of the pool; included after sections.c. */
+#ifdef AP_ISA
 
-#include "engine.h"
+#include <stdatomic.h>
+
 #include "pool_clock.h"
 
 #define ROUNDS 20000 /* of a calibration: some tens of microseconds */
 #define CALIBRATIONS 50
-#define MOST_NANOSECONDS INT64_C(1000000000)
 
 typedef struct {
     int64_t rounds;
@@ -39,16 +38,16 @@ static void exercise_chunk(void *context, int32_t chunk, int32_t worker) {
     (void)worker;
     burn(e->rounds);
     /* atomic, so that a chunk that two threads run at the same time is counted twice */
-    if (e->runs) __atomic_fetch_add(&e->runs[chunk], 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&e->runs[chunk], 1, __ATOMIC_RELAXED);
 }
 
-/* The work is a number of rounds, not a time to wait for: a thread that loses its core has the
- * rest of it still to do. runs (count,) is the number of times that each chunk ran, added to what
- * is there; it may be NULL. */
-int32_t ap_pool_exercise(ap_engine *engine, int32_t count, int64_t nanoseconds, int64_t *runs) {
-    if (count < 0 || nanoseconds < 0 || nanoseconds > MOST_NANOSECONDS) return AP_BAD_ARGUMENT;
+/* count tasks of `nanoseconds` busy work each, as one parallel section. The work is a number of
+ * rounds, not a time to wait for: a thread that loses its core has the rest of it still to do.
+ * runs (count,): how often each task ran is added to it. */
+SECTION(void, exercise)(ap_engine *engine, int32_t count, int64_t nanoseconds, int64_t *runs) {
     exercise e = {.runs = runs};
     if (nanoseconds) e.rounds = nanoseconds * ROUNDS / calibrated();
     ap_pool_run(engine->pool, exercise_chunk, &e, count);
-    return AP_OK;
 }
+
+#endif
