@@ -11,17 +11,17 @@ import torch
 from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.paged_attention import reference
 from appliance.kernels.ragged import RaggedBatch
-from gpu.backend import our_backend
-from gpu.rows import Contender, Rows, Work, relative_error
+from bench.gpu.backend import our_backend
+from bench.gpu.rows import Contender, Rows, Work, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.backend import Backend
     from appliance.kernels.kv_cache import LayerCache
-    from gpu.attention_peers import Peer
-    from gpu.plan import Wanted
-    from gpu.timing import Bench, Call
+    from bench.gpu.attention_peers import Peer
+    from bench.gpu.plan import Wanted
+    from bench.gpu.timing import Bench, Call
 
 BLOCK = 32
 FORMATS = (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4)

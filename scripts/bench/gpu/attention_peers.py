@@ -16,8 +16,8 @@ from torch.nn.attention.bias import causal_lower_right
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gpu.attention import Problem
-    from gpu.timing import Bench, Call
+    from bench.gpu.attention import Problem
+    from bench.gpu.timing import Bench, Call
 
 WORKSPACE = 256 << 20
 FLEX_PAGE = 128  # the least that its decode kernel takes; larger pages are to its advantage

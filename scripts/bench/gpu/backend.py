@@ -8,7 +8,7 @@ from appliance.kernels.backend import select_backend
 
 if TYPE_CHECKING:
     from appliance.kernels.backend import Backend
-    from gpu.timing import Bench
+    from bench.gpu.timing import Bench
 
 
 def our_backend(bench: Bench) -> Backend:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpu import kernel_checks, reruns
-from gpu.plan import Amount
+from bench.gpu import kernel_checks, reruns
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 # Triton's interpreter takes seconds for each of the others.
 TRIED = (

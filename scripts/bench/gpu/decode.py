@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from appliance.kernels.kv_cache import KVFormat
-from gpu.attention import FORMATS, LLAMA, TINY, Problem, contest
-from gpu.attention_peers import FLASHINFER, FLEX, SDPA, installed
-from gpu.plan import Amount
+from bench.gpu.attention import FORMATS, LLAMA, TINY, Problem, contest
+from bench.gpu.attention_peers import FLASHINFER, FLEX, SDPA, installed
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 # batch, context
 STEPS = {

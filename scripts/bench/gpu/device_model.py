@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from synthetic_checkpoint import LLAMA_3_8B, TINY
 
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
@@ -20,7 +19,8 @@ from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.model.families.registry import family_of_config
 from appliance.model.source import ModelSource
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
-from gpu.plan import Amount
+from bench.gpu.plan import Amount
+from bench.lib.synthetic_checkpoint import LLAMA_3_8B, TINY
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,16 +12,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from conditions import spread
 
-from gpu.device_model import load_engine
-from gpu.plan import Amount
-from gpu.requests import Sizes, decode_rate, idle_share, prefill_rate, throughput
+from bench.gpu.device_model import load_engine
+from bench.gpu.plan import Amount
+from bench.gpu.requests import Sizes, decode_rate, idle_share, prefill_rate, throughput
+from bench.lib.conditions import spread
 
 if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 CARD_BYTES = int(0.9 * 24 * 2**30)  # what a server may take on a 24 GiB card
 

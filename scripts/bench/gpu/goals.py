@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpu.results import Results
+    from bench.gpu.results import Results
 
 FEW = 16  # rows of x up to which decoding goes
 MANY = 256

@@ -40,7 +40,7 @@ from appliance.kernels.soft_cap import reference as reference_cap
 from appliance.kernels.soft_cap.launch import soft_cap
 from appliance.kernels.token_mask import reference as reference_mask
 from appliance.kernels.token_mask.launch import mask_tokens
-from gpu.rows import relative_error
+from bench.gpu.rows import relative_error
 
 Check = Callable[[], tuple[float, float]]  # the error and its bound
 BF16 = torch.bfloat16

@@ -14,15 +14,15 @@ from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.norm_rope import reference as reference_norm
 from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling import reference as reference_sampling
-from gpu.backend import our_backend
-from gpu.plan import Amount
-from gpu.rows import Contender, Rows, Work, relative_error
+from bench.gpu.backend import our_backend
+from bench.gpu.plan import Amount
+from bench.gpu.rows import Contender, Rows, Work, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gpu.plan import Wanted
-    from gpu.timing import Bench, Call
+    from bench.gpu.plan import Wanted
+    from bench.gpu.timing import Bench, Call
 
 EPS = 1e-5
 ROWS = {Amount.TINY: (3,), Amount.FIRST: (1, 16, 64, 2048), Amount.FULL: (1, 16, 64, 256, 2048)}

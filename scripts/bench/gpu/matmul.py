@@ -16,17 +16,17 @@ from appliance.kernels.fp8_matmul import launch as fp8_launch
 from appliance.kernels.fp8_matmul import reference as fp8_reference
 from appliance.kernels.fp8_matmul.launch import ActivationKind
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from gpu.backend import our_backend
-from gpu.matmul_peers import bf16_calls, fp8_calls, gemlite_calls, humming_calls, int4_calls
-from gpu.plan import Amount
-from gpu.rows import Contender, Rows, Work, relative_error
+from bench.gpu.backend import our_backend
+from bench.gpu.matmul_peers import bf16_calls, fp8_calls, gemlite_calls, humming_calls, int4_calls
+from bench.gpu.plan import Amount
+from bench.gpu.rows import Contender, Rows, Work, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.backend import Linear
-    from gpu.plan import Wanted
-    from gpu.timing import Bench, Call
+    from bench.gpu.plan import Wanted
+    from bench.gpu.timing import Bench, Call
 
 # name -> (in_features, out_features); Llama-3-8B's layers, and two that launch time cannot hide
 SHAPES = {

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from gpu.matmul import Problem
-    from gpu.timing import Bench, Call
+    from bench.gpu.matmul import Problem
+    from bench.gpu.timing import Bench, Call
 
 
 def bf16_calls(bench: Bench, problem: Problem, nbytes: int) -> list[Call]:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu.device_model import config_of
-from gpu.engine import SIZES
-from gpu.plan import Amount
+from bench.gpu.device_model import config_of
+from bench.gpu.engine import SIZES
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 STREAMS = {Amount.TINY: (1, 3), Amount.FIRST: (1, 64), Amount.FULL: (1, 16, 64)}
 SHORT = 4  # times shorter an answer

@@ -38,7 +38,7 @@ class Suite:
     patience: float
     about: str
     compiles: bool = False
-    package: str = "gpu"
+    package: str = "bench.gpu"
 
     @property
     def module(self) -> str:

@@ -13,13 +13,13 @@ import torch
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request, SamplingParams
-from gpu.plan import Amount
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 FIRST_TOKENS = (1, 257, 800, 999)
 LENGTH = {Amount.TINY: 20, Amount.FIRST: 128, Amount.FULL: 512}

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpu.goals import Verdict, verdicts
-from gpu.plan import SUITES
-from gpu.results import Results
+from bench.gpu.goals import Verdict, verdicts
+from bench.gpu.plan import SUITES
+from bench.gpu.results import Results
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 TIMED = ("matmul", "decode", "prefill", "layer_ops")

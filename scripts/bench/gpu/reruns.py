@@ -15,14 +15,14 @@ import torch
 
 from appliance.kernels.backend import triton_backend
 from appliance.kernels.kv_cache import KVFormat
-from gpu.attention import BLOCK, LLAMA, TINY, Problem, filled_cache
-from gpu.kernel_checks import random_weight
-from gpu.plan import Amount
+from bench.gpu.attention import BLOCK, LLAMA, TINY, Problem, filled_cache
+from bench.gpu.kernel_checks import random_weight
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gpu.timing import Bench
+    from bench.gpu.timing import Bench
 
 TIMES = {Amount.TINY: 1, Amount.FIRST: 1000, Amount.FULL: 10000}
 # rows, outputs, inputs: few outputs of many inputs, which are split the most

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu.supervisor import name_of
+from bench.gpu.supervisor import name_of
 
 ROWS = "rows.jsonl"
 Row = dict[str, Any]

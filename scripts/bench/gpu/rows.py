@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu.supervisor import START_AGAIN, name_of
+from bench.gpu.supervisor import START_AGAIN, name_of
 
 if TYPE_CHECKING:
-    from gpu.supervisor import Tell
-    from gpu.timing import Bench, Call
+    from bench.gpu.supervisor import Tell
+    from bench.gpu.timing import Bench, Call
 
 NOT_CHECKED = "not checked: another project's arithmetic and weights"
 

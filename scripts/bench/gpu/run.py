@@ -12,12 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conditions import conditions
-
-from gpu import report, worker
-from gpu.plan import COMPILE_SECONDS, Amount, Suite, Wanted, deadlines
-from gpu.results import Results, folder_name
-from gpu.supervisor import Message, Start, Supervisor, begin_process, end_process
+from bench.gpu import report, worker
+from bench.gpu.plan import COMPILE_SECONDS, Amount, Suite, Wanted, deadlines
+from bench.gpu.results import Results, folder_name
+from bench.gpu.supervisor import Message, Start, Supervisor, begin_process, end_process
+from bench.lib.conditions import conditions
 
 FACTS_SECONDS = 90.0  # for the first look at the device
 

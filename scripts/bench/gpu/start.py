@@ -16,8 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpu.plan import Amount, Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Amount, Wanted
+    from bench.gpu.rows import Rows
 
 KV = "int8"
 
@@ -35,7 +35,7 @@ def _start(amount: Amount, cache: str) -> dict[str, Any]:
     environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
     begin = time.time()
     process = subprocess.run(
-        [sys.executable, "-P", "-m", "gpu.start_once", amount.value, KV],
+        [sys.executable, "-P", "-m", "bench.gpu.start_once", amount.value, KV],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,

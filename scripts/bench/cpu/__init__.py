@@ -1,0 +1,1 @@
+"""The CPU library beside torch and the speed of the memory."""

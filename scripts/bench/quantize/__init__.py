@@ -1,0 +1,1 @@
+"""Quality and cost of quantized weights and KV caches."""

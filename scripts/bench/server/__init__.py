@@ -1,0 +1,1 @@
+"""A server over HTTP, ours or a peer's."""
