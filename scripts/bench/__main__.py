@@ -7,6 +7,9 @@ import importlib
 import sys
 from pathlib import Path
 
+from appliance.errors import ApplianceError
+from bench.lib.load import LoadError
+
 # The module of each, below this package; its `main` reads the rest of the command line.
 BENCHMARKS = {
     "cpu_attention": "cpu.attention",
@@ -52,7 +55,10 @@ def main() -> None:
     if name not in BENCHMARKS:
         sys.exit(f"there is no benchmark {name!r}; scripts/benchmark lists them")
     sys.argv = [f"scripts/benchmark {name}", *options]
-    importlib.import_module(f"bench.{BENCHMARKS[name]}").main()
+    try:
+        importlib.import_module(f"bench.{BENCHMARKS[name]}").main()
+    except (ApplianceError, LoadError) as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

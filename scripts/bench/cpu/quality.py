@@ -6,13 +6,12 @@
 
 Both sides read the same packed weights. The base dequantizes them and computes in float32 with
 torch and an FP32 KV cache; the candidate is what `--kernels auto` executes on this CPU. Both are
-given the last part of a text in windows, each a sequence of its own, and compared at every place.
+given the windows of a text that are held out from calibration, each a sequence of its own, and
+compared at every place.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 import sys
 import time
 from dataclasses import dataclass, field
@@ -23,15 +22,20 @@ import torch
 
 from appliance.config import EngineConfig, cache_dir
 from appliance.engine.execution import Precision, choose_execution
+from appliance.errors import ModelError
 from appliance.hub import resolve_model
 from appliance.kernels.backend import select_backend
 from appliance.kernels.kv_cache import KVFormat
 from appliance.model.loader import load_decoder
 from appliance.model.source import open_model
 from appliance.model.teacher import BLOCK_SIZE, logits_of
+from appliance.quant.quality.measures import Divergence
+from appliance.quant.quality.vocabulary import Gap, Prediction
+from appliance.quant.text.held_out import HeldOutText
 from appliance.tokenizer import Tokenizer
+from bench.lib.closeness import figures_of
 from bench.lib.command import parser_of, write_result
-from bench.lib.conditions import conditions, percentile
+from bench.lib.conditions import conditions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,75 +43,37 @@ if TYPE_CHECKING:
     from appliance.engine.execution import Execution
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
+    from appliance.quant.text.held_out import Windows
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 CPU = torch.device("cpu")
 FORMATS = [format.value for format in KVFormat]
-ROWS_AT_ONCE = 64  # of logits in float64: with a large vocabulary more would take gigabytes
+ROWS_AT_ONCE = 64  # of logits: with a large vocabulary more would take gigabytes
 
 
 @dataclass
-class Comparison:
-    """One candidate beside the base, over all windows so far."""
+class Measured:
+    """A candidate beside the base over the windows so far, and seconds of its forward passes."""
 
-    klds: list[float] = field(default_factory=list)  # KL(base || candidate), nats, each place
-    same_top: int = 0
-    base_losses: list[float] = field(default_factory=list)  # -log p of the token that follows
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0  # in the candidate's forward passes
+    divergence: Divergence = field(default_factory=Divergence)
+    seconds: float = 0.0
 
-    def add(self, base: Tensor, candidate: Tensor, window: list[int]) -> None:
-        """Compare logits (len(window), vocab_size) of one window."""
-        targets = torch.tensor(window[1:])
-        for start in range(0, len(window), ROWS_AT_ONCE):
-            rows = slice(start, start + ROWS_AT_ONCE)
-            exact = base[rows].double().log_softmax(dim=-1)
-            ours = candidate[rows].double().log_softmax(dim=-1)
-            self.klds += (exact.exp() * (exact - ours)).sum(dim=-1).tolist()
-            self.same_top += int((exact.argmax(dim=-1) == ours.argmax(dim=-1)).sum())
-            following = targets[rows].unsqueeze(1)  # the window's last row has none
-            self.base_losses += (-exact[: len(following)].gather(1, following)).flatten().tolist()
-            self.losses += (-ours[: len(following)].gather(1, following)).flatten().tolist()
+    def add(self, base: Tensor, candidate: Tensor, window: Tensor) -> None:
+        """Compare logits (len(window), vocab_size) of one window (tokens,).
 
-    def summary(self) -> dict[str, float | int]:
-        """Numbers over all places; KLD in nats."""
-        if not all(map(math.isfinite, self.klds)):
-            raise SystemExit("a candidate's logits hold NaN or infinity")
-        return {
-            "tokens": len(self.klds),
-            "kld_mean": round(_mean(self.klds), 6),
-            "kld_p99": round(percentile(self.klds, 0.99), 6),
-            "kld_max": round(max(self.klds), 6),
-            "same_top_1_percent": round(100 * self.same_top / len(self.klds), 2),
-            "perplexity": round(math.exp(_mean(self.losses)), 4),
-            "base_perplexity": round(math.exp(_mean(self.base_losses)), 4),
-            "seconds": round(self.seconds, 1),
-        }
-
-
-def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def read_text(path: Path | None) -> str:
-    """A text, or the language reference that every Python carries."""
-    if path is not None:
-        return path.read_text(encoding="utf-8")
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics.values())
-
-
-def cut_windows(tokenizer: Tokenizer, text: str, tokens: int, window: int) -> list[list[int]]:
-    """The last `tokens` tokens of a text in whole windows, each with BOS if the model wants it."""
-    prefix = tokenizer.encode("", add_special_tokens=True)
-    ids = tokenizer.encode(text, add_special_tokens=False, allow_special=False)
-    body = window - len(prefix)
-    count = min(tokens // window, len(ids) // body)
-    if count == 0:
-        raise SystemExit(f"no whole window: {len(ids)} tokens of text, --tokens {tokens}")
-    first = len(ids) - count * body
-    return [prefix + ids[at : at + body] for at in range(first, len(ids), body)]
+        Raises:
+            ModelError: a logit is NaN or infinite.
+        """
+        if not torch.isfinite(candidate).all():
+            raise ModelError("a candidate's logits hold NaN or infinity")
+        parts = (x.split(ROWS_AT_ONCE) for x in (base[:-1], candidate[:-1], window[1:]))
+        for exact, ours, targets in zip(*parts, strict=True):
+            expected, found = Prediction(targets), Prediction(targets)
+            gap = Gap(expected, found)
+            expected.add(exact.float(), 0)
+            found.add(ours.float(), 0)
+            gap.add()
+            self.divergence.add(expected.places(), found.places(), gap.klds())
 
 
 def run(decoder: Executor[Any], window: list[int], format: KVFormat, rows: int) -> Tensor:
@@ -129,27 +95,28 @@ def choose(
 def compare(
     base: Executor[Any],
     candidate: Executor[Any],
-    windows: list[list[int]],
+    windows: Windows,
     formats: list[str],
     rows: int,
-) -> dict[str, Comparison]:
+) -> dict[str, Measured]:
     """Run all windows through both, the candidate with each of the KV formats."""
-    comparisons = {name: Comparison() for name in formats}
-    for done, window in enumerate(windows):
-        print(f"window {done + 1} of {len(windows)}", file=sys.stderr)
-        exact = run(base, window, KVFormat.FP32, len(window))
-        for name, comparison in comparisons.items():
+    found = {name: Measured() for name in formats}
+    for done, window in enumerate(windows.tokens):
+        print(f"window {done + 1} of {len(windows.tokens)}", file=sys.stderr)
+        ids = window.tolist()
+        exact = run(base, ids, KVFormat.FP32, len(ids))
+        for name, measured in found.items():
             begin = time.perf_counter()
-            logits = run(candidate, window, KVFormat(name), rows)
-            comparison.seconds += time.perf_counter() - begin
-            comparison.add(exact, logits, window)
-    return comparisons
+            logits = run(candidate, ids, KVFormat(name), rows)
+            measured.seconds += time.perf_counter() - begin
+            measured.add(exact, logits, window)
+    return found
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="default: the packaged model")
-    parser.add_argument("--text", type=Path, help="held-out prose; default: Python's own topics")
+    parser.add_argument("--text", type=Path, help="default: help topics, held out")
     parser.add_argument(
         "--kv-cache-dtype", nargs="+", choices=FORMATS, default=["bf16", "int8"], metavar="DTYPE"
     )
@@ -165,15 +132,15 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     threads = torch.get_num_threads()
     model = resolve_model(options.model, cache_dir=cache_dir())
-    text = read_text(options.text)
-    windows = cut_windows(Tokenizer.from_path(model.path), text, options.tokens, options.window)
+    held_out = HeldOutText(options.text, options.tokens, options.window)
+    windows = held_out.windows_of(Tokenizer.from_path(model.path))
     source = open_model(model.path)
     formats = options.kv_cache_dtype
     execution, notes = choose(source, DTYPES[options.dtype], formats, threads)
     base = load_decoder(source, select_backend(CPU, "reference"), CPU, torch.float32)
     candidate = execution.load(source, lambda *_: None, source.spec.context_length)
     rows = options.rows_per_step or options.window
-    comparisons = compare(base, candidate, windows, formats, rows)
+    found = compare(base, candidate, windows, formats, rows)
     result: dict[str, Any] = {
         "benchmark": "cpu_quality",
         "conditions": conditions(),
@@ -183,11 +150,14 @@ def main() -> None:
         "notes": notes,
         "dtype": options.dtype,
         "threads": threads,
-        "text": "pydoc_data.topics" if options.text is None else options.text.name,
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "windows": len(windows),
+        "text": windows.source,
+        "fingerprint": windows.fingerprint,
+        "windows": len(windows.tokens),
         "window": options.window,
         "rows_per_step": rows,
-        "kv": {name: comparison.summary() for name, comparison in comparisons.items()},
+        "kv": {
+            name: {**figures_of(one.divergence), "seconds": round(one.seconds, 1)}
+            for name, one in found.items()
+        },
     }
     write_result(options.out, result)

@@ -11,7 +11,6 @@ text that calibration never saw, in windows, each a sequence of its own.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import subprocess
@@ -25,11 +24,12 @@ import torch
 
 from appliance.config import cache_dir
 from appliance.hub import resolve_model
+from appliance.model.source import open_model
+from appliance.quant.text.held_out import HeldOutText
 from appliance.tokenizer import Tokenizer
-from bench.cpu.quality import cut_windows, read_text
+from bench.lib.closeness import compare
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import ROOT, conditions
-from bench.quantize.closeness import compare, dense_decoder
 
 ASYMMETRIC = ["--no-symmetric"]
 ROWS: dict[str, list[str]] = {
@@ -58,7 +58,7 @@ ROWS: dict[str, list[str]] = {
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="default: the packaged model")
-    parser.add_argument("--text", type=Path, help="held-out prose; default: Python's own topics")
+    parser.add_argument("--text", type=Path, help="default: help topics, held out")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument(
@@ -71,19 +71,19 @@ def main() -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     model = resolve_model(options.model, cache_dir=cache_dir()).path
-    text = read_text(options.text)
-    windows = cut_windows(Tokenizer.from_path(model), text, options.tokens, options.window)
+    held_out = HeldOutText(options.text, options.tokens, options.window)
+    windows = held_out.windows_of(Tokenizer.from_path(model))
     extra = [] if options.calibration is None else ["--calibration", str(options.calibration)]
     if options.calibration_tokens is not None:
         extra += ["--calibration-tokens", str(options.calibration_tokens)]
-    base = dense_decoder(model)
+    base = open_model(model)
     result: dict[str, Any] = {
         "benchmark": "quantize",
         "conditions": conditions(),
         "model": model.stem,
-        "text": "pydoc_data.topics" if options.text is None else options.text.name,
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        "windows": len(windows),
+        "text": windows.source,
+        "fingerprint": windows.fingerprint,
+        "windows": len(windows.tokens),
         "window": options.window,
         "calibration": extra,
         "rows": {},
@@ -93,8 +93,8 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory(prefix="bench-quantize-") as folder:
             out = Path(folder) / "out"
-            row = _quantize(model, out, [*arguments, *extra], len(base.layers))
-            row |= compare(base, dense_decoder(out), windows)
+            row = _quantize(model, out, [*arguments, *extra], len(base.spec.layers))
+            row |= compare(base, out, windows)
             row["megabytes"] = round(sum(p.stat().st_size for p in out.rglob("*")) / 1e6, 1)
         print(name, row, file=sys.stderr)
         result["rows"][name] = row

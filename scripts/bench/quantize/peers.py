@@ -29,11 +29,11 @@ from appliance.quant.run.options import Method, QuantizeOptions
 from appliance.quant.run.pipeline import quantize_model
 from appliance.quant.run.tokenizer_files import write_tokenizer_files
 from appliance.quant.text.calibration import Calibration, CalibrationText
+from appliance.quant.text.held_out import HeldOutText
 from appliance.tokenizer import Tokenizer
-from bench.cpu.quality import cut_windows, read_text
+from bench.lib.closeness import compare
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
-from bench.quantize.closeness import compare, dense_decoder
 
 SCRIPT = Path(__file__).parent / "llmcompressor.py"
 METHODS = ("gptq", "awq")
@@ -57,7 +57,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="", help="default: the packaged model")
     parser.add_argument("--peer-python", type=Path, help="of an environment with llmcompressor")
-    parser.add_argument("--text", type=Path, help="held-out prose; default: Python's own topics")
+    parser.add_argument("--text", type=Path, help="default: help topics, held out")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--calibration-tokens", type=int, default=4096)
@@ -65,12 +65,10 @@ def main() -> None:
     parser.add_argument("--symmetry", nargs="+", choices=("sym", "asym"), default=["sym", "asym"])
     options = parser.parse_args()
     model = resolve_model(options.model, cache_dir=cache_dir()).path
-    text = read_text(options.text)
     result: dict[str, Any] = {
         "benchmark": "quantize_peers",
         "conditions": conditions(),
         "model": model.stem,
-        "text": "pydoc_data.topics" if options.text is None else options.text.name,
         "rows": {},
     }
     with tempfile.TemporaryDirectory(prefix="bench-peers-") as folder:
@@ -79,19 +77,21 @@ def main() -> None:
         rows = CalibrationText(num_tokens=options.calibration_tokens).rows_of(dense)
         result["calibration"] = str(rows)
         (Path(folder) / "rows.json").write_text(json.dumps(rows.rows.tolist()))
-        windows = cut_windows(Tokenizer.from_path(dense), text, options.tokens, options.window)
-        base = dense_decoder(dense)
+        held_out = HeldOutText(options.text, options.tokens, options.window)
+        windows = held_out.windows_of(Tokenizer.from_path(dense))
+        result |= {"text": windows.source, "fingerprint": windows.fingerprint}
+        base = open_model(dense)
         for method in options.methods:
             for symmetry in options.symmetry:
                 name = f"{method} 4 bits g64 {symmetry}"
                 ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
                 found = {"appliance": _ours(dense, ours, rows, method, symmetry)}
-                found["appliance"] |= compare(base, dense_decoder(ours), windows)
+                found["appliance"] |= compare(base, ours, windows)
                 if options.peer_python is not None:
                     arguments = [dense, Path(folder) / "rows.json", theirs, method, symmetry]
                     command = [options.peer_python, SCRIPT, *arguments]
                     found["llm-compressor"] = _theirs([str(part) for part in command])
-                    found["llm-compressor"] |= compare(base, dense_decoder(theirs), windows)
+                    found["llm-compressor"] |= compare(base, theirs, windows)
                 print(name, found, file=sys.stderr)
                 result["rows"][name] = found
                 write_result(options.out, result, quiet=True)

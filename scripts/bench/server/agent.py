@@ -189,13 +189,10 @@ def main() -> None:
     options = parser.parse_args()
     load = {name: getattr(options, name) for name in ("turns", "words", "max_tokens", "seed")}
     result: dict[str, Any] = {"benchmark": "agent", "conditions": conditions(), "load": load}
-    try:
-        roomy = run(options, options.memory)
-        needed = sum(roomy["tokens_at_the_end"]) * (1 + options.spare)
-        memory = int(needed * options.memory / roomy["kv_cache_tokens"])
-        tight = run(options, memory, context=max(roomy["tokens_at_the_end"]) + 64)
-    except LoadError as error:
-        raise SystemExit(str(error)) from None
+    roomy = run(options, options.memory)
+    needed = sum(roomy["tokens_at_the_end"]) * (1 + options.spare)
+    memory = int(needed * options.memory / roomy["kv_cache_tokens"])
+    tight = run(options, memory, context=max(roomy["tokens_at_the_end"]) + 64)
     result["serve_arguments"] = options.serve_arguments
     result["roomy"], result["tight"] = roomy, tight
     write_result(options.out, result)

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions, spread
-from bench.lib.load import Endpoint, LoadError, fetch, run_burst
+from bench.lib.load import Endpoint, fetch, run_burst
 from bench.lib.processes import Server
 from bench.server.step_cost import prompt_of, time_steps
 
@@ -131,11 +131,8 @@ def main() -> None:
         "threads": options.threads,
     }
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-kv-") as folder:
-        try:
-            if not options.no_servers:
-                result["restart"] = time_restarts(options, f"{folder}/servers")
-            if not options.no_steps:
-                result["steps"] = time_steps(options, f"{folder}/steps")
-        except LoadError as error:
-            raise SystemExit(str(error)) from None
+        if not options.no_servers:
+            result["restart"] = time_restarts(options, f"{folder}/servers")
+        if not options.no_steps:
+            result["steps"] = time_steps(options, f"{folder}/steps")
     write_result(options.out, result)

@@ -19,7 +19,7 @@ from typing import Any
 
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions, spread
-from bench.lib.load import Burst, Endpoint, LoadError, completion_body, fetch, latency, run_burst
+from bench.lib.load import Burst, Endpoint, completion_body, fetch, latency, run_burst
 from bench.lib.processes import Server
 from bench.lib.prompts import prompt_of
 
@@ -129,8 +129,6 @@ def main() -> None:
             seconds = asyncio.run(server.healthy())
             result["start_to_healthy_seconds"] = round(seconds, 2)
         result["sweep"] = asyncio.run(sweep(options))
-    except LoadError as error:
-        raise SystemExit(str(error)) from None
     finally:
         if server is not None:
             server.stop()
