@@ -24,23 +24,27 @@ from appliance.kernels.kv_cache import KVFormat
 from appliance.kernels.ragged import RaggedBatch
 from appliance.model.native_loader import load_native
 from appliance.model.source import open_model
+from appliance.quant.formats.scheme import WeightScheme
 from bench.lib.bandwidth import probe
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions, spread
-from bench.lib.synthetic import CONFIGS, synthetic_model
+from bench.lib.model_shapes import QWEN_0_5B
+from bench.lib.synthetic import Schemes, synthetic_model
 
 if TYPE_CHECKING:
     from appliance.model.native import NativeDecoder
     from appliance.model.source import ModelSource
 
-MODELS = ("smollm2-135m", "gemma3-270m", *CONFIGS)
+QWEN = "qwen2.5-0.5b"  # only its shape
+MODELS = ("smollm2-135m", "gemma3-270m", QWEN)
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 
 
 def find(name: str) -> ModelSource:
-    if name in CONFIGS:
-        return synthetic_model(name)
+    if name == QWEN:
+        schemes = Schemes(WeightScheme(4, 64), embedding=WeightScheme(8, 32))
+        return synthetic_model(Path(name), QWEN_0_5B, schemes, CPU)
     return open_model(Path(resolve_model(name, cache_dir=cache_dir()).path))
 
 

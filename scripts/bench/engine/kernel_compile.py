@@ -47,7 +47,9 @@ from appliance.model.source import open_model
 from appliance.quant.formats.scheme import WeightScheme
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
-from bench.lib.synthetic_checkpoint import LLAMA_3_8B, TINY, write_checkpoint
+from bench.lib.model_shapes import LLAMA_3_8B, TINY_LLAMA
+from bench.lib.synthetic import Schemes
+from bench.lib.synthetic_checkpoint import write_checkpoint
 
 LIMITS = SchedulerLimits(32, 512, 8192)  # the default, but for the length
 CORES = (2, 4, 8, 16)
@@ -177,8 +179,8 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
-        config = {**(TINY if options.tiny else LLAMA_3_8B), "num_hidden_layers": 2}
-        write_checkpoint(folder, config, WeightScheme(4, 128), WeightScheme(8, 128))
+        config = {**(TINY_LLAMA if options.tiny else LLAMA_3_8B), "num_hidden_layers": 2}
+        write_checkpoint(folder, config, Schemes(WeightScheme(4, 128), WeightScheme(8, 128)))
         for capability in options.capability:
             for name in options.kv:
                 with ProcessPoolExecutor(1, get_context("spawn")) as process:

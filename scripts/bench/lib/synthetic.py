@@ -1,8 +1,8 @@
-"""Models of a known shape with random packed weights: for speed, never for text."""
+"""Models of a known shape with random weights, made when they are loaded: for speed, not text."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,35 +13,37 @@ from appliance.model.source import ModelSource
 from appliance.model.tensors import Role, TensorSlot, tensor_slots
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor
 
-# https://huggingface.co/Qwen/Qwen2.5-0.5B/blob/main/config.json
-CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2.5-0.5b": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_act": "silu",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 14,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-}
+    from appliance.quant.formats.scheme import WeightScheme
+
+
+@dataclass(frozen=True, slots=True)
+class Schemes:
+    """Schemes of the linears of all layers, the head and the embedding; None is bfloat16."""
+
+    layers: WeightScheme | None = None
+    head: WeightScheme | None = None
+    embedding: WeightScheme | None = None
+
+    def of(self, slot: TensorSlot) -> WeightScheme | None:
+        """Return the scheme of one tensor."""
+        if slot.role is Role.HEAD:
+            return self.head
+        if slot.role is Role.EMBEDDING:
+            return self.embedding
+        return self.layers if slot.is_linear else None
 
 
 class SyntheticWeights:
-    """Linears of layers in 4 bits and groups of 64, the embedding in 8 bits and groups of 32."""
+    """A `WeightSource` that makes each tensor anew, on the device, when it is asked for."""
 
-    def __init__(self, slots: list[TensorSlot]) -> None:
+    def __init__(self, slots: list[TensorSlot], schemes: Schemes, device: torch.device) -> None:
         self._slots = {slot.name: slot for slot in slots}
-        self._generator = torch.Generator().manual_seed(0)
+        self._schemes = schemes
+        self._generator = torch.Generator(device).manual_seed(0)
 
     def tensor_names(self) -> list[str]:
         """All tensors."""
@@ -52,46 +54,58 @@ class SyntheticWeights:
         return self._slots[name].shape
 
     def packed_bits(self, name: str) -> int | None:
-        """Bits of a code, None of a dense tensor."""
-        slot = self._slots[name]
-        if slot.role in (Role.EMBEDDING, Role.HEAD):
-            return 8
-        return 4 if slot.is_linear else None
+        """Bits of a code; None for a dense tensor."""
+        scheme = self._schemes.of(self._slots[name])
+        return None if scheme is None else scheme.bits
 
     def is_fp8(self, name: str) -> bool:
-        """False."""
+        """No tensor is."""
         return False
 
     def notes(self) -> tuple[str, ...]:
-        """None."""
+        """No notes."""
         return ()
 
     def load(self, name: str) -> Tensor | PackedWeight:
-        """Make a tensor; small values, so that activations stay finite through all layers."""
-        shape = self._slots[name].shape
-        bits = self.packed_bits(name)
-        if bits is None:
-            return torch.ones(shape) if len(shape) == 1 else torch.zeros(shape)
-        rows, columns = shape
-        group = 64 if bits == 4 else 32
-        codes = torch.randint(
-            0, 256, (rows, columns * bits // 8), dtype=torch.uint8, generator=self._generator
-        )
-        scale = torch.full((rows, columns // group), columns**-0.5 / 2 ** (bits - 1)).half()
-        return PackedWeight(
-            codes=codes,
-            scale=scale,
-            offset=scale * -(2 ** (bits - 1)),
-            offset_kind=OffsetKind.ADDITIVE,
-            bits=bits,
-            group_size=group,
-        )
+        """Make a tensor."""
+        slot = self._slots[name]
+        return random_weight(slot.shape, self._schemes.of(slot), self._generator)
 
 
-def synthetic_model(name: str) -> ModelSource:
-    """A model of `CONFIGS`."""
-    config = CONFIGS[name]
+def synthetic_model(
+    folder: Path, config: dict[str, Any], schemes: Schemes, device: torch.device
+) -> ModelSource:
+    """Return a model of that config as if it had been opened at `folder`."""
     family = family_of_config(config)
     spec = family.spec(config)
-    weights = SyntheticWeights(tensor_slots(spec, family.names))
-    return ModelSource(Path(name), family, config, spec, weights)
+    weights = SyntheticWeights(tensor_slots(spec, family.names), schemes, device)
+    return ModelSource(folder, family, config, spec, weights)
+
+
+def random_weight(
+    shape: tuple[int, ...],
+    scheme: WeightScheme | None,
+    generator: torch.Generator,
+    scale_dtype: torch.dtype = torch.float16,
+) -> Tensor | PackedWeight:
+    """Make a tensor on the generator's device, so small that activations stay finite."""
+    device = generator.device
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    rows, columns = shape
+    if scheme is None:
+        # `normal_` in bf16 at once: the float32 values of a head would take gigabytes
+        out = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return out.normal_(std=0.5 * columns**-0.5, generator=generator)
+    group = scheme.group_size or columns
+    code_bytes = (rows, columns * scheme.code_bits // 8)
+    codes = torch.randint(0, 256, code_bytes, dtype=torch.uint8, device=device, generator=generator)
+    groups = (rows, columns // group)
+    scale = torch.full(groups, columns**-0.5 / scheme.zero_code, device=device).to(scale_dtype)
+    if scheme.symmetric:
+        offset, kind = -scheme.zero_code * scale, OffsetKind.ADDITIVE
+    else:
+        low, high = scheme.zero_code - 1, scheme.zero_code + 2
+        offset = torch.randint(low, high, groups, device=device, generator=generator)
+        offset, kind = offset.to(scale_dtype), OffsetKind.ZERO_POINT
+    return PackedWeight(codes, scale, offset, kind, scheme.bits, group)
