@@ -10,29 +10,18 @@ part of a step spent outside the model and the sampler.
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from appliance import LLM, SamplingParams
-from appliance.engine.request import Request
+from appliance import LLM
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions, spread
+from bench.lib.requests import submit
 
 if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine
-
-
-def submit(engine: LLMEngine, count: int, prompt_tokens: int, max_tokens: int, seed: int) -> None:
-    rng = random.Random(seed)
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    for number in range(count):
-        ids = tuple(rng.randrange(1000, engine.info.vocab_size) for _ in range(prompt_tokens))
-        engine.submit(
-            Request(request_id=f"{seed}-{number}", prompt_token_ids=ids, sampling=sampling)
-        )
 
 
 def decode_rate(

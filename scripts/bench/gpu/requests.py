@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._C._autograd import DeviceType
 
-from appliance.engine.request import Request, SamplingParams
+from bench.lib.requests import submit
 
 if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine
@@ -23,15 +22,6 @@ class Sizes:
     prompt_tokens: int
     max_tokens: int
     repeats: int
-
-
-def submit(engine: LLMEngine, count: int, prompt_tokens: int, max_tokens: int) -> None:
-    """Queue requests that are answered greedily and in full length."""
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    for _ in range(count):
-        ids = tuple(random.randrange(10, engine.info.vocab_size) for _ in range(prompt_tokens))
-        name = f"{random.random()}"
-        engine.submit(Request(request_id=name, prompt_token_ids=ids, sampling=sampling))
 
 
 def drain(engine: LLMEngine) -> list[tuple[float, str]]:

@@ -13,7 +13,8 @@ def main(amount: str, kv: str) -> None:
     """Print the moments, in seconds since the epoch, as a line of JSON."""
     from bench.gpu.device_model import load_engine
     from bench.gpu.plan import Amount
-    from bench.gpu.requests import drain, submit
+    from bench.gpu.requests import drain
+    from bench.lib.requests import submit
 
     moments["imported"] = time.time()
     engine = load_engine(Amount(amount), kv)

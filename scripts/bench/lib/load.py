@@ -71,7 +71,9 @@ class Burst:
         return sum(answer.completion_tokens for answer in self.answers) / self.seconds
 
 
-def completion_body(prompt: str, max_tokens: int, model: str | None = None) -> dict[str, Any]:
+def completion_body(
+    prompt: str | list[int], max_tokens: int, model: str | None = None
+) -> dict[str, Any]:
     """A greedy, streamed completion of a fixed length."""
     body = {
         "prompt": prompt,

@@ -9,6 +9,7 @@ import asyncio
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 
@@ -39,6 +40,18 @@ class Server:
             stdout=self._log,
             stderr=subprocess.STDOUT,
         )
+
+    @classmethod
+    def ours(cls, port: int, *arguments: str) -> Server:
+        """Start `appliance serve` on that port of the loopback."""
+        command = [sys.executable, "-m", "appliance", "serve", "--port", str(port), *arguments]
+        return cls(command, {}, Endpoint("127.0.0.1", port))
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     async def healthy(self, limit: float = 600.0) -> float:
         """Wait for /health; returns seconds since the start.

@@ -16,6 +16,11 @@ WORDS = [
 ]
 
 
+def random_tokens(count: int, chance: random.Random, vocab_size: int = 40_000) -> list[int]:
+    """Return token ids above those where special ones are, as far as the vocabulary allows."""
+    return chance.choices(range(min(1000, vocab_size // 4), vocab_size), k=count)
+
+
 def prompt_of(words: int, shared_words: int, seed: int) -> str:
     """A prompt of its own behind a beginning that all share, as a system prompt would be."""
     shared = random.Random(0).choices(WORDS, k=shared_words)

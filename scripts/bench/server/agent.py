@@ -16,8 +16,6 @@ import argparse
 import asyncio
 import json
 import random
-import re
-import sys
 import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -27,7 +25,8 @@ import httpx
 
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions
-from bench.lib.load import Endpoint, LoadError, fetch
+from bench.lib.load import Endpoint, LoadError
+from bench.lib.metrics import read_metrics
 from bench.lib.processes import Server
 from bench.lib.prompts import WORDS
 
@@ -145,32 +144,25 @@ def summary(turns: list[list[Turn]]) -> dict[str, Any]:
     }
 
 
-async def cache_size(endpoint: Endpoint) -> tuple[int, int]:
-    """Blocks of the KV cache, and tokens of a block."""
-    _, page = await fetch(endpoint, "/metrics")
-    line = re.search(r"^vllm:cache_config_info\{(.*)\}", page.decode(), re.M)
-    if line is None:
-        raise LoadError("/metrics does not tell the size of the cache")
-    labels = dict(re.findall(r'(\w+)="([^"]*)"', line[1]))
-    return int(labels["num_gpu_blocks"]), int(labels["block_size"])
+async def cache_size(endpoint: Endpoint) -> int:
+    """Return how many tokens the KV cache holds."""
+    for sample in await read_metrics(endpoint):
+        if sample.name == "vllm:cache_config_info":
+            return int(sample.labels["num_gpu_blocks"]) * int(sample.labels["block_size"])
+    raise LoadError("/metrics does not tell the size of the cache")
 
 
 def run(options: argparse.Namespace, memory: int, context: int | None = None) -> dict[str, Any]:
     """Start a server with so much KV cache, hold both conversations, stop it."""
-    endpoint = Endpoint.of_url(f"http://127.0.0.1:{options.port}")
-    command = [sys.executable, "-m", "appliance", "serve", "--port", str(options.port)]
-    command += ["--kv-cache-memory", str(memory), *options.serve_arguments]
-    command += [] if context is None else ["--max-model-len", str(context)]
-    server = Server(command, {}, endpoint)
-    try:
+    limit = [] if context is None else ["--max-model-len", str(context)]
+    cache = ["--kv-cache-memory", str(memory)]
+    with Server.ours(options.port, *cache, *options.serve_arguments, *limit) as server:
         asyncio.run(server.healthy())
-        blocks, block_size = asyncio.run(cache_size(endpoint))
+        tokens = asyncio.run(cache_size(server.endpoint))
         turns = asyncio.run(converse(f"http://127.0.0.1:{options.port}", options))
-    finally:
-        server.stop()
     return {
         "kv_cache_bytes": memory,
-        "kv_cache_tokens": blocks * block_size,
+        "kv_cache_tokens": tokens,
         **summary(turns),
         "turns": [[asdict(turn) for turn in talk] for talk in turns],
     }

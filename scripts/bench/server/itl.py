@@ -25,19 +25,14 @@ from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions, percentile, spread
 from bench.lib.load import Answer, Endpoint, LoadError, completion_body, fetch, latency, run_burst
 from bench.lib.processes import Meter, Server
+from bench.lib.prompts import random_tokens
 
 STREAM_PROMPT = 64  # tokens
-SMALLEST_ID = 1000  # of the random tokens: none below, where special ones are
-
-
-def prompt_of(tokens: int, chance: random.Random) -> list[int]:
-    """Random token ids."""
-    return [chance.randrange(SMALLEST_ID, 40_000) for _ in range(tokens)]
 
 
 def request(tokens: int, max_tokens: int, chance: random.Random) -> dict[str, Any]:
     """A streamed completion of a fixed length."""
-    return {**completion_body("", max_tokens), "prompt": prompt_of(tokens, chance)}
+    return completion_body(random_tokens(tokens, chance), max_tokens)
 
 
 async def one(endpoint: Endpoint, body: dict[str, Any]) -> Answer:
@@ -125,15 +120,11 @@ def main() -> None:
         endpoint = Endpoint.of_url(options.url, options.api_key)
         result = asyncio.run(measure(endpoint, options))
     else:
-        endpoint = Endpoint("127.0.0.1", options.port)
-        command = [sys.executable, "-m", "appliance", "serve", "--port", str(options.port)]
-        command += ["--kv-cache-memory", "2GiB"]  # so that nobody is preempted
-        server = Server([*command, *filter(None, [options.model])], {}, endpoint)
-        try:
+        model = [options.model] if options.model else []
+        room = ["--kv-cache-memory", "2GiB"]  # so that nobody is preempted
+        with Server.ours(options.port, *model, *room) as server:
             asyncio.run(server.healthy())
             meter = Meter(server)
-            result = asyncio.run(measure(endpoint, options))
+            result = asyncio.run(measure(server.endpoint, options))
             result["cores_used"] = meter.read()
-        finally:
-            server.stop()
     write_result(options.out, {"benchmark": "itl", "conditions": conditions(), **result})

@@ -47,17 +47,14 @@ def measure(peer: Peer, setting: Setting, load: Load, tokenizer: Tokenizer) -> d
         "machine_before": probe([setting.threads])[0],
     }
     prompts = ExactPrompts(tokenizer)
-    server = None
     try:
         row["version"] = peer.version()
-        server = Server(peer.command, peer.environment, Endpoint("127.0.0.1", setting.port))
-        row |= asyncio.run(Trial(server, load, prompts, peer.body).run())
+        endpoint = Endpoint("127.0.0.1", setting.port)
+        with Server(peer.command, peer.environment, endpoint) as server:
+            row |= asyncio.run(Trial(server, load, prompts, peer.body).run())
     except (LoadError, OSError, subprocess.CalledProcessError) as error:
         row["error"] = str(error)
         print(f"{peer.name}: {error}", file=sys.stderr)
-    finally:
-        if server is not None:
-            server.stop()
     return row
 
 

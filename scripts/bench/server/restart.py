@@ -14,70 +14,43 @@ import argparse
 import asyncio
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions, spread
-from bench.lib.load import Endpoint, fetch, run_burst
+from bench.lib.load import Endpoint, completion_body, run_burst
+from bench.lib.metrics import read_metrics, sum_of
 from bench.lib.processes import Server
 from bench.server.step_cost import prompt_of, time_steps
-
-
-def body_of(tokens: list[int]) -> dict[str, Any]:
-    return {
-        "prompt": tokens,
-        "max_tokens": 4,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
 
 
 async def first_tokens(endpoint: Endpoint, prompts: list[list[int]]) -> list[float]:
     """Milliseconds to the first token of each, one after another."""
     found = []
     for tokens in prompts:
-        burst = await run_burst(endpoint, [[body_of(tokens)]])
+        burst = await run_burst(endpoint, [[completion_body(tokens, 4)]])
         found.append(1000 * burst.answers[0].first_token)
     return found
-
-
-async def gauge(endpoint: Endpoint, name: str) -> float:
-    """Sum of a metric over its labels."""
-    _, page = await fetch(endpoint, "/metrics")
-    lines = [line for line in page.decode().splitlines() if line.startswith(name)]
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 async def one_server(
     options: argparse.Namespace, folder: str, prompts: list[list[int]], times: int
 ) -> tuple[list[list[float]], dict[str, float]]:
     """Start a server, send the prompts some times over, and end it once all is written."""
-    endpoint = Endpoint("127.0.0.1", options.port)
-    command = [sys.executable, "-m", "appliance", "serve", "--port", str(options.port)]
-    command += ["--kv-disk", folder, *([options.model] if options.model else [])]
-    server = Server(command, {}, endpoint)
-    try:
+    model = [options.model] if options.model else []
+    with Server.ours(options.port, "--kv-disk", folder, *model) as server:
+        endpoint = server.endpoint
         start = await server.healthy()
         await first_tokens(endpoint, [prompt_of(40, seed=-1)] * 2)  # warm-up
         found = [await first_tokens(endpoint, prompts) for _ in range(times)]
         for _ in range(300):
-            if not await gauge(endpoint, "appliance_kv_disk_pending{"):
+            samples = await read_metrics(endpoint)
+            if not sum_of(samples, "appliance_kv_disk_pending"):
                 break
             await asyncio.sleep(0.1)
-        hits = "appliance_prefix_hit_tokens_total{model_name="
-        _, page = await fetch(endpoint, "/metrics")
-        from_disk = sum(
-            float(line.rsplit(" ", 1)[1])
-            for line in page.decode().splitlines()
-            if line.startswith(hits) and 'tier="disk"' in line
-        )
-    finally:
-        server.stop()
+        from_disk = sum_of(samples, "appliance_prefix_hit_tokens_total", {"tier": "disk"})
     return found, {"start_seconds": round(start, 2), "tokens_from_disk": from_disk}
 
 

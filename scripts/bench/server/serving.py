@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
-import sys
+from contextlib import ExitStack
 from typing import Any
 
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions, spread
 from bench.lib.load import Burst, Endpoint, completion_body, fetch, latency, run_burst
+from bench.lib.metrics import read_metrics, sum_of
 from bench.lib.processes import Server
 from bench.lib.prompts import prompt_of
 
@@ -27,17 +27,10 @@ from bench.lib.prompts import prompt_of
 async def watch(endpoint: Endpoint, samples: list[float]) -> None:
     """Sample KV utilisation while requests run."""
     while True:
-        gauges = await read_gauges(endpoint)
-        if gauges.get("vllm:num_requests_running") and "appliance_kv_utilization" in gauges:
-            samples.append(gauges["appliance_kv_utilization"])
+        metrics = await read_metrics(endpoint)
+        if sum_of(metrics, "vllm:num_requests_running"):
+            samples += [one.value for one in metrics if one.name == "appliance_kv_utilization"]
         await asyncio.sleep(0.25)
-
-
-async def read_gauges(endpoint: Endpoint) -> dict[str, float]:
-    """Values of /metrics by name, labels left out; empty where there is no such page."""
-    _, page = await fetch(endpoint, "/metrics")
-    rows = re.findall(r"^([\w:]+)(?:\{[^}]*\})? (\S+)$", page.decode(), re.M)
-    return {name: float(value) for name, value in rows}
 
 
 async def run_level(
@@ -82,9 +75,9 @@ async def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
                 else None,
             }
         )
-    gauges = await read_gauges(endpoint)
-    if queries := gauges.get("vllm:prefix_cache_queries_total"):
-        rate = gauges["vllm:prefix_cache_hits_total"] / queries
+    metrics = await read_metrics(endpoint)
+    if queries := sum_of(metrics, "vllm:prefix_cache_queries_total"):
+        rate = sum_of(metrics, "vllm:prefix_cache_hits_total") / queries
         rows.append({"prefix_cache_hit_rate": round(rate, 4)})
     return rows
 
@@ -120,16 +113,10 @@ def main() -> None:
             "serve_arguments",
         )
     }
-    command = [sys.executable, "-m", "appliance", "serve", "--port", str(options.port)]
-    server = None
-    try:
+    with ExitStack() as stack:
         if options.start:
-            endpoint = Endpoint.of_url(options.url)
-            server = Server([*command, *options.serve_arguments], {}, endpoint)
+            server = stack.enter_context(Server.ours(options.port, *options.serve_arguments))
             seconds = asyncio.run(server.healthy())
             result["start_to_healthy_seconds"] = round(seconds, 2)
         result["sweep"] = asyncio.run(sweep(options))
-    finally:
-        if server is not None:
-            server.stop()
     write_result(options.out, result)

@@ -22,11 +22,11 @@ from appliance.engine.request import Request
 from appliance.hub import resolve_model
 from appliance.progress import ProgressLine
 from bench.lib.conditions import percentile
+from bench.lib.prompts import random_tokens
 
 if TYPE_CHECKING:
     import argparse
 
-VOCABULARY = range(1000, 40000)
 TURNS = (False, True, True, False)  # whether a window writes
 SHORT = 16  # tokens of the prompts of the steps that are timed
 
@@ -46,7 +46,7 @@ class Window(NamedTuple):
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(VOCABULARY, k=length)
+    return random_tokens(length, random.Random(seed))
 
 
 def load_engine(options: argparse.Namespace, folder: str) -> LLMEngine:
