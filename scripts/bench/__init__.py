@@ -1,1 +1,1 @@
-"""Benchmarks, a module each, in rooms by what they measure; `scripts/benchmark` starts them."""
+"""The benchmarks, in rooms by what they measure; `scripts/benchmark` starts them."""

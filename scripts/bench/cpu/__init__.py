@@ -1,1 +1,1 @@
-"""The CPU library beside torch and the speed of the memory."""
+"""Measure the CPU library beside torch and the memory's bandwidth."""

@@ -1,11 +1,11 @@
-"""Paged attention of the CPU library, one layer of real models, beside torch's SDPA.
+"""Time paged attention of the CPU library, one layer of real models, beside torch's SDPA.
 
     scripts/benchmark cpu_attention  # all shapes, INT8 and INT4, one thread
     scripts/benchmark cpu_attention --shapes smollm2-decode-16x350 --formats int8 bf16 --threads 2
 
-Calls go round several layers, so that the cache does not come from the L2 cache of the core, as
-in a model. SDPA reads contiguous keys and values, without pages, in float32 and bfloat16. A figure
-is printed only if attention over the original keys and values is near enough.
+Calls take turns on several layers, as in a model, so that keys and values come from beyond the L2
+cache. SDPA reads contiguous keys and values in float32 and bfloat16. A shape is timed only once its
+result is close to SDPA's.
 """
 
 from __future__ import annotations
@@ -160,11 +160,11 @@ class Run:
         assert status == Status.OK
 
     def write(self, call: int) -> None:
-        """This step's keys and values into one of the layers."""
+        """Write this step's keys and values into one of the layers."""
         self._write(call % self.num_layers, self.last_key, self.last_value, self.last_slots)
 
     def attend(self, call: int) -> None:
-        """Attention of one of the layers."""
+        """Attend in one of the layers."""
         status = self.library.ap_paged_attention(
             *(self.engine, self.attention, self.cache, call % self.num_layers),
             *(self.batch, _address(self.query), _address(self.out)),
@@ -173,7 +173,7 @@ class Run:
 
     @property
     def bytes_read(self) -> int:
-        """Of the cache, by one call."""
+        """Count the bytes of the cache that one call reads."""
         shape = self.shape
         seen = min(shape.context, shape.window + shape.rows) if shape.window else shape.context
         page = self.library.ap_page_bytes(self.layers[0].format, shape.head_dim)
@@ -181,7 +181,7 @@ class Run:
 
 
 def sdpa(run: Run, dtype: torch.dtype, layers: int) -> Callable[[int], torch.Tensor]:
-    """Torch's attention over the same tokens, contiguous: (batch, heads, tokens, head_dim)."""
+    """Return torch's attention over the same contiguous tokens, (batch, heads, tokens, dim)."""
     shape = run.shape
     seen = min(shape.context, shape.window) if shape.window and shape.rows == 1 else shape.context
     query = torch.from_numpy(run.query).unflatten(0, (shape.batch, shape.rows))
@@ -202,7 +202,7 @@ def sdpa(run: Run, dtype: torch.dtype, layers: int) -> Callable[[int], torch.Ten
 
 
 def microseconds(call: Callable[[int], object], seconds: float) -> dict[str, float]:
-    """Best and median of calls that take about that long together."""
+    """Time calls for about that many seconds."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 5 or time.perf_counter() < end:
@@ -215,7 +215,7 @@ def microseconds(call: Callable[[int], object], seconds: float) -> dict[str, flo
 def measure(
     library: ctypes.CDLL, engine: int, shape: Shape, format: Format, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times of one shape and format, after a check against SDPA."""
+    """Check one shape and format against SDPA, then time it."""
     run = Run(library, engine, shape, format, options.layers)
     run.attend(0)
     expected = sdpa(run, torch.float32, 1)(0).transpose(1, 2).flatten(0, 1)
@@ -235,7 +235,6 @@ def measure(
 def measure_sdpa(
     library: ctypes.CDLL, engine: int, shape: Shape, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times of torch's attention."""
     run = Run(library, engine, shape, Format.BF16, options.layers)
     return {
         f"sdpa_{name}_us": microseconds(sdpa(run, dtype, run.num_layers), options.seconds)

@@ -1,11 +1,11 @@
-"""Linears of the CPU library, beside torch's kernels for the same weights and the memory's speed.
+"""Time linears of the CPU library beside torch's kernels and the memory's bandwidth.
 
     scripts/benchmark cpu_linears                              # one thread and all cores
     scripts/benchmark cpu_linears --shapes smollm2 --rows 1 8  # some of them
 
-Weights are read in turn from so many copies that no cache of a desktop processor holds them; with
-one row, the share of the memory's speed is what counts. Times are the best of many, since other
-processes only ever add to them. A shape is measured after its result was found right.
+Calls take turns on so many copies of the weights that no cache of a desktop processor holds them;
+with one row the share of the memory's bandwidth counts. Times are the best of many, since other
+processes only add to them. A shape is timed only once its result is right.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SHAPES = (
 
 
 def huge_tensor(nbytes: int) -> Tensor:
-    """Bytes in huge pages, where the system has them; aligned like these."""
+    """Allocate bytes in huge pages, where the system has them, and aligned to them."""
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -83,7 +83,7 @@ def huge_tensor(nbytes: int) -> Tensor:
 
 
 def best_seconds(calls: list[Callable[[], object]], seconds: float) -> float:
-    """The fastest run of a call; they are made in turn, several at a time if they are short."""
+    """Return the fastest of calls made in turn, several at a time if they are short."""
     for call in calls[:2]:
         call()
     best, turn = float("inf"), 0
@@ -102,7 +102,7 @@ def best_seconds(calls: list[Callable[[], object]], seconds: float) -> float:
 
 
 def read_calls() -> list[Callable[[], object]]:
-    """A float32 matrix times a vector, in torch: it reads as fast as the memory lets it."""
+    """Return a product of a float32 matrix and a vector, which is bound by reading memory."""
     matrix = huge_tensor(READ_BYTES).fill_(0).view(torch.float32).view(-1, 4096)
     vector = torch.ones(4096)
     return [lambda: torch.mv(matrix, vector)]
@@ -138,7 +138,7 @@ class OwnLinears:
 
     @property
     def nbytes(self) -> int:
-        """Of one copy."""
+        """Bytes of one copy."""
         return sum(self.parts)
 
     def make(self, engine: int, copies: int) -> list[LinearStruct]:
@@ -197,7 +197,7 @@ def check(shape: Shape, out: Tensor, x: Tensor, weight: PackedWeight | Tensor) -
 
 @dataclass(frozen=True)
 class Options:
-    """What every measurement shares."""
+    """Settings that all measurements share."""
 
     library: ctypes.CDLL
     read: list[Callable[[], object]]
@@ -251,7 +251,7 @@ def measure(
 def peers(
     options: Options, weight: PackedWeight | Tensor, x: Tensor, nbytes: int
 ) -> dict[str, float]:
-    """Microseconds of torch's packed kernel for the same codes, and of its dense bfloat16 one."""
+    """Time torch's packed kernel for the same codes and its dense bfloat16 one, in us."""
     x = x.bfloat16()
     forms: dict[str, PackedWeight | Tensor] = {"torch_bfloat16": dequantized(weight)}
     if isinstance(weight, PackedWeight) and weight.bits == 4:

@@ -1,4 +1,4 @@
-"""The CPU library's whole step: decode and prefill of several models, beside the memory's speed.
+"""Time the CPU library's whole step: decode and prefill of several models.
 
     scripts/benchmark cpu_models  # SmolLM2-135M, Gemma-3-270M, Qwen2.5-0.5B's shape
     scripts/benchmark cpu_models --only qwen2.5-0.5b --threads 1
@@ -51,7 +51,7 @@ def find(name: str) -> ModelSource:
 def decode_seconds(
     decoder: NativeDecoder, format: KVFormat, batch: int, context: int, steps: int
 ) -> list[float]:
-    """Time of steps of one token for each sequence, at a given context."""
+    """Time steps of one token for each sequence, at a given context."""
     width = -(-context // BLOCK_SIZE)
     cache = decoder.allocate_cache(format, num_blocks=batch * width, block_size=BLOCK_SIZE)
     tables = [range(i * width, (i + 1) * width) for i in range(batch)]
@@ -67,7 +67,7 @@ def decode_seconds(
 def prefill_seconds(
     decoder: NativeDecoder, format: KVFormat, tokens: int, steps: int
 ) -> list[float]:
-    """Time of one prompt in one step."""
+    """Time one prompt in one step."""
     table = range(-(-tokens // BLOCK_SIZE))
     cache = decoder.allocate_cache(format, num_blocks=len(table), block_size=BLOCK_SIZE)
     ragged = RaggedBatch.of([tokens], [tokens], [table], block_size=BLOCK_SIZE, device=CPU)

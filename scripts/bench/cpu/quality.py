@@ -1,13 +1,12 @@
-"""What the CPU kernels cost in quality: their answers beside exact float32 ones, token by token.
+"""Measure the divergence of the CPU kernels' predictions from exact float32 ones.
 
     scripts/benchmark cpu_quality                    # the packaged default model
     scripts/benchmark cpu_quality --text prose.txt --kv-cache-dtype bf16 int8 int4
     scripts/benchmark cpu_quality --rows-per-step 1  # the kernels of decode, not of prefill
 
 Both sides read the same packed weights. The base dequantizes them and computes in float32 with
-torch and an FP32 KV cache; the candidate is what `--kernels auto` executes on this CPU. Both are
-given the windows of a text that are held out from calibration, each a sequence of its own, and
-compared at every place.
+torch and an FP32 KV cache; the candidate is what `--kernels auto` executes on this CPU. Both read
+the same windows of a text that calibration leaves out, and are compared at every place.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Measured:
 
 
 def run(decoder: Executor[Any], window: list[int], format: KVFormat, rows: int) -> Tensor:
-    """Logits (len(window), vocab_size) float32; all that this file knows of executors."""
+    """Return logits (len(window), vocab_size) float32."""
     chunks = [min(rows, len(window) - start) for start in range(0, len(window), rows)]
     return logits_of(decoder, window, chunks=chunks, format=format)
 
@@ -85,7 +84,7 @@ def run(decoder: Executor[Any], window: list[int], format: KVFormat, rows: int) 
 def choose(
     source: ModelSource, dtype: torch.dtype, formats: list[str], threads: int
 ) -> tuple[Execution, tuple[str, ...]]:
-    """What `--kernels auto` executes on this CPU, and what a person should know about it."""
+    """Return what `--kernels auto` executes on this CPU, and its notes for people."""
     format = KVFormat.INT4 if "int4" in formats else KVFormat(formats[0])  # INT4 may be refused
     return choose_execution(
         EngineConfig(kernels="auto"), Precision(CPU, dtype, format, BLOCK_SIZE), source, threads

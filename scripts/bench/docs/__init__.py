@@ -1,1 +1,1 @@
-"""Tables and pictures of the documentation."""
+"""Make the tables and pictures of the documentation."""

@@ -1,7 +1,7 @@
-"""Pictures of the dashboard in front of a real server that really works, as SVG and PNG.
+"""Take pictures of the dashboard in front of a server under load, as SVG and PNG.
 
-Starts a server with the model, keeps some requests running that share a beginning, and saves what
-`appliance top` shows. PNGs are made where rsvg-convert is installed.
+Start a server with the model, keep requests running that share a beginning, and save the screens
+of `appliance top`; PNGs only where rsvg-convert is installed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PAGES = {
 async def keep_asking(
     client: httpx.AsyncClient, model: str, stop: asyncio.Event, seed: int, key: str
 ) -> None:
-    """One person who asks again as soon as an answer is there."""
+    """Send one person's requests, each as soon as the last is answered."""
     chance = random.Random(seed)
     headers = bearer(key)
     while not stop.is_set():
@@ -70,7 +70,7 @@ async def keep_asking(
 
 
 async def take(url: str, key: str, name: str, folder: Path, seconds: float) -> None:
-    """One picture."""
+    """Take one picture."""
     size, keys, theme = PAGES[name]
     server = Server.at(url, key)
     app = DashboardApp(
@@ -119,7 +119,7 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Headers with a key, if there is one."""
+    """Return headers with the key, if there is one."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -141,7 +141,6 @@ async def with_load(url: str, watching: str, keys: list[str], options: argparse.
 
 
 def main() -> None:
-    """Take the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, nargs="?", help="GGUF file or folder")
     parser.add_argument("--url", help="a server that runs already, instead of a model")

@@ -1,4 +1,4 @@
-"""Fill in the tables of the documentation that are made of results and of the import table.
+"""Fill in the documentation's tables from results, settings and the import table.
 
     scripts/docs            # writes them
     scripts/docs --check    # says which are not as they should be
@@ -34,18 +34,18 @@ METHODS = {"rtn": "rounding", "awq": "AWQ", "gptq": "GPTQ", "awq+gptq": "AWQ and
 
 
 def read(name: str) -> Any:
-    """A file of results."""
+    """Read a file of results."""
     return json.loads((RESULTS / name).read_text())
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """Markdown; all columns but the first are numbers."""
+    """Format Markdown; all columns but the first are numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def peers() -> str:
-    """Servers beside each other."""
+    """Compare the servers."""
     result = read("cpu/peers_smollm2.json")
     head = [
         *("server", "tokens/s, 1 client", "8 clients", "16 clients", "prefill of 512, tokens/s"),
@@ -72,7 +72,7 @@ def peers() -> str:
 
 
 def quantize() -> str:
-    """What each method keeps of the weights."""
+    """Compare the methods of quantization."""
     rows = read("quantize/smollm2.json")["rows"]
     head = ["method", "asymmetric: mean KLD", "same top", "symmetric: mean KLD", "same top"]
     lines = []
@@ -90,7 +90,7 @@ def quantize() -> str:
 
 
 def imports() -> str:
-    """The table that the architecture test enforces, as it stands there."""
+    """Return the table that the architecture test enforces."""
     tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
     found: dict[str, Any] = {}
     for node in tree.body:
@@ -118,12 +118,12 @@ MAKERS = {
 
 
 def filled(text: str) -> str:
-    """A page with its generated parts made anew."""
+    """Make the generated parts of a page anew."""
     return PART.sub(lambda part: f"{part['name']} -->\n{MAKERS[part['name']]()}", text)
 
 
 def stale_pages() -> dict[Path, str]:
-    """Return the text that each page should have but has not."""
+    """Return the new text of each page that is out of date."""
     texts = {path: path.read_text() for path in sorted(DOCS.glob("*.md"))}
     return {path: wanted for path, text in texts.items() if (wanted := filled(text)) != text}
 

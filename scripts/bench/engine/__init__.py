@@ -1,1 +1,1 @@
-"""The engine in this process, without HTTP."""
+"""Measure the engine in this process, without HTTP."""

@@ -1,4 +1,4 @@
-"""Decode and prefill speed of the engine itself, without HTTP, beside transformers `generate`.
+"""Measure decode and prefill speed of the engine, beside transformers' `generate`.
 
     scripts/benchmark decode         # the packaged default model
     scripts/benchmark decode --peer  # and transformers in bf16, one request at a time;
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def decode_rate(
     engine: LLMEngine, batch: int, prompt_tokens: int, max_tokens: int, seed: int
 ) -> tuple[float, float]:
-    """Tokens per second of the steps in which every sequence decodes; host milliseconds a step."""
+    """Measure tokens per second while every sequence decodes, and host milliseconds a step."""
     submit(engine, batch, prompt_tokens, max_tokens, seed)
     seconds, host, steps = 0.0, [], 0
     while engine.has_work:
@@ -43,7 +43,7 @@ def decode_rate(
 
 
 def prefill_rate(engine: LLMEngine, prompt_tokens: int, seed: int) -> float:
-    """Prompt tokens per second until the first token is there."""
+    """Measure prompt tokens per second until the first token."""
     submit(engine, 1, prompt_tokens, 1, seed)
     begin = time.perf_counter()
     while engine.has_work:
@@ -52,7 +52,7 @@ def prefill_rate(engine: LLMEngine, prompt_tokens: int, seed: int) -> float:
 
 
 def transformers_rate(path: str, prompt_tokens: int, max_tokens: int, repeats: int) -> list[float]:
-    """Tokens per second of `generate`, bf16, greedy, one request at a time."""
+    """Measure tokens per second of greedy `generate` in bf16, one request at a time."""
     import torch
     import transformers
 

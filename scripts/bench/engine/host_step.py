@@ -1,21 +1,21 @@
-"""What a decode step costs the host beside a GPU, by rows of the batch and by what is asked for.
+"""Measure the host's time for a decode step beside a GPU, by batch and sampling settings.
 
     scripts/benchmark host_step  # about two minutes
     scripts/benchmark host_step --batches 16 --settings greedy --profile
 
-The engine runs on a device that does nothing: the model and the kernels that sample return at
-once, a graph's replay is an empty call. What is left is the host's work for a step, from the plan
-to the message that tells of its tokens, in CPU milliseconds of one thread. Not in it is what a CUDA
-driver takes for each copy, kernel and graph; so what is enqueued for a step is counted. By part:
+The engine runs on a device that executes nothing: the model and the sampling kernels return at
+once, and a graph's replay is an empty call. That leaves the host's work for a step, from the plan
+to the encoded report of its tokens, in CPU milliseconds of one thread. It leaves out the CUDA
+driver's time for each copy, kernel and graph, so these are counted. By part:
 
-    plan    what the scheduler decides
-    stage   the step's inputs, written into the buffer that is copied to the device
-    launch  whatever else it takes to enqueue the step up to the logits
-    sample  what of sampling is not in the graph
+    plan    the scheduler's decision
+    stage   writing the step's inputs into the buffer that is copied to the device
+    launch  enqueueing the rest of the step up to the logits
+    sample  sampling outside of the graph
     read    tokens and log probabilities of the step before as Python objects
-    commit  what the scheduler remembers, and the deltas
-    report  those as bytes
-    other   the engine's own statistics
+    commit  the scheduler's state and the deltas
+    report  encoding the deltas
+    other   the engine's statistics
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ GOALS_MS = {
 
 
 class NoDevice(HostDevice):
-    """Counts what is enqueued."""
+    """A device that executes nothing and counts what is enqueued."""
 
     is_asynchronous = True
 
@@ -94,45 +94,39 @@ class NoDevice(HostDevice):
         self.memory: set[int] = set()  # addresses of pinned buffers
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """See `Device`."""
         memory = super().pinned(num_bytes)
         self.memory.add(memory.data_ptr())
         return memory
 
     def send(self, tensor: Tensor) -> Tensor:
-        """See `Device`."""
         self.counts["copies to the device"] += 1
         return tensor
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """See `Device`."""
         self.counts["copies to the host"] += 1
         return tensor
 
     def record(self) -> Event:
-        """See `Device`."""
         self.counts["events"] += 1
         return super().record()
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """See `Device`."""
         function()
         return NoGraph(self.counts)
 
 
 class NoGraph:
-    """A graph of nothing."""
+    """A graph whose replay is only counted."""
 
     def __init__(self, counts: Counter[str]) -> None:
         self.counts = counts
 
     def replay(self) -> None:
-        """Only count it."""
         self.counts["replays"] += 1
 
 
 class Operators(TorchDispatchMode):
-    """Counts torch's operators outside of graphs: views apart, since they enqueue nothing."""
+    """Counts torch's operators outside of graphs; views, which enqueue nothing, apart."""
 
     def __init__(self, device: NoDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -152,7 +146,7 @@ class Operators(TorchDispatchMode):
 
 
 class Stub:
-    """A model, its cache and the kernels that sample: all of it over at once."""
+    """A model, its cache and the kernels that sample, which all return at once."""
 
     device = torch.device("cpu")
     block_size = BLOCK_SIZE
@@ -165,22 +159,21 @@ class Stub:
         self.counts = counts
 
     def forward(self, token_ids: Tensor, *arguments: Any) -> Tensor:
-        """The same logits for all rows; see `Executor`."""
+        """Return the same logits for all rows."""
         rows = arguments[3] if len(arguments) > 3 else token_ids
         return self.logits[: len(rows)]
 
     def sample_tokens(self, logits: Tensor, rows: Any) -> Tensor:
-        """The same token for all rows; see `SampleTokens`."""
+        """Return the same token for all rows."""
         self.counts["kernels"] += SAMPLING_KERNELS
         return self.tokens[: len(logits)]
 
     def penalize(self, *arguments: Any) -> None:
-        """Nothing; see `Penalize`."""
         self.counts["kernels"] += 1
 
 
 class Stopwatch:
-    """CPU seconds of a step by part; time in an inner part is not counted in the outer one."""
+    """CPU seconds of a step by part, without those of the parts inside it."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -191,7 +184,7 @@ class Stopwatch:
         setattr(owner, method, self.timed(getattr(owner, method), part))
 
     def timed(self, work: Callable[..., Any], part: str) -> Callable[..., Any]:
-        """The same work, timed."""
+        """Wrap a function so that its calls are timed."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
             self._inner.append(0.0)
@@ -240,7 +233,7 @@ def build(batch: int, context: int, vocab_size: int) -> tuple[LLMEngine, NoDevic
 
 
 def decoding(batch: int, setting: str, context: int) -> tuple[LLMEngine, NoDevice]:
-    """An engine all of whose requests are answered, on a graph."""
+    """Return an engine that decodes all its requests by replaying a graph."""
     vocab_size = VOCABULARIES.get(setting, VOCABULARY)
     engine, device = build(batch, context, vocab_size)
     sampling = SamplingParams(max_tokens=None, ignore_eos=True, **SETTINGS[setting])
@@ -257,7 +250,7 @@ def decoding(batch: int, setting: str, context: int) -> tuple[LLMEngine, NoDevic
 
 
 def one_step(engine: LLMEngine, encode: Callable[[Any], bytes]) -> None:
-    """All calls until a step's tokens are told."""
+    """Call the engine until it reports a step's tokens."""
     while engine.has_work:
         report = engine.step()
         encode(report)
@@ -269,7 +262,7 @@ def one_step(engine: LLMEngine, encode: Callable[[Any], bytes]) -> None:
 
 
 def measure(batch: int, setting: str, context: int, steps: int) -> dict[str, Any]:
-    """One row of the result."""
+    """Measure one row of the result."""
     engine, device = decoding(batch, setting, context)
     one_step(engine, encode_frame)
     device.counts.clear()
@@ -307,7 +300,7 @@ def measure(batch: int, setting: str, context: int, steps: int) -> dict[str, Any
 
 
 def profile(batch: int, setting: str, context: int, steps: int) -> None:
-    """Where the time goes, function by function."""
+    """Print where the time goes, function by function."""
     engine, _ = decoding(batch, setting, context)
     profiler = cProfile.Profile()
     profiler.enable()

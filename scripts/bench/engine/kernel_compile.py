@@ -1,17 +1,16 @@
-"""Compiling all kernels that a Llama-3-8B needs at its first start: one by one, and in threads.
+"""Time the compilation of all kernels that a Llama-3-8B needs at its first start.
 
-Needs no GPU: the first steps are run as on one of each compute capability, and what they would
-launch is compiled, ptxas included. The model has two of its 32 layers, which are alike; weights
-are 4 bits in groups of 128, the head's 8 bits.
+No GPU is needed: the first steps run as for a device of each compute capability, and the kernels
+that they would launch are compiled, ptxas included. The model has two of its 32 equal layers;
+weights have 4 bits in groups of 128, the head 8 bits.
 
     one_by_one  on one core: seconds, by kernel and by stage; CPU of this process and of ptxas
     threads     wall seconds on all cores of this machine
-    on_disk     wall seconds when all of them are on the disk: what every later start pays
+    on_disk     wall seconds when the disk holds all of them: the cost of every later start
 
-`threads` and `on_disk` include the steps that say what is needed. `expected_s` is worked out, not
-measured: for a number of cores, threads that take the next kernel as soon as they are free, each
-for as long as it took alone. The stage "ast" holds the interpreter's lock, so that no number of
-cores is faster than its seconds.
+`threads` and `on_disk` include the steps that find the kernels. `expected_s` is computed, not
+measured: each core takes the next kernel as soon as it is free, for as long as that took alone.
+The stage "ast" holds the interpreter's lock, so its seconds are a lower bound.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def on_cores(cores: set[int]) -> Iterator[None]:
-    """As many threads as there are cores to run on."""
+    """Run on these cores, with a thread for each."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     torch.set_num_threads(len(cores))
@@ -69,7 +68,7 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 
 def expected_seconds(kernels: Sequence[float], cores: int) -> float:
-    """Until the last is done, if each core takes the next as soon as it is free."""
+    """Compute when the last kernel is done if each free core takes the next."""
     free = [0.0] * cores
     for seconds in kernels:
         heapq.heappush(free, heapq.heappop(free) + seconds)
@@ -77,14 +76,13 @@ def expected_seconds(kernels: Sequence[float], cores: int) -> float:
 
 
 class Stages:
-    """Listens to what is compiled."""
+    """Sums up compile times; a listener of `triton.knobs.compilation`."""
 
     def __init__(self) -> None:
         self.kernels: list[tuple[str, float]] = []  # name, seconds
         self.seconds: dict[str, float] = defaultdict(float)  # by stage
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
-        """See `triton.knobs.compilation.listener`."""
         if cache_hit:
             return
         stages = [("ast", times.ir_initialization), *times.lowering_stages]
@@ -102,7 +100,7 @@ def load(folder: Path) -> tuple[TorchExecution, Decoder]:
 
 
 def measure(folder: Path, capability: int, kv_format: KVFormat) -> dict[str, Any]:
-    """One row of the result; in a process of its own."""
+    """Measure one row of the result, in a process of its own."""
     triton.runtime.driver.set_active(NoDevice(GPUTarget("cuda", capability, 32)))
     execution, decoder = load(folder)
     sample_tokens = execution.sample_tokens(decoder.spec, LIMITS.max_num_seqs)

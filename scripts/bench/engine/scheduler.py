@@ -1,11 +1,11 @@
-"""What deciding costs: plan and commit by number of sequences, the block manager by its size.
+"""Measure plan and commit by number of sequences, and the block manager by its size.
 
     scripts/benchmark scheduler  # about a minute
     scripts/benchmark scheduler --sequences 64 256 --blocks 1000 10000
 
-No model runs. Times are CPU seconds of this process, so that other programs do not count; medians
-over steps, and the best of the repetitions. What counts are milliseconds at 256 sequences and the
-ratios: cost by sequence as sequences become more, cost of an operation as blocks become more.
+No model runs. Times are CPU seconds of this process, medians over steps, the best repetition. The
+goals are milliseconds at 256 sequences and two ratios: cost per sequence as sequences grow, cost of
+an operation as blocks grow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _names = count()
 
 
 def request(tokens: int, owner: str = "", max_tokens: int | None = None) -> Request:
-    """A request whose prompt no other one has."""
+    """Return a request whose prompt shares nothing with any other."""
     number = next(_names)
     return Request(
         request_id=str(number),
@@ -46,7 +46,6 @@ def request(tokens: int, owner: str = "", max_tokens: int | None = None) -> Requ
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """CPU seconds."""
     begin = time.process_time()
     work()
     return time.process_time() - begin
@@ -55,7 +54,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 def decoding(
     sequences: int, blocks: int, *, owners: int = 1, waiting: int = 0
 ) -> tuple[Scheduler, Callable[[], None]]:
-    """A scheduler with that many answers under way, and what makes one step of it."""
+    """Return a scheduler with that many decoding sequences, and a function that makes one step."""
     limits = SchedulerLimits(sequences, sequences + 512, 4096)
     scheduler = Scheduler(BlockManager(blocks, BLOCK_SIZE), limits)
 
@@ -79,7 +78,7 @@ def decoding(
 def step_cost(
     options: argparse.Namespace, sequences: int, blocks: int, **more: int
 ) -> dict[str, Any]:
-    """Milliseconds of plan and commit; `more` as for `decoding`."""
+    """Measure milliseconds of plan and commit; `more` goes to `decoding`."""
     runs = []
     for _ in range(options.repeats):
         _, step = decoding(sequences, blocks, **more)
@@ -97,7 +96,7 @@ def step_cost(
 
 
 def block_cost(options: argparse.Namespace, num_blocks: int) -> dict[str, Any]:
-    """Microseconds for each block of chains that come, are found again, shared and freed.
+    """Measure microseconds a block of chains that are allocated, found again, shared and freed.
 
     The cache is full of other content all the while, so that every block taken evicts one.
     """
@@ -145,7 +144,6 @@ def block_cost(options: argparse.Namespace, num_blocks: int) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything."""
     gc.disable()  # as little of it as in an engine between two requests
     largest = max(options.blocks)
     by_sequences = [step_cost(options, n, largest) for n in options.sequences]

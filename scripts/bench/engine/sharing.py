@@ -1,8 +1,8 @@
-"""Count the KV blocks that sequences of one request share, with beam search and with sampling.
+"""Count the KV blocks that sequences of one request share in beam search and sampling.
 
-Runs the real engine over prompts of the length of Alpaca's instructions, and looks at all block
-tables after every step. Saved is one minus the blocks in use, each counted once, over the blocks
-in all tables: what as many sequences would take without sharing. No time is measured.
+The engine serves prompts of the length of Alpaca's instructions, and all block tables are counted
+after every step. Saved is one minus distinct blocks over entries of all tables, which is what as
+many sequences would take without sharing. No time is measured.
 
     scripts/benchmark sharing --out scripts/bench/results/cpu/sharing_smollm2.json
 
@@ -34,7 +34,7 @@ SPREAD = 0.6
 
 @dataclass(slots=True)
 class Tally:
-    """Blocks, summed over steps."""
+    """Sums of blocks over steps."""
 
     in_use: int = 0
     in_tables: int = 0
@@ -42,7 +42,7 @@ class Tally:
 
     @property
     def saved_percent(self) -> float:
-        """Of the blocks that there would be without sharing."""
+        """Percentage of the blocks that sharing saves."""
         return round(100 * (1 - self.in_use / self.in_tables), 2)
 
 
@@ -53,7 +53,7 @@ def sampling_of(kind: str, width: int, max_tokens: int, seed: int) -> SamplingPa
 
 
 def run(llm: LLM, prompts: list[tuple[int, ...]], sampling: list[SamplingParams]) -> Tally:
-    """Serve all requests, as many at once as fit, and look at the tables after every step."""
+    """Serve all requests and count blocks after every step."""
     engine, tally = llm.engine, Tally()
     for number, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         engine.submit(Request(request_id=str(number), prompt_token_ids=prompt, sampling=params))

@@ -1,11 +1,11 @@
-"""Decode speed of many streams under one JSON schema beside the same without, and times of masks.
+"""Measure decode speed of many streams under a JSON schema and without, and times of masks.
 
     scripts/benchmark structured_output               # the packaged default model, 16 streams
     scripts/benchmark structured_output --masks-only  # no model: masks of synthetic 152k tokens too
 
-Both kinds of run alternate. Every answer has the same number of tokens, since the schema's list is
-longer than that; tokens per second count decode steps only. `ratio` is with the schema to without,
-by wall clock and by the processor's seconds, which other work on the machine changes less.
+Both kinds of run alternate. Every answer has the same number of tokens, because the schema's list
+is longer than that; tokens per second count decode steps only. `ratio` is with the schema over
+without, by wall clock and by processor seconds, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ QWEN_SIZE = 151_936
 
 
 def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> tuple[float, float]:
-    """Tokens per second of the steps in which all streams decode, and per processor second."""
+    """Measure tokens per second, and per processor second, while all streams decode."""
     sampling = SamplingParams(
         temperature=0, max_tokens=max_tokens, ignore_eos=True, grammar=grammar
     )
@@ -90,7 +90,7 @@ def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> tup
 
 
 def masks(vocabulary: Vocabulary, size: int, eos: tuple[int, ...], text: str) -> dict[str, Any]:
-    """Microseconds of a thread for the mask of each token of a text, as the engine makes them."""
+    """Time the masks of each token of a text on one thread, in microseconds."""
     compiler = GrammarCompiler(size, eos, vocabulary)
     first = compiler._compile(Grammar.json_schema(PEOPLE))
     ids = list(greedy(vocabulary, text))
@@ -115,7 +115,7 @@ def masks(vocabulary: Vocabulary, size: int, eos: tuple[int, ...], text: str) ->
 
 
 def greedy(vocabulary: Vocabulary, text: str) -> Iterator[int]:
-    """The longest token that fits, one after another."""
+    """Yield the longest tokens that fit, one after another."""
     ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if token}
     rest, longest = text.encode(), max(map(len, ids))
     while rest:
@@ -125,7 +125,7 @@ def greedy(vocabulary: Vocabulary, text: str) -> Iterator[int]:
 
 
 def grown(vocabulary: Vocabulary, size: int) -> Vocabulary:
-    """As many tokens: those of a real vocabulary, and pairs of them as merges would make."""
+    """Extend a real vocabulary to that size by pairs of its tokens, as merges would."""
     rng, tokens = random.Random(0), dict.fromkeys(vocabulary.tokens)
     pieces = [token for token in vocabulary.tokens if token.strip().isalpha()]
     while len(tokens) < size:

@@ -1,8 +1,7 @@
-"""Share of the allocated KV slots that hold tokens, over a whole run.
+"""Measure the share of allocated KV slots that hold tokens, over a whole run.
 
-Runs the real engine over requests whose prompts and answers have log-normal lengths, as those of
-ShareGPT have, and looks after every step, of prompts and of answers alike, until the last request
-has ended. No time is measured.
+The engine serves requests of log-normal lengths, as in ShareGPT; slots are counted after every step
+until the last request has ended. No time is measured.
 
     scripts/benchmark waste --out scripts/bench/results/cpu/waste_smollm2.json
 """

@@ -1,4 +1,4 @@
-"""Every figure that needs a GPU, into one folder; scripts/bench/GPU.md says how it is used.
+"""Measure everything that needs a GPU into one folder; see scripts/bench/GPU.md.
 
     scripts/benchmark gpu --first --out results            # what the goals ask for, in nine minutes
     scripts/benchmark gpu --suite matmul --only w4a16 --no-peers --out results
@@ -24,7 +24,6 @@ COMPILERS = 14  # at most; each has a CUDA context of its own
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The options."""
     names = [suite.name for suite in SUITES]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -56,7 +55,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run or report."""
     options = parse()
     if options.report is not None:
         from bench.gpu import report

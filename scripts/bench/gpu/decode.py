@@ -1,4 +1,4 @@
-"""Decode attention over each KV format, and what a step of four rows a sequence costs beside it."""
+"""Time decode attention over each KV format, and verification of four rows a sequence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERIFY_FORMATS = (KVFormat.BF16, KVFormat.INT8)
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Every step in every format, several rows a sequence, then what takes long to compile."""
+    """Measure every step in every format, then several rows a sequence, then slow compilers."""
     heads = TINY if wanted.amount is Amount.TINY else LLAMA
     steps = STEPS[wanted.amount]
 

@@ -1,4 +1,4 @@
-"""A model of the shape of Llama-3-8B whose random weights are made on the GPU: for speed only.
+"""A model of the shape of Llama-3-8B whose random weights are made on the GPU.
 
 Nothing is written to a disk or copied from the host, so a start takes no longer than laying the
 weights out. Text never comes out of it.
@@ -25,12 +25,12 @@ STREAMS = 64  # the most that any benchmark runs at once
 
 
 def config_of(amount: Amount) -> dict[str, Any]:
-    """The Hugging Face config of the model that is measured."""
+    """Return the Hugging Face config of the measured model."""
     return TINY_LLAMA if amount is Amount.TINY else LLAMA_3_8B
 
 
 def schemes_of(amount: Amount, weights: str) -> Schemes:
-    """Schemes by name: "bf16", or "int4" with zero points and a head of 8 bits."""
+    """Return the schemes of "bf16", or of "int4" with zero points and a head of 8 bits."""
     if weights == "bf16":
         return Schemes()
     group = TINY_GROUP if amount is Amount.TINY else GROUP
@@ -45,7 +45,7 @@ def load_engine(
     graphs: str = "auto",
     kv_bytes: int | None = None,
 ) -> LLMEngine:
-    """An engine with such a model on the first GPU, or on the CPU with torch's functions."""
+    """Load an engine with such a model on the first GPU, or on the CPU with torch's functions."""
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if has_gpu else "cpu")
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What else a layer does, and sampling: all of it bound by memory."""
+"""Time norms, activations, cache writes and sampling, all bound by memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROUNDING = 4e-3  # of bf16 results, in the norm of all
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """All operations at several numbers of rows."""
+    """Measure all operations at several numbers of rows."""
     bench, tiny, peers = rows.bench, wanted.amount is Amount.TINY, wanted.peers
     hidden, middle, vocab = (
         (TINY_HIDDEN, TINY_MIDDLE, TINY_VOCAB) if tiny else (HIDDEN, MIDDLE, VOCAB)
@@ -156,7 +156,7 @@ def _sample(bench: Bench, rows: Rows, name: str, m: int, *, vocab: int, temperat
     inputs = [3 * torch.randn((m, vocab), device=bench.device) for _ in range(bench.copies(nbytes))]
 
     def error(call: Call) -> tuple[float, float]:
-        """Share of rows whose token is another; sums are rounded, so one may be."""
+        """Return the share of rows whose token differs; rounding of sums allows one."""
         expected = reference_sampling.sample(inputs[0], settings)
         out = call()
         assert isinstance(out, torch.Tensor)

@@ -1,4 +1,4 @@
-"""Attention of whole prompts and of chunks at the end of long ones."""
+"""Time attention of whole prompts and of chunks at the end of long ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHUNKS = {
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Every chunk in every format."""
+    """Measure every chunk in every format."""
     heads = TINY if wanted.amount is Amount.TINY else LLAMA
     bench = rows.bench
     for count, context in CHUNKS[wanted.amount]:

@@ -1,4 +1,4 @@
-"""Requests of random tokens, and how fast an engine answers them; nothing of HTTP."""
+"""Measure how fast an engine answers requests of random tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is asked for: tokens of a prompt, of an answer, and how often it is repeated."""
+    """Tokens of a prompt, tokens of an answer, and repeats."""
 
     prompt_tokens: int
     max_tokens: int
@@ -25,7 +25,7 @@ class Sizes:
 
 
 def drain(engine: LLMEngine) -> list[tuple[float, str]]:
-    """Run until nothing is left; when each token came, and of which request.
+    """Run until nothing is left; return when each token came, and of which request.
 
     Raises:
         RuntimeError: a request ended with an error.
@@ -42,7 +42,7 @@ def drain(engine: LLMEngine) -> list[tuple[float, str]]:
 
 
 def decode_rate(engine: LLMEngine, streams: int, sizes: Sizes) -> float:
-    """Tokens per second of all, from when each has its first token."""
+    """Measure tokens per second of all streams once each has its first token."""
     submit(engine, streams, sizes.prompt_tokens, sizes.max_tokens)
     tokens = drain(engine)
     assert len(tokens) == streams * sizes.max_tokens, len(tokens)
@@ -55,7 +55,7 @@ def decode_rate(engine: LLMEngine, streams: int, sizes: Sizes) -> float:
 
 
 def prefill_rate(engine: LLMEngine, prompt_tokens: int) -> float:
-    """Prompt tokens per second until the first token is there."""
+    """Measure prompt tokens per second until the first token."""
     submit(engine, 1, prompt_tokens, 1)
     begin = time.perf_counter()
     drain(engine)
@@ -63,14 +63,14 @@ def prefill_rate(engine: LLMEngine, prompt_tokens: int) -> float:
 
 
 def throughput(engine: LLMEngine, count: int, sizes: Sizes) -> float:
-    """Output tokens per second of many requests at once, prompts included in the time."""
+    """Measure output tokens per second of many requests at once, prompts included."""
     submit(engine, count, 2 * sizes.prompt_tokens, 2 * sizes.max_tokens)
     begin = time.perf_counter()
     return len(drain(engine)) / (time.perf_counter() - begin)
 
 
 def idle_share(engine: LLMEngine, streams: int, sizes: Sizes) -> float | None:
-    """Share of time in which no kernel runs, over the middle of a decode run."""
+    """Measure the share of time in which no kernel runs, in the middle of a decode run."""
     submit(engine, streams, sizes.prompt_tokens, sizes.max_tokens)
     for _ in range(sizes.max_tokens // 4):
         engine.step()
@@ -89,7 +89,7 @@ def idle_share(engine: LLMEngine, streams: int, sizes: Sizes) -> float | None:
 
 
 def idle_of(spans: list[tuple[float, float]]) -> float:
-    """Share of the time from the first begin to the last end that no span covers."""
+    """Return the share from the first begin to the last end that no span covers."""
     busy, end = 0.0, spans[0][0]
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))

@@ -1,4 +1,4 @@
-"""First and second start of the 8B shape: fresh processes, the first with an empty kernel cache.
+"""Time a first start of the 8B shape with an empty kernel cache, and a second one.
 
 From the start of the interpreter to the first token; weights are made on the GPU, so reading them
 from a disk comes on top. Without the API process, which starts meanwhile.
@@ -23,7 +23,7 @@ KV = "int8"
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Two starts that share a cache of kernels."""
+    """Measure two starts that share a cache of kernels."""
     with tempfile.TemporaryDirectory() as cache:
         for which in ("first", "second"):
             key = {"engine": "ours", "kv": KV, "what": f"{which} start"}

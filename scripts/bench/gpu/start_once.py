@@ -1,4 +1,4 @@
-"""Starts an engine, gets one token out of it, and prints when: a process of `start`."""
+"""Start an engine, get one token out of it, and print the moments: a process of `start`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a supervised process does: one suite, or a share of its kernels to be compiled."""
+"""Measure one suite, or compile a share of its kernels, in a supervised process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def measure(suite: Suite, wanted: Wanted, replays: int, tell: Tell, done: frozenset[str]) -> None:
-    """Measure all of a suite that is not done."""
+    """Measure the part of a suite that is not done."""
     from bench.gpu.rows import Rows
     from bench.gpu.timing import Bench, device_facts
 
@@ -32,7 +32,7 @@ def measure(suite: Suite, wanted: Wanted, replays: int, tell: Tell, done: frozen
 
 
 def compile_share(suites: Sequence[Suite], wanted: Wanted, index: int, count: int) -> None:
-    """Launch the kernels of a share of some suites once, so that they lie in Triton's cache."""
+    """Launch a share of the suites' kernels once, so that Triton's cache holds them."""
     from bench.gpu.rows import Rows
     from bench.gpu.timing import Bench
 
@@ -43,7 +43,7 @@ def compile_share(suites: Sequence[Suite], wanted: Wanted, index: int, count: in
 
 
 def facts(tell: Tell, done: frozenset[str]) -> None:
-    """The device and its speed, before anything else is asked of it."""
+    """Report the device and its copy bandwidth."""
     from bench.gpu.timing import Bench, device_facts
 
     tell(row={"key": {}, **device_facts(Bench.here(1))})

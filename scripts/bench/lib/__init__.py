@@ -1,1 +1,1 @@
-"""Shared by the benchmarks: conditions of a run, load, prompts, processes, made-up models."""
+"""Parts that benchmarks share."""

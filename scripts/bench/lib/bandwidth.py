@@ -1,7 +1,7 @@
-"""What this machine can do right now: memory bandwidth and arithmetic, by PyTorch.
+"""Measure memory bandwidth and arithmetic of this machine with PyTorch, as JSON.
 
-Prints JSON. Runs in a process of its own, so that a load generator need not load PyTorch. The best
-of several passes counts, because other programs can only make a pass slower.
+It runs in a process of its own, so that a load generator need not load PyTorch. The best of several
+passes counts, because other programs only make a pass slower.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(threads: int) -> dict[str, Any]:
 
 
 def probe(threads: list[int]) -> list[dict[str, Any]]:
-    """The same in a process of its own."""
+    """Measure in a process of its own."""
     command = [sys.executable, __file__, *map(str, threads)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     rows: list[dict[str, Any]] = json.loads(result.stdout)

@@ -1,4 +1,4 @@
-"""Divergence of a model's predictions from those of a base, as figures for a result."""
+"""Figures of a model's divergence from its base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line that all benchmarks share, and the result that they print and keep."""
+"""The command line that all benchmarks share, and their result."""
 
 from __future__ import annotations
 

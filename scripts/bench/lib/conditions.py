@@ -1,4 +1,4 @@
-"""What a measurement must be read with: machine, versions, commit, load."""
+"""Conditions of a measurement: machine, versions, commit, load; and its statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def conditions() -> dict[str, Any]:
-    """Everything about this run that is not its result."""
+    """Return the conditions of this run."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "-s") else ""),
@@ -28,7 +28,7 @@ def conditions() -> dict[str, Any]:
 
 
 def spread(values: list[float], digits: int = 1) -> dict[str, float]:
-    """Median and range of repeated runs."""
+    """Return median and range of repeated runs."""
     return {
         "median": round(statistics.median(values), digits),
         "min": round(min(values), digits),
@@ -37,7 +37,7 @@ def spread(values: list[float], digits: int = 1) -> dict[str, float]:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Nearest-rank percentile; 0 for no values."""
+    """Return the nearest-rank percentile; 0 for no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 

@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers as people's requests have them, drawn from log-normal laws."""
+"""Lengths of prompts and answers, drawn from log-normal distributions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 def lengths(
     count: int, mean: float, spread: float, *, least: int, most: int, seed: int
 ) -> list[int]:
-    """Whole numbers whose law has this mean before they are cut to the limits.
+    """Draw lengths from a log-normal distribution and cut them to the limits.
 
     Args:
         count: how many.

@@ -1,7 +1,7 @@
-"""A light load generator for OpenAI-compatible endpoints, and what each client felt.
+"""Load OpenAI-compatible endpoints and time what each client receives.
 
-On few cores the client competes with the server. So replies are only time-stamped, as bytes, while
-a burst runs; HTTP, events and JSON are read once it is over. Knows no particular server.
+On few cores the client competes with the server. So a burst only time-stamps the bytes of replies;
+HTTP, events and JSON are parsed once it is over.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ TIMEOUT_SECONDS = 600.0
 
 
 class LoadError(Exception):
-    """The endpoint did not do what it was asked for."""
+    """The endpoint did not answer as asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests go."""
+    """Address and key of a server."""
 
     host: str
     port: int
@@ -37,7 +37,7 @@ class Endpoint:
 
     @classmethod
     def of_url(cls, url: str, api_key: str | None = None) -> Endpoint:
-        """The endpoint of http://HOST:PORT or https://HOST."""
+        """Parse http://HOST:PORT or https://HOST."""
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         return cls(parts.hostname or "127.0.0.1", parts.port or (443 if tls else 80), tls, api_key)
@@ -45,7 +45,7 @@ class Endpoint:
 
 @dataclass
 class Answer:
-    """One request as its client saw it, in seconds; a chunk is an event that carries text."""
+    """One request as its client received it, in seconds; a chunk is an event that carries text."""
 
     begin: float = 0.0  # when it was sent, by `time.perf_counter`
     first_token: float = 0.0
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests that ran together: wall seconds, CPU seconds of this process, answers."""
+    """Requests that ran together."""
 
     seconds: float
     cpu_seconds: float
@@ -67,14 +67,14 @@ class Burst:
 
     @property
     def rate(self) -> float:
-        """Output tokens per second, of all clients together."""
+        """Output tokens per second of all clients together."""
         return sum(answer.completion_tokens for answer in self.answers) / self.seconds
 
 
 def completion_body(
     prompt: str | list[int], max_tokens: int, model: str | None = None
 ) -> dict[str, Any]:
-    """A greedy, streamed completion of a fixed length."""
+    """Return the body of a greedy, streamed completion of a fixed length."""
     body = {
         "prompt": prompt,
         "max_tokens": max_tokens,
@@ -87,7 +87,7 @@ def completion_body(
 
 
 async def run_burst(endpoint: Endpoint, clients: list[list[dict[str, Any]]]) -> Burst:
-    """All clients at once, each with its own requests to /v1/completions one after another.
+    """Run all clients at once, each with its requests to /v1/completions one after another.
 
     Raises:
         LoadError: an answer is an error, or has not as many tokens as were asked for.
@@ -108,7 +108,7 @@ async def run_burst(endpoint: Endpoint, clients: list[list[dict[str, Any]]]) -> 
 
 
 async def fetch(endpoint: Endpoint, path: str) -> tuple[int, bytes]:
-    """Status and body of a GET.
+    """Return status and body of a GET.
 
     Raises:
         OSError: there is no connection.
@@ -118,7 +118,7 @@ async def fetch(endpoint: Endpoint, path: str) -> tuple[int, bytes]:
 
 
 def latency(seconds: list[float]) -> dict[str, float]:
-    """Median and 99th percentile, in milliseconds."""
+    """Return median and 99th percentile in milliseconds."""
     return {
         "p50": round(1000 * percentile(seconds, 0.50), 1),
         "p99": round(1000 * percentile(seconds, 0.99), 1),
@@ -126,7 +126,7 @@ def latency(seconds: list[float]) -> dict[str, float]:
 
 
 class _Transcript(asyncio.Protocol):
-    """The bytes of one exchange as they came, with their times."""
+    """The bytes of one exchange with their times of arrival."""
 
     def __init__(self, request: bytes) -> None:
         self.begin = time.perf_counter()
@@ -161,7 +161,7 @@ class _Transcript(asyncio.Protocol):
         return self._times[-1] - self.begin
 
     def body(self) -> Iterator[tuple[float, bytes]]:
-        """Pieces of the body, each with the time at which it was complete."""
+        """Yield pieces of the body, each with the time at which it was complete."""
         raw = b"".join(self._pieces)
         ends = list(accumulate(map(len, self._pieces)))
         head, _, _ = raw.partition(b"\r\n\r\n")
@@ -176,7 +176,7 @@ class _Transcript(asyncio.Protocol):
             position = start + size + 2
 
     def events(self) -> Iterator[tuple[float, bytes]]:
-        """The content of each `data:` line, with its time."""
+        """Yield the content of each `data:` line with its time."""
         rest = b""
         for moment, data in self.body():
             *lines, rest = (rest + data).split(b"\n")

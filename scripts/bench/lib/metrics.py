@@ -1,4 +1,4 @@
-"""The page /metrics of a server under load."""
+"""Read /metrics of a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face configs of models whose shape is measured with made-up weights."""
+"""Hugging Face configs of models that are measured with synthetic weights."""
 
 from __future__ import annotations
 

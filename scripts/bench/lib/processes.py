@@ -1,4 +1,4 @@
-"""A server that a benchmark starts: its process tree, memory, CPU time, and an orderly end.
+"""Start a server, watch its process tree, memory and CPU time, and end all of it.
 
 Also tells how much of the machine processes other than the benchmark's own used meanwhile.
 """
@@ -22,7 +22,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Server:
-    """One server process with all its descendants; everything it prints goes to a log."""
+    """One server process with its descendants; its output goes to a log."""
 
     def __init__(self, command: list[str], environment: dict[str, str], endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -54,7 +54,7 @@ class Server:
         self.stop()
 
     async def healthy(self, limit: float = 600.0) -> float:
-        """Wait for /health; returns seconds since the start.
+        """Wait for /health; return seconds since the start.
 
         Raises:
             LoadError: it ended, or was not healthy in time.
@@ -73,7 +73,7 @@ class Server:
         raise LoadError(f"not healthy after {seconds:.0f} s: {self.last_words()}")
 
     def tree(self) -> list[psutil.Process]:
-        """The process itself and all its descendants."""
+        """Return the process and all its descendants."""
         try:
             main = psutil.Process(self._process.pid)
             return [main, *main.children(recursive=True)]
@@ -81,7 +81,7 @@ class Server:
             return []
 
     def cpu_seconds(self) -> float:
-        """Of the whole tree, with descendants that have ended."""
+        """Return CPU seconds of the whole tree, ended descendants included."""
         total = 0.0
         for process in self.tree():
             try:
@@ -91,7 +91,7 @@ class Server:
         return total
 
     def memory(self) -> dict[str, float]:
-        """Resident megabytes, summed; PSS divides shared pages among those who share them."""
+        """Return resident megabytes of the tree; PSS divides shared pages among their users."""
         rss = pss = count = 0
         for process in self.tree():
             try:
@@ -102,12 +102,12 @@ class Server:
         return {"rss_mb": round(rss / 1e6), "pss_mb": round(pss / 1e6), "processes": count}
 
     def last_words(self) -> str:
-        """The end of the log."""
+        """Return the end of the log."""
         size = os.fstat(self._log).st_size
         return os.pread(self._log, 1500, max(0, size - 1500)).decode(errors="replace")
 
     def stop(self) -> None:
-        """Ask it to end, then make sure that all of it did and that the port is free.
+        """End the whole tree and wait until the port is free.
 
         Raises:
             LoadError: the port is still taken.
@@ -130,14 +130,14 @@ class Server:
 
 
 class Meter:
-    """CPU use from its making to `read`, in cores: this process, the server, all others."""
+    """Cores in use by this process, the server and all others since it was made."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._begin = self._now()
 
     def read(self) -> dict[str, float]:
-        """Cores used by the client (this process), the server, others, and other machines."""
+        """Return cores used by this process (client), the server, others and other machines."""
         used = [now - before for now, before in zip(self._now(), self._begin, strict=True)]
         wall, busy, stolen, client, server = used
         others = max(0.0, busy - client - server)

@@ -1,4 +1,4 @@
-"""Prompts for a load: made of plain words, distinct, and of a wanted length."""
+"""Prompts of plain words or random tokens."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ WORDS = [
 
 
 def random_tokens(count: int, chance: random.Random, vocab_size: int = 40_000) -> list[int]:
-    """Return token ids above those where special ones are, as far as the vocabulary allows."""
+    """Draw token ids above the lowest, where special ones are."""
     return chance.choices(range(min(1000, vocab_size // 4), vocab_size), k=count)
 
 
 def prompt_of(words: int, shared_words: int, seed: int) -> str:
-    """A prompt of its own behind a beginning that all share, as a system prompt would be."""
+    """Return a prompt behind a shared beginning, as behind a system prompt."""
     shared = random.Random(0).choices(WORDS, k=shared_words)
     return " ".join(shared + random.Random(seed + 1).choices(WORDS, k=words))
 
@@ -42,7 +42,7 @@ class ExactPrompts:
         self._starts = iter(starts)
 
     def next(self, tokens: int) -> str:
-        """The next prompt, of so many tokens, BOS included where the model wants one."""
+        """Return the next prompt of that many tokens, BOS included where the model wants one."""
         text = next(self._starts)
         while (missing := tokens - self._count(text)) > 0:
             text += "".join(f" {word}" for word in self._random.choices(WORDS, k=missing))

@@ -1,4 +1,4 @@
-"""Models of a known shape with random weights, made when they are loaded: for speed, not text."""
+"""Models of a known shape with random weights, for speed only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Schemes:
 
 
 class SyntheticWeights:
-    """A `WeightSource` that makes each tensor anew, on the device, when it is asked for."""
+    """A `WeightSource` that makes each tensor on the device when it is loaded."""
 
     def __init__(self, slots: list[TensorSlot], schemes: Schemes, device: torch.device) -> None:
         self._slots = {slot.name: slot for slot in slots}
@@ -46,11 +46,9 @@ class SyntheticWeights:
         self._generator = torch.Generator(device).manual_seed(0)
 
     def tensor_names(self) -> list[str]:
-        """All tensors."""
         return list(self._slots)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         return self._slots[name].shape
 
     def packed_bits(self, name: str) -> int | None:
@@ -59,15 +57,12 @@ class SyntheticWeights:
         return None if scheme is None else scheme.bits
 
     def is_fp8(self, name: str) -> bool:
-        """No tensor is."""
         return False
 
     def notes(self) -> tuple[str, ...]:
-        """No notes."""
         return ()
 
     def load(self, name: str) -> Tensor | PackedWeight:
-        """Make a tensor."""
         slot = self._slots[name]
         return random_weight(slot.shape, self._schemes.of(slot), self._generator)
 

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of a known shape with random weights: for speed, never for text.
+"""Write a checkpoint of a known shape with random weights, for speed only.
 
 All layers hold the same numbers, which are made once; on the disk and in memory each has its own.
 """
@@ -55,7 +55,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], schemes: Schemes) -> 
 
 
 class _Maker:
-    """Makes tensors; one of a shape and scheme is made once, and then copied."""
+    """Makes one tensor of each shape and scheme, and copies it."""
 
     def __init__(self, schemes: Schemes) -> None:
         self._schemes = schemes

@@ -1,1 +1,1 @@
-"""Quality and cost of quantized weights and KV caches."""
+"""Measure quality and cost of quantized weights and KV caches."""

@@ -1,4 +1,4 @@
-"""Our quantized KV caches beside llama.cpp's, by one estimator, on the same unquantized weights.
+"""Compare our quantized KV caches with llama.cpp's by one estimator, on the same weights.
 
     scripts/benchmark kv_peers --llama-server PATH --model BF16.gguf --text FILE
 
@@ -63,7 +63,7 @@ def divergence(exact: Top, other: Top) -> float:
 
 
 def compare(exact: list[Top], other: list[Top]) -> dict[str, float]:
-    """Mean divergence and how often the likeliest token is the same, in percent."""
+    """Return divergences, and how often the likeliest token is the same, in percent."""
     pairs = list(zip(exact, other, strict=True))
     losses = sorted(divergence(*pair) for pair in pairs)
     same = sum(max(a, key=a.__getitem__) == max(b, key=b.__getitem__) for a, b in pairs)
@@ -75,7 +75,7 @@ def compare(exact: list[Top], other: list[Top]) -> dict[str, float]:
 
 
 class LlamaServer:
-    """One llama-server with one kind of cache; ends with the block."""
+    """A llama-server with one kind of cache; ends with the block."""
 
     def __init__(self, program: Path, model: Path, cache: str, threads: int) -> None:
         with socket.socket() as probe:
@@ -124,7 +124,7 @@ class LlamaServer:
         self._process.wait()
 
     def likeliest(self, token_ids: list[int]) -> Top:
-        """Of the token after these."""
+        """Return the likeliest tokens after these."""
         body = {
             "prompt": token_ids,
             "n_predict": 1,
@@ -145,14 +145,14 @@ class LlamaServer:
 
 
 def places(count: int, contexts: list[int]) -> list[range]:
-    """Lengths of the contexts that are asked about, in runs."""
+    """Return runs of context lengths."""
     return [range(context, context + count) for context in contexts]
 
 
 def ours(
     model: Path, texts: list[list[int]], runs: list[range], only: list[str]
 ) -> dict[str, list[list[Top]]]:
-    """By cache, then by run: the likeliest tokens at every place, text after text."""
+    """Return the likeliest tokens at every place by cache, then run, text after text."""
     source = open_model(model)
     bare = [(form.value, form) for form in OURS if not only or form.value in only]
     found = _likeliest(source, texts, runs, [(KVFormat.FP32.value, KVFormat.FP32), *bare])
@@ -194,7 +194,7 @@ def _likeliest(
 def theirs(
     program: Path, model: Path, texts: list[list[int]], runs: list[range], threads: int
 ) -> dict[str, list[list[Top]]]:
-    """The same of llama.cpp."""
+    """Return the same of llama.cpp."""
     found = {}
     for cache in (UNQUANTIZED, *THEIRS):
         with LlamaServer(program, model, cache, threads) as server:

@@ -1,4 +1,4 @@
-"""What each KV cache costs in quality, beside one of float32: dense float32 weights throughout.
+"""Measure the divergence of each KV cache from one of float32, with float32 weights.
 
     scripts/benchmark kv_quality --model smollm2.gguf  # Python's help topics
     scripts/benchmark kv_quality --text prose.txt --tokens 2048 --windows 512 --only fp8 int8
@@ -48,7 +48,7 @@ CALIBRATED = ", calibrated"
 
 
 def calibration_rows(tokenizer: Tokenizer, count: int) -> Tensor:
-    """(count, ROW) of the help topics that calibration takes, evenly spread."""
+    """Return (count, ROW) token ids, evenly spread over the topics that calibration takes."""
     text = SEPARATOR.join(text for _, text in default_documents(held_out=False))
     ids = tokenizer.encode(text, add_special_tokens=False, allow_special=False)
     prefix = tokenizer.encode("", add_special_tokens=True)
@@ -58,7 +58,7 @@ def calibration_rows(tokenizer: Tokenizer, count: int) -> Tensor:
 
 
 def caches(measured: Sequence[MeasuredLayer], only: Sequence[str]) -> Caches:
-    """Formats, all or some, bare and, but for BF16, calibrated."""
+    """Return the formats bare and, but for BF16, calibrated."""
     found: Caches = {}
     for form, name in NAMES.items():
         if only and name not in only:
@@ -71,7 +71,7 @@ def caches(measured: Sequence[MeasuredLayer], only: Sequence[str]) -> Caches:
 
 
 def summary(source: ModelSource, cache: Sequence[LayerPrecision], found: Divergence) -> Any:
-    """Numbers over all places; KLD in nats."""
+    """Return the figures over all places; KLD in nats."""
     comparison = found.summary()
     values = sum(2 * a.attention.num_kv_heads * a.attention.head_dim for a in source.spec.layers)
     return {

@@ -1,4 +1,4 @@
-"""Quantizes a model folder with llm-compressor; run by the Python of its own environment.
+"""Quantize a model folder with llm-compressor, in the Python of its own environment.
 
     PEER_PYTHON scripts/bench/quantize/llmcompressor.py MODEL ROWS.json OUT gptq|awq sym|asym
 

@@ -1,12 +1,12 @@
-"""What each way to quantize a model costs and keeps: quality on held-out text, time, memory.
+"""Measure quality, time and memory of each way to quantize a model.
 
     scripts/benchmark quantize --text prose.txt  # every row, the packaged model
     scripts/benchmark quantize --text prose.txt --only gptq awq
     scripts/benchmark quantize --model gemma.gguf --tokens 2048
 
-Each row is `appliance quantize` in a process of its own, whose CPU seconds and peak memory are
-taken. What it wrote is compared, in float32, with the model it was made from: the last part of a
-text that calibration never saw, in windows, each a sequence of its own.
+Each row runs `appliance quantize` in a process and takes its CPU seconds and peak memory. The
+result is compared with the original, both in float32, on windows of a text that calibration leaves
+out.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def _quantize(model: Path, out: Path, arguments: list[str], layers: int) -> dict[str, Any]:
-    """Run the command; its last lines, CPU seconds and peak memory."""
+    """Run the command; return its CPU seconds, peak memory and what it said."""
     command = [sys.executable, "-m", "appliance", "quantize", str(model), "--out", str(out)]
     command += ["--no-card", *arguments]
     with tempfile.TemporaryFile("w+") as said:
@@ -132,7 +132,7 @@ def _quantize(model: Path, out: Path, arguments: list[str], layers: int) -> dict
 
 
 def _peak_kibibytes(pid: int) -> int:
-    """The most that a process has held; `ru_maxrss` of a child begins with what its parent held."""
+    """Return a process's peak; `ru_maxrss` of a child begins with its parent's."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # it ended

@@ -1,4 +1,4 @@
-"""Our GPTQ and AWQ beside llm-compressor's: the same weights, calibration rows and held-out text.
+"""Compare our GPTQ and AWQ with llm-compressor's: same weights, calibration rows and text.
 
     scripts/benchmark quantize_peers --peer-python ENV/bin/python --text prose.txt
 
@@ -41,14 +41,13 @@ METHODS = ("gptq", "awq")
 
 @dataclass(frozen=True, slots=True)
 class GivenRows(CalibrationText):
-    """Rows that are at hand already."""
+    """Calibration rows that exist already."""
 
     given: Calibration | None = None
 
     def rows_of(
         self, model_path: Path, *, device: str = "cpu", max_ram: int | None = None
     ) -> Calibration:
-        """Those."""
         assert self.given is not None
         return self.given
 
@@ -99,7 +98,7 @@ def main() -> None:
 
 
 def write_dense(model: Path, folder: Path) -> None:
-    """A model as a folder of bfloat16 weights that transformers reads."""
+    """Write a model as a folder of bfloat16 weights that transformers reads."""
     source = open_model(model)
     folder.mkdir()
     tensors = {}

@@ -1,1 +1,1 @@
-"""A server over HTTP, ours or a peer's."""
+"""Measure a server over HTTP, ours or a peer's."""

@@ -1,10 +1,9 @@
-"""Two growing conversations of an agent, interleaved: what of them comes from the prefix cache.
+"""Count what the prefix cache serves of two growing, interleaved agent conversations.
 
-Each turn sends the whole conversation again with the assistant's replies as they came, and pastes
-a tool's output of a fixed length behind it. Of a turn's prompt, what the turn before it sent and
-got back has been seen before: that many tokens could come from the cache, and the server reports
-how many did. The time to the first token is that of the same amount of new text each turn, but
-attention over all of the conversation is in it, which grows.
+Each turn sends the whole conversation again with the assistant's replies, and appends a tool's
+output of a fixed length. All that the turn before sent and received could come from the cache; the
+server reports how many tokens did. Each turn brings equally much new text, but its time to the
+first token includes attention over the growing conversation.
 
     scripts/benchmark agent  # a cache with room to spare, then one that just fits
     scripts/benchmark agent -- --kv-cache-dtype int8
@@ -39,7 +38,7 @@ SYSTEM = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a turn cost, in tokens as the server counts them, and milliseconds."""
+    """One turn's tokens as the server counts them, and its time."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -49,7 +48,7 @@ class Turn:
 
 
 def tool_output(words: int, seed: int) -> str:
-    """Lines as a compiler or a search would print them."""
+    """Return lines as a compiler or a search would print them."""
     chosen = random.Random(seed)
     lines = []
     while words > 0:
@@ -63,7 +62,7 @@ def tool_output(words: int, seed: int) -> str:
 async def ask(
     client: httpx.AsyncClient, model: str, messages: list[dict[str, str]], max_tokens: int
 ) -> tuple[str, Turn]:
-    """One turn: the reply, and what it cost."""
+    """Send one turn; return the reply and its cost."""
     body = {
         "model": model,
         "messages": messages,
@@ -100,7 +99,7 @@ async def ask(
 
 
 async def converse(url: str, options: argparse.Namespace) -> list[list[Turn]]:
-    """All turns of the two conversations, one after another and taking turns."""
+    """Hold the two conversations in turns."""
     turns: list[list[Turn]] = [[], []]
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
@@ -116,7 +115,7 @@ async def converse(url: str, options: argparse.Namespace) -> list[list[Turn]]:
 
 
 def summary(turns: list[list[Turn]]) -> dict[str, Any]:
-    """The share of what was seen before that came from the cache, and the latest first token."""
+    """Return the share that came from the cache, and the last turn's time to the first token."""
     pairs = [pair for talk in turns for pair in pairwise(talk)]
     seen = sum(before.prompt_tokens + before.completion_tokens for before, _ in pairs)
     cached = sum(turn.cached_tokens for _, turn in pairs)
@@ -153,7 +152,7 @@ async def cache_size(endpoint: Endpoint) -> int:
 
 
 def run(options: argparse.Namespace, memory: int, context: int | None = None) -> dict[str, Any]:
-    """Start a server with so much KV cache, hold both conversations, stop it."""
+    """Start a server with so much KV cache and hold both conversations."""
     limit = [] if context is None else ["--max-model-len", str(context)]
     cache = ["--kv-cache-memory", str(memory)]
     with Server.ours(options.port, *cache, *options.serve_arguments, *limit) as server:

@@ -1,8 +1,8 @@
-"""What the API process costs by itself: processor time per streamed token, memory, start.
+"""Measure the API process by itself: processor time per streamed token, memory, start.
 
-In front of an engine that computes nothing and gives every stream a token per step at a fixed pace,
-with the tokenizer of a real model. One client reads all streams as they come. Processor time is the
-process's own, so a busy machine makes it larger through cold caches only.
+The engine behind it computes nothing and gives every stream a token per step at a fixed pace; the
+tokenizer is a real model's. One client reads all streams. Processor time is the process's own, so
+other work adds to it through cold caches only.
 
     scripts/benchmark api_cost  # the packaged default model's tokenizer
     scripts/benchmark api_cost --streams 16 --chat
@@ -40,7 +40,7 @@ TEXT = (
 
 
 def serve(model: str, steps_per_second: str) -> None:
-    """The child: `appliance serve` without its engine, on a free port."""
+    """Run `appliance serve` with the paced engine on a free port, as a child."""
     from appliance import log
     from appliance.server.serve import run_server
 
@@ -61,7 +61,7 @@ def serve(model: str, steps_per_second: str) -> None:
 
 
 def processor_seconds(pid: int) -> float:
-    """Of all threads that live."""
+    """Return the processor time of all living threads."""
     schedules = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
     return sum(int(text.split()[0]) for text in schedules) / 1e9
 
@@ -94,7 +94,7 @@ def request(options: argparse.Namespace) -> bytes:
 
 
 def run(pid: int, port: int, streams: int, options: argparse.Namespace) -> tuple[float, float]:
-    """One burst of streams; microseconds of the API process per token, and tokens per second."""
+    """Stream once; return microseconds of the API process per token, and tokens per second."""
     selector = selectors.DefaultSelector()
     received: dict[Any, bytearray] = {}
     for _ in range(streams):

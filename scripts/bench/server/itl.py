@@ -1,13 +1,13 @@
-"""What running streams feel of a long prompt: gaps between their tokens beside it and without it.
+"""Measure gaps between tokens of running streams beside a long prompt and without it.
 
     scripts/benchmark itl                              # 16 streams, a prompt of the full context
     scripts/benchmark itl --streams 4 --prompt-tokens 2048
     scripts/benchmark itl --url http://127.0.0.1:8000  # a server that runs already
 
-In each round the streams decode for a while, then the prompt arrives, and they go on after its
-first token. Gaps that end between its arrival and its first token are compared with all others of
-the same round, so that a drift of the machine meets both. Prompts are random tokens: no cache
-helps. The prompt's time to first token is also measured on the idle server.
+In each round the streams decode for a while before the prompt arrives, and go on after its first
+token. Gaps that end between its arrival and its first token are compared with the others of the
+same round, so that drift of the machine affects both. Prompts are random tokens, so no cache helps.
+The prompt's time to the first token is also measured on the idle server.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STREAM_PROMPT = 64  # tokens
 
 
 def request(tokens: int, max_tokens: int, chance: random.Random) -> dict[str, Any]:
-    """A streamed completion of a fixed length."""
+    """Return the body of a streamed completion of random tokens."""
     return completion_body(random_tokens(tokens, chance), max_tokens)
 
 
 async def one(endpoint: Endpoint, body: dict[str, Any]) -> Answer:
-    """A single request."""
+    """Send a single request."""
     (answer,) = (await run_burst(endpoint, [[body]])).answers
     return answer
 
@@ -44,7 +44,7 @@ async def one(endpoint: Endpoint, body: dict[str, Any]) -> Answer:
 async def run_round(
     endpoint: Endpoint, options: argparse.Namespace, chance: random.Random
 ) -> dict[str, Any]:
-    """Streams with the long prompt in their middle, then the prompt alone."""
+    """Send the long prompt in the middle of running streams, then alone."""
     bodies = [[request(STREAM_PROMPT, options.max_tokens, chance)] for _ in range(options.streams)]
     async with asyncio.TaskGroup() as group:
         streams = group.create_task(run_burst(endpoint, bodies))
@@ -72,7 +72,7 @@ async def run_round(
 
 
 async def measure(endpoint: Endpoint, options: argparse.Namespace) -> dict[str, Any]:
-    """All rounds, after one short one that is not counted."""
+    """Run all rounds, after a short one that is not counted."""
     _, page = await fetch(endpoint, "/v1/models")
     context = json.loads(page)["data"][0]["max_model_len"]
     options.prompt_tokens = min(options.prompt_tokens or context - 1, context - 1)

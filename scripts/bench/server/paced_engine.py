@@ -1,7 +1,7 @@
-"""An engine that computes nothing: each step adds a token of its prompt to every running sequence.
+"""An engine that computes nothing and gives each sequence a token of its prompt a step.
 
-Steps come at a fixed pace, so that what the API process costs can be measured by itself. Started in
-place of the real engine's process; the pace, in steps per second, is the first argument.
+It takes the place of the engine's process, so that the API process can be measured by itself. The
+first argument is the pace in steps per second.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTEXT, VOCABULARY, BLOCKS, BLOCK_SIZE = 32_768, 2**20, 4096, 16
 
 @dataclass
 class Running:
-    """One choice and how many tokens it has got."""
+    """One choice and its number of tokens."""
 
     request: Request
     index: int
@@ -44,7 +44,7 @@ class Running:
 
 
 class PacedEngine:
-    """See `appliance.engine.process.worker.Engine`."""
+    """The engine of `appliance.engine.process.worker.Engine`, at a fixed pace."""
 
     def __init__(self, step_seconds: float, eos_token_ids: tuple[int, ...]) -> None:
         self.info = EngineInfo(
@@ -62,16 +62,13 @@ class PacedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
         return bool(self._running)
 
     def submit(self, request: Request) -> None:
-        """Every request fits."""
         self._new.append(request.request_id)
         self._running += [Running(request, index) for index in range(request.sampling.num_choices)]
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """Stop a request or one choice of it."""
         before = len(self._running)
         self._running = [
             one
@@ -81,7 +78,7 @@ class PacedEngine:
         return len(self._running) < before
 
     def step(self) -> StepReport:
-        """Wait until it is time, then add a token to each."""
+        """Wait until it is time, then add a token to each sequence."""
         now = time.monotonic()
         if self._next > now:
             time.sleep(self._next - now)
@@ -98,7 +95,6 @@ class PacedEngine:
         return StepReport(deltas=deltas, started=started)
 
     def stats(self) -> EngineStats:
-        """Counts."""
         return EngineStats(
             steps_total=self._steps,
             running=len(self._running),
@@ -109,7 +105,6 @@ class PacedEngine:
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        """What the dashboard would show."""
         return tuple(
             SequenceView(
                 request_id=one.request.request_id,
@@ -130,11 +125,9 @@ class PacedEngine:
         """Ignore it: no grammar is followed."""
 
     def take_steps(self) -> tuple[StepView, ...]:
-        """Return none."""
         return ()
 
     def block_table(self, request_id: str, index: int) -> Table:
-        """Return one without blocks."""
         return Table(request_id=request_id, index=index, blocks=(), hashes=b"")
 
     def close(self) -> None:
@@ -157,7 +150,7 @@ class PacedEngine:
 
 
 def loader_of(steps_per_second: float) -> LoadEngine:
-    """Return what loads an engine of that pace."""
+    """Return a loader of an engine with that pace."""
 
     def load(
         config: EngineConfig,

@@ -1,4 +1,4 @@
-"""The servers that are compared on a CPU: how each is started and asked. A table, no measuring.
+"""The servers that are compared on a CPU: how each is started and asked.
 
 Nothing is built or installed here. Below the peers' folder each server is looked for at
 
@@ -32,7 +32,7 @@ _NAME = "SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every server is told alike.
+    """Settings that all servers share.
 
     Attributes:
         peers: folder as above; None leaves only what this project has.
@@ -74,12 +74,12 @@ class Peer:
     body: Callable[[str, int], dict[str, Any]] = completion_body
 
     def missing(self) -> list[Path]:
-        """What of it is not there."""
+        """Return the needed files that are absent."""
         return [path for path in self.needs if not path.exists()]
 
 
 def all_peers(setting: Setting) -> list[Peer]:
-    """Ours first."""
+    """Return all servers, ours first."""
     base = setting.peers or Path("peers")
     models = base / "models"
     return [
@@ -150,7 +150,7 @@ def _transformers(setting: Setting, base: Path, model: Path) -> Peer:
     command += ["--port", str(setting.port)]
 
     def body(prompt: str, max_tokens: int) -> dict[str, Any]:
-        """It refuses fields that it does not know, and has another way to ignore EOS."""
+        """Ignore EOS in the server's own way; it refuses fields that it does not know."""
         wanted = {"max_new_tokens": max_tokens, "do_sample": False, "eos_token_id": -1}
         return {
             "prompt": prompt,

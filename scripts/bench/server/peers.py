@@ -1,12 +1,12 @@
-"""Our server and other CPU servers under the same load, one after another, in one run.
+"""Compare our server with other CPU servers under the same load, one after another.
 
     scripts/benchmark cpu_peers --peers-dir DIR
     scripts/benchmark cpu_peers --peers-dir DIR --only ours,llama-q4_0 --repeats 1 --out quick.json
 
-What is looked for in DIR, and how each server is started, is in `peers.py`; nothing is built or
-installed, and absent servers are named. Every client streams greedy completions of a fixed length;
-prompts are texts of an exact number of tokens, no two with the same first token, so that no prefix
-cache helps. A repeat counts only if other programs used less than a quarter of a core in it.
+`peer_servers.py` says where in DIR each server lies and how it starts; nothing is built or
+installed, and absent servers are named. Every client streams greedy completions of a fixed length.
+Prompts have an exact number of tokens and no first token in common, so that no prefix cache helps.
+A repeat counts only if other programs used less than a quarter of a core in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bench.server.trial import Load, Trial
 
 
 def measure(peer: Peer, setting: Setting, load: Load, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Start a server, measure it and stop it; with `error`, if that went wrong."""
+    """Start a server, measure it and stop it; a failure becomes `error`."""
     row: dict[str, Any] = {
         "name": peer.name,
         "weights": peer.weights,
@@ -69,7 +69,7 @@ def without_paths(result: dict[str, Any], setting: Setting) -> dict[str, Any]:
 
 
 def terminate(*_: object) -> None:
-    """End as for any other error, so that no server stays behind."""
+    """End as after an error, so that no server stays behind."""
     raise SystemExit("terminated")
 
 

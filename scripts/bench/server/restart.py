@@ -1,11 +1,11 @@
-"""What the disk tier of the KV cache gives after a restart, and what writing to it costs steps.
+"""Measure what the disk tier of the KV cache saves after a restart, and costs decode steps.
 
     scripts/benchmark restart               # the packaged default model, prompts of 2,048 tokens
     scripts/benchmark restart --no-servers  # only the cost for decode steps
 
-Time to the first token of the same long prompts: cold, again from the cache in memory, after a
-restart of the server with the files in the system's page cache, and after another one with those
-pages given up. Then decode steps, see `step_cost`.
+Times to the first token of the same long prompts: cold, from the cache in memory, after a restart
+with the files in the system's page cache, and after another one without. Then decode steps: see
+`step_cost`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.server.step_cost import prompt_of, time_steps
 
 
 async def first_tokens(endpoint: Endpoint, prompts: list[list[int]]) -> list[float]:
-    """Milliseconds to the first token of each, one after another."""
+    """Measure milliseconds to the first token of each prompt, one after another."""
     found = []
     for tokens in prompts:
         burst = await run_burst(endpoint, [[completion_body(tokens, 4)]])
@@ -55,7 +55,7 @@ async def one_server(
 
 
 def give_pages_up(folder: str) -> None:
-    """Have the system forget what it keeps of the files in memory."""
+    """Drop the files from the system's page cache."""
     for path in Path(folder).rglob("*.kv"):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Load an OpenAI-compatible endpoint at rising concurrency and report what clients feel.
+"""Measure throughput and latency of an OpenAI-compatible endpoint at rising concurrency.
 
-Each client sends streamed completions of distinct prompts, one after another, `ignore_eos` and a
-fixed answer length, so that every server does the same work. Works against any such endpoint;
-where /metrics has our gauges, KV utilisation and the prefix-cache hit rate are reported too.
+Each client streams completions of distinct prompts, one after another, with `ignore_eos` and a
+fixed length, so that every server does the same work. Where /metrics has our gauges, the result
+includes KV utilization and the prefix-cache hit rate.
 
     scripts/benchmark serving --start                      # starts `appliance serve` and stops it
     scripts/benchmark serving --url http://127.0.0.1:8000  # a server that runs already
@@ -36,7 +36,7 @@ async def watch(endpoint: Endpoint, samples: list[float]) -> None:
 async def run_level(
     endpoint: Endpoint, model: str, concurrency: int, options: argparse.Namespace, salt: int
 ) -> Burst:
-    """Every client at once, `--requests` each."""
+    """Run all clients at once, `--requests` each."""
 
     def request(client: int, number: int) -> dict[str, Any]:
         seed = salt * 10_000 + client * 100 + number

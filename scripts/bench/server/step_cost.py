@@ -1,10 +1,9 @@
-"""What writing behind to the disk costs decode steps, in one engine.
+"""Measure what writing behind to the disk costs decode steps, in one engine.
 
-Windows of steps that write and that do not take turns, forwards and backwards (off, on, on, off),
-while blocks wait to be written all the time. Both are steps of the same engine on the same answers:
-what another engine's memory, or a drift of the machine, would do to one of them it does to both.
-Each pair of neighbours gives one ratio; their median and quartiles are the result, so that a window
-in which another process was busy is one that does not count for much.
+Windows with and without writing alternate (off, on, on, off) in one engine on the same answers,
+while blocks always wait to be written; so drift of the machine affects both. Each pair of
+neighbours gives one ratio. The result is the median and quartiles of the ratios, which a window
+that another process disturbed hardly changes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SHORT = 16  # tokens of the prompts of the steps that are timed
 
 
 class Window(NamedTuple):
-    """Some decode steps in a row."""
+    """Consecutive decode steps."""
 
     steps: list[float]  # seconds of each
     cpu_seconds: float  # of all threads
@@ -41,7 +40,7 @@ class Window(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all of it."""
+        """Seconds of all steps."""
         return sum(self.steps)
 
 
@@ -63,7 +62,7 @@ def submit(engine: LLMEngine, name: str, tokens: list[int], max_tokens: int) -> 
 
 
 def offer_blocks(engine: LLMEngine, options: argparse.Namespace, seed: int) -> None:
-    """Have a long prompt come twice, so that its blocks are to be written."""
+    """Send a long prompt twice, so that its blocks wait to be written."""
     for time_of_asking in range(2):
         submit(engine, f"long{time_of_asking}", prompt_of(options.prompt_tokens, seed), 1)
         while engine.stats().running or engine.stats().waiting:
@@ -71,7 +70,7 @@ def offer_blocks(engine: LLMEngine, options: argparse.Namespace, seed: int) -> N
 
 
 def run_window(engine: LLMEngine, options: argparse.Namespace, *, writes: bool) -> Window:
-    """Some steps, of which each may hand a block over, or none may."""
+    """Run some steps, in which blocks may be written or may not."""
     tiers = engine._tiers
     disk, held = tiers.disk, tiers.writes
     assert disk is not None
@@ -92,7 +91,7 @@ def run_window(engine: LLMEngine, options: argparse.Namespace, *, writes: bool) 
 def pairs_of(
     engine: LLMEngine, options: argparse.Namespace, batch: int, seed: int
 ) -> list[tuple[Window, Window]]:
-    """Windows of one batch of answers: without and with writing, neighbours."""
+    """Measure pairs of neighbouring windows of one batch, without and with writing."""
     offer_blocks(engine, options, seed)
     for number in range(batch):
         tokens = prompt_of(SHORT, seed + number + 1)
@@ -108,7 +107,7 @@ def pairs_of(
 
 
 def time_steps(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
-    """A row for each batch."""
+    """Measure a row for each batch."""
     engine = load_engine(options, folder)
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Measured servers side by side, for a terminal, with the ratio of ours to each."""
+"""Print measured servers side by side, with the ratio of ours to each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def add_ratios(rows: list[dict[str, Any]], ours: str = "ours") -> None:
-    """Put into each other row what ours does as a multiple of it, where both were undisturbed."""
+    """Add to each other row our rates as multiples of its own, where both were undisturbed."""
     measured = {row["name"]: row for row in rows if "sweep" in row}
     if ours not in measured:
         return
@@ -20,7 +20,7 @@ def add_ratios(rows: list[dict[str, Any]], ours: str = "ours") -> None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Output tokens per second at each number of clients, prefill, start, memory."""
+    """Print output tokens per second at each number of clients, prefill, start and memory."""
     measured = [row for row in rows if "sweep" in row]
     if not measured:
         return

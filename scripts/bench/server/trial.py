@@ -1,7 +1,7 @@
-"""One server under load: start, prefill, a sweep over numbers of clients, memory.
+"""Measure one server under load: start, prefill, a sweep over numbers of clients, memory.
 
-A repeat counts only if other programs used little CPU in it; else it is done again, up to a bound,
-and the row says so. Knows nothing of how a server is started or asked.
+A repeat counts only if other programs used little CPU in it; else it is repeated, up to a bound,
+and the row says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every server has to do.
+    """The load of every server.
 
     Attributes:
         concurrency: numbers of clients, one level each.
@@ -51,14 +51,14 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Kept(Generic[ResultT]):
-    """Repeats to report, and how quiet the machine was."""
+    """Repeats that count, and how quiet the machine was."""
 
     results: list[ResultT]
     notes: dict[str, Any]
 
 
 class Trial:
-    """All that is measured of one server."""
+    """The measurements of one server."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Trial:
         }
 
     async def _prefill(self) -> dict[str, Any]:
-        """Prompt tokens per second until the first token, one long prompt after another."""
+        """Measure prompt tokens per second until the first token, one long prompt after another."""
         load = self._load
 
         async def one_repeat() -> list[Burst]:
@@ -139,7 +139,7 @@ class Trial:
         return await run_burst(self._server.endpoint, clients)
 
     async def _repeat(self, once: Callable[[], Awaitable[ResultT]]) -> Kept[ResultT]:
-        """Enough quiet repeats; where they cannot be had, the least disturbed ones."""
+        """Repeat until enough repeats are quiet; else keep the least disturbed ones."""
         load = self._load
         tries: list[tuple[dict[str, float], ResultT]] = []
         while len(tries) < load.attempts:

@@ -1,1 +1,1 @@
-"""The dashboard in a pseudo-terminal."""
+"""Measure the dashboard in a pseudo-terminal."""

@@ -1,7 +1,7 @@
-"""What watching costs: bytes and CPU time of a frame of `appliance top`, over a pseudo-terminal.
+"""Measure bytes and CPU time of a frame of `appliance top`, over a pseudo-terminal.
 
-The dashboard runs as a process of its own, in front of a synthetic feed that changes about 250
-blocks a frame. Time is that process's own user and system time, so other load matters little.
+The dashboard runs in a process in front of a synthetic feed that changes about 250 blocks a frame.
+Time is that process's user and system time, so other load matters little.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLORS = {
 
 
 class Terminal:
-    """A pseudo-terminal of some size with `appliance top` in it; counts what is drawn."""
+    """A pseudo-terminal that runs `appliance top` and counts what it draws."""
 
     def __init__(self, url: str, columns: int, rows: int, colors: str) -> None:
         self.drawn = 0
@@ -54,11 +54,11 @@ class Terminal:
             asyncio.get_running_loop().remove_reader(self._ours)
 
     def press(self, keys: str) -> None:
-        """Type something."""
+        """Type keys."""
         os.write(self._ours, keys.encode())
 
     def end(self) -> None:
-        """Quit as a person does."""
+        """Quit by the keyboard."""
         self.press("q")
         try:
             self._process.wait(timeout=10)
@@ -70,7 +70,7 @@ class Terminal:
 
 
 async def measure(options: argparse.Namespace, columns: int, rows: int) -> dict[str, Any]:
-    """Watch at one size: figures per frame, one value per period."""
+    """Watch at one size; return figures per frame, one value per period."""
     engine = SyntheticEngine(options.blocks, options.sequences, options.changes)
     async with FeedServer(engine, options.fps) as server:
         terminal = Terminal(f"http://127.0.0.1:{server.port}", columns, rows, options.colors)
@@ -109,7 +109,6 @@ def _cpu(process: psutil.Process) -> float:
 
 
 def main() -> None:
-    """Measure at each size."""
     parser = parser_of(__doc__)
     parser.add_argument("--size", action="append", help="COLUMNSxROWS [160x48]; may be repeated")
     parser.add_argument("--blocks", type=int, default=65_536)

@@ -1,6 +1,6 @@
-"""A feed of the dashboard that no engine stands behind: sequences that grow, share and end.
+"""Feed the dashboard from sequences that grow, share and end, without an engine.
 
-As busy as a server can be: it changes about as many blocks a tick as it is told to.
+A tick changes about as many blocks as it is told to.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SyntheticEngine:
             self.tick()
 
     def tick(self) -> Delta:
-        """Let a fifth of a second go by; returns what changed."""
+        """Advance by a fifth of a second; return the changes."""
         quota = self._changes
         while quota > 0:
             slot = self._random.randint(1, self._num_sequences)
@@ -77,11 +77,10 @@ class SyntheticEngine:
         return self._delta()
 
     def snapshot(self) -> Snapshot:
-        """The whole map."""
+        """Return the whole map."""
         return Snapshot.of(1, BLOCK_SIZE, self.cells.astype("<u4").tobytes())
 
     def sequences(self) -> Sequences:
-        """All sequences."""
         now = time.time()
         return Sequences(
             sequences=tuple(
@@ -104,7 +103,6 @@ class SyntheticEngine:
         )
 
     def info(self) -> Info:
-        """What is served."""
         return Info(
             version="0.1.0", model="Synthetic-8B", state="ready", device="cpu", backend="none",
             weight_format="4-bit packed (g32)", kv_format="int8", context_length=32768,
@@ -114,7 +112,7 @@ class SyntheticEngine:
         )  # fmt: skip
 
     def stats(self) -> Stats:
-        """Numbers that wander."""
+        """Return numbers that wander."""
         states = self.cells & np.uint32(0xF)
         active = int(np.count_nonzero(states == 2))
         around = self._random.uniform
@@ -191,7 +189,7 @@ class SyntheticEngine:
 
 
 class FeedServer:
-    """An HTTP server on loopback that sends the feed to everybody who asks for anything."""
+    """An HTTP server on loopback that sends the feed to every client."""
 
     def __init__(self, engine: SyntheticEngine, ticks_per_second: float) -> None:
         self._engine = engine
