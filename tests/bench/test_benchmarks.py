@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,16 @@ def test_every_benchmark_starts(
         start(monkeypatch, name, "--help")
     assert ended.value.code == 0
     assert "--out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("folder", ["appliance", "kernels", "quant", "tui", "scripts"])
+def test_what_names_a_benchmark_names_one_that_exists(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.*"):
+        if path.suffix in {".py", ".md", ".c", ".h"}:
+            text = path.read_text()
+            named = re.findall(r"(?:scripts/|`|: )benchmark ([a-z]\w+)", text)
+            assert set(named) <= BENCHMARKS.keys(), path
+            assert "scripts/bench_" not in text, path
 
 
 def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
