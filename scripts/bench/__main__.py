@@ -53,7 +53,7 @@ def main() -> None:
         return
     name, *options = sys.argv[1:]
     if name not in BENCHMARKS:
-        sys.exit(f"there is no benchmark {name!r}; scripts/benchmark lists them")
+        sys.exit(f"there is no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
     sys.argv = [f"scripts/benchmark {name}", *options]
     try:
         importlib.import_module(f"bench.{BENCHMARKS[name]}").main()
