@@ -215,7 +215,7 @@ def test_files_stay_small(name: str) -> None:
 
 def c_files() -> list[Path]:
     """Every file of C or C++ in the folders that hold code."""
-    folders = ("appliance", "kernels", "quant", "tui", "tests", "scripts", "benchmarks")
+    folders = ("appliance", "kernels", "quant", "tui", "tests", "scripts")
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*.[chCH]*"))
     endings = {".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cuh"}
     return sorted({path.resolve() for path in paths if path.suffix in endings})
