@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from cpu_sections import load_sections, use_isa
 
-from appliance.kernels.cpu.library import LIBRARY, load_library
 from appliance.kernels.cpu.structs import (
     AttentionStruct,
     BatchStruct,
@@ -153,11 +153,10 @@ class Run:
             self._write(layer, self.key, self.value, self.slots)
 
     def _write(self, layer: int, key: Any, value: Any, slots: Any) -> None:
-        status = self.library.ap_kv_write(
+        self.library.section_write(
             *(self.engine, self.attention, self.cache, layer),
             *(_address(key), _address(value), slots.size, _address(slots)),
         )
-        assert status == Status.OK
 
     def write(self, call: int) -> None:
         """Write this step's keys and values into one of the layers."""
@@ -165,7 +164,7 @@ class Run:
 
     def attend(self, call: int) -> None:
         """Attend in one of the layers."""
-        status = self.library.ap_paged_attention(
+        status = self.library.section_attend(
             *(self.engine, self.attention, self.cache, call % self.num_layers),
             *(self.batch, _address(self.query), _address(self.out)),
         )
@@ -258,17 +257,17 @@ def main() -> None:
         "--layers", type=int, default=MOST_LAYERS, help="at most; 1: the cache stays in L2"
     )
     parser.add_argument("--no-sdpa", action="store_true")
-    parser.add_argument("--library", type=Path, default=LIBRARY)
+    parser.add_argument("--library", type=Path, help="another, with sections")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    library = load_library(options.library)
-    if options.isa:
-        assert library.ap_use_isa(Isa[options.isa.upper()]) == Status.OK
+    library = load_sections(options.library)
+    isa = Isa[options.isa.upper()] if options.isa else Isa(library.ap_current_isa())
+    use_isa(library, isa)
     engine = library.ap_engine_create(options.threads, 0)
     result: dict[str, Any] = {
         "benchmark": "cpu_attention",
         "conditions": conditions(),
-        "isa": Isa(library.ap_current_isa()).name.lower(),
+        "isa": isa.name.lower(),
         "threads": options.threads,
     }
     for name in options.shapes:

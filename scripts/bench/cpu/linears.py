@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu_sections import load_sections, use_isa
 from torch import Tensor
 
-from appliance.kernels.cpu.library import LIBRARY, load_library, select_isa
+from appliance.kernels.cpu.library import select_isa
 from appliance.kernels.cpu.structs import Format, LinearStruct, Offset, Status
 from appliance.kernels.packed import OffsetKind, PackedWeight
 from appliance.kernels.packed_matmul import prepare_linear
@@ -221,9 +222,9 @@ def measure(
     for rows in row_counts:
         x = torch.randn((rows, shape.in_features), generator=torch.Generator().manual_seed(rows))
         out = torch.empty((rows, shape.out_features))
-        forward = options.library.ap_linear_forward
+        forward = options.library.section_linear
         calls: list[Callable[[], object]] = [
-            partial(forward, engine, struct, x.data_ptr(), rows, out.data_ptr())
+            partial(forward, engine, struct, x.data_ptr(), rows, False, out.data_ptr())
             for struct in structs
         ]
         assert calls[0]() == Status.OK
@@ -274,19 +275,21 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 512])
     parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, cores}))
     parser.add_argument("--isa", default="auto")
-    parser.add_argument("--library", type=Path, default=LIBRARY)
+    parser.add_argument("--library", type=Path, help="another, with sections")
     parser.add_argument("--megabytes", type=int, default=256, help="of weights, in turn")
     parser.add_argument("--seconds", type=float, default=0.3, help="for each figure")
     parser.add_argument("--no-torch", action="store_true", help="leave torch's kernels out")
     arguments = parser.parse_args()
-    library = load_library(arguments.library)
+    library = load_sections(arguments.library)
+    isa = select_isa(library, arguments.isa)
+    use_isa(library, isa)
     options = Options(
         library, read_calls(), arguments.megabytes, arguments.seconds, not arguments.no_torch
     )
     result: dict[str, Any] = {
         "benchmark": "cpu_linears",
         "conditions": conditions(),
-        "isa": select_isa(library, arguments.isa).name.lower(),
+        "isa": isa.name.lower(),
         "megabytes": arguments.megabytes,
         "linears": [],
     }
