@@ -51,7 +51,7 @@ def ranking(content: int, request: Request, num_tokens: int, count: int) -> list
         banned = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
     first = hash((content, -2)) % VOCAB
     found = []
-    logprob = -0.1
+    logprob = -0.02 - hash((content, -4)) % 997 / 500  # so that shorter answers may be better ones
     for place in range(VOCAB):
         token = (first + place) % VOCAB
         if token not in banned:
