@@ -12,7 +12,7 @@ from virtual_runner import VirtualRunner
 
 pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
 
-STEPS = 40_000
+STEPS = 60_000
 
 
 def test_every_request_gets_the_right_answer_whatever_happens(

@@ -234,9 +234,10 @@ class Simulation:
         assert host.room >= 0, "more of host memory is promised than there is"
         groups = {sequence.group for sequence in self.scheduler.sequences()}
         for group in groups:
-            if isinstance(group, BeamGroup) and group.live[0].num_output_tokens:
+            if isinstance(group, BeamGroup):
                 group.check_invariants()
-                self.seen["beams without an answer"] += len(group.beams) < len(group.live)
+                begun = group.live[0].num_output_tokens > 0
+                self.seen["beams without an answer"] += begun and len(group.beams) < len(group.live)
 
     def first_in_rank(self) -> Sequence | None:
         """Who must get a row in the next step, whatever it costs the others, if anybody must."""
