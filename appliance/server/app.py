@@ -15,6 +15,7 @@ from appliance.server.door import Door
 from appliance.server.engine_metrics import EngineCollector
 from appliance.server.errors import error_response
 from appliance.server.health import health_router
+from appliance.server.idempotency import Idempotency
 from appliance.server.machine_metrics import MachineCollector
 from appliance.server.openai import openai_router
 from appliance.server.page import page_router
@@ -43,6 +44,7 @@ def create_app(state: ServerState) -> FastAPI:
     openapi.install(app, key_required=bool(state.keys()), root_path=root_path(state.config))
     state.metrics.add(EngineCollector(state))
     state.metrics.add(MachineCollector(state))
+    app.add_middleware(Idempotency, max_body_bytes=state.config.max_body_bytes)
     app.add_middleware(Door, config=state.config, keys=state.keys, metrics=state.metrics)
     if state.config.access_log:
         app.add_middleware(AccessLog)
