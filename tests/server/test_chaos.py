@@ -65,7 +65,7 @@ async def test_connections_that_say_nothing_leave_room_for_others(serve: Serve) 
         opened = []
         try:
             for number in range(200):
-                reader, writer = await asyncio.open_connection(host, int(port))
+                _, writer = await asyncio.open_connection(host, int(port))
                 writer.write((b"", b"POST /v1/chat", b"GET / HTTP/1.1\r\nHost: x")[number % 3])
                 opened.append(writer)
             await check_health(running, pid)
