@@ -89,7 +89,7 @@ ENGINE_ROOMS: dict[str, set[str]] = {
     "run": {"engine.run", "engine.runner"},
     "loading": {
         "engine.execution", "engine.kv_precision", "engine.memory_plan", "engine.load_tiers",
-        "engine.runner_setup", "engine.loading",
+        "engine.runner_setup", "engine.weights_fingerprint", "engine.loading",
     },
     "engine": {
         "engine.engine", "engine.deltas", "engine.check_tokens", "engine.sequence_views",
