@@ -11,6 +11,7 @@ from appliance.errors import ApplianceError
 from appliance.server import openapi
 from appliance.server.access_log import AccessLog
 from appliance.server.admin import admin_router
+from appliance.server.anthropic.routes import anthropic_router
 from appliance.server.door import Door
 from appliance.server.engine_metrics import EngineCollector
 from appliance.server.errors import error_response
@@ -36,7 +37,13 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    routers = (openai_router(state), health_router(state), admin_router(state), page_router())
+    routers = (
+        openai_router(state),
+        anthropic_router(state),
+        health_router(state),
+        admin_router(state),
+        page_router(),
+    )
     for router in routers:
         app.include_router(router)
     openapi.install(app, key_required=bool(state.keys()))
@@ -52,7 +59,7 @@ def create_app(state: ServerState) -> FastAPI:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:
