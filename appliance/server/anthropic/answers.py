@@ -7,25 +7,22 @@ from typing import Any, Literal
 import msgspec
 
 
-class TextBlock(msgspec.Struct, kw_only=True):
+class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     """Text for whoever asked."""
 
-    type: Literal["text"] = "text"
     text: str = ""
 
 
-class ThinkingBlock(msgspec.Struct, kw_only=True):
+class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
     """Text of the model to itself."""
 
-    type: Literal["thinking"] = "thinking"
     thinking: str = ""
     signature: str = ""  # a digest; nothing is checked when the block comes back
 
 
-class ToolUseBlock(msgspec.Struct, kw_only=True):
+class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
     """A call of a tool."""
 
-    type: Literal["tool_use"] = "tool_use"
     id: str
     name: str
     input: dict[str, Any]
