@@ -19,6 +19,7 @@ from appliance.server.health import health_router
 from appliance.server.machine_metrics import MachineCollector
 from appliance.server.ollama.routes import ollama_router
 from appliance.server.openai import openai_router
+from appliance.server.openai_responses.routes import responses_router
 from appliance.server.page import page_router
 from appliance.server.stream import ClientGoneError
 from appliance.version import __version__
@@ -40,6 +41,7 @@ def create_app(state: ServerState) -> FastAPI:
     )
     routers = (
         openai_router(state),
+        responses_router(state),
         anthropic_router(state),
         ollama_router(state),
         health_router(state),

@@ -121,7 +121,7 @@ def _preflight(headers: Headers) -> Response:
     """What a browser asks before it lets a page of an allowed origin call."""
     wanted = headers.get("access-control-request-headers", "")
     allowed = {
-        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-methods": "GET, POST, DELETE",
         "access-control-allow-headers": wanted if _HEADER_NAMES.fullmatch(wanted) else "",
         "access-control-max-age": str(PREFLIGHT_SECONDS),
     }
