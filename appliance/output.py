@@ -29,6 +29,11 @@ class ChoiceText:
         self._decoder = DecodeStream(tokenizer, shown)
         self._matcher = StopStringMatcher(stop)
 
+    @property
+    def stopped_by(self) -> str:
+        """The stop string that ended the text; empty if none did."""
+        return self._matcher.matched
+
     def push(
         self, token_ids: tuple[int, ...], finish_reason: FinishReason | None
     ) -> tuple[str, FinishReason | None]:

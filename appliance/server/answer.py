@@ -15,13 +15,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from appliance.best_of import Likelihood, best
-from appliance.dialects import Part
+from appliance.dialects import Content, Part
 from appliance.engine.messages import TokenLogprobs
 from appliance.engine.request import FinishReason
 from appliance.errors import ApplianceError, EngineDiedError, QueueTimeoutError
 from appliance.output import ChoiceText
 from appliance.server.merged import merged
-from appliance.server.metrics import RequestTimer
+from appliance.server.metrics import RequestTimer, Seconds
 from appliance.server.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 
 if TYPE_CHECKING:
@@ -45,6 +45,14 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     tokens: tuple[TokenLogprobs, ...]  # empty unless asked for
     finish_reason: FinishReason | None
     parts: tuple[Part, ...] | None = None  # instead of the text, where it is read
+    stopped_by: str = ""  # at the end, the stop string
+
+    @property
+    def all_parts(self) -> tuple[Part, ...]:
+        """The parts, of which a text that is not read is one."""
+        if self.parts is not None:
+            return self.parts
+        return (Content(self.text),) if self.text else ()
 
 
 @dataclass(slots=True)
@@ -56,6 +64,12 @@ class Whole:
     finish_reason: str = ""
     cumulative_logprob: float | UnsetType = UNSET  # of searches, and where the best was chosen
     parts: list[Part] = field(default_factory=list)  # as they came, where the text was read
+    stopped_by: str = ""  # the stop string at its end
+
+    @property
+    def all_parts(self) -> list[Part]:
+        """The parts, of which a text that was not read is one."""
+        return self.parts or ([Content(self.text)] if self.text else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +137,7 @@ class Answer:
         """Submit the requests, with nothing heard of them yet."""
         sampling, reading = self._sampling, self._reading
         self.completion_tokens = 0
-        self._reasoning_tokens = 0
+        self.reasoning_tokens = 0
         self._cached_tokens = [0] * len(self._requests)
         shown = frozenset() if reading is None else reading.shown
         self._choices = [
@@ -156,13 +170,18 @@ class Answer:
             prompt, completion, prompt + completion, PromptTokensDetails(self.cached_tokens)
         )
         if self._reading is not None:
-            usage.completion_tokens_details = CompletionTokensDetails(self._reasoning_tokens)
+            usage.completion_tokens_details = CompletionTokensDetails(self.reasoning_tokens)
         return usage
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were found in the prefix cache."""
         return sum(self._cached_tokens)
+
+    @property
+    def seconds(self) -> Seconds:
+        """How long it has taken so far."""
+        return self._timer.seconds
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """Pieces of all choices, at each turn all there are; each choice ends with a finish reason.
@@ -230,6 +249,7 @@ class Answer:
                 choice.parts += piece.parts or ()
                 if piece.finish_reason is not None:
                     choice.finish_reason = piece.finish_reason.value
+                    choice.stopped_by = piece.stopped_by
         for choice, parts in zip(choices, texts, strict=True):
             choice.text = "".join(parts)
         sampling, likelihoods = self._sampling, [choice.likelihood for choice in self._choices]
@@ -294,7 +314,8 @@ class Answer:
         tokens: tuple[TokenLogprobs, ...] = ()
         if choice.held:
             tokens, choice.held = tuple(choice.held), []
-        return [Piece(number, text, tokens, reason, parts)]
+        stopped_by = "" if reason is None else choice.text.stopped_by
+        return [Piece(number, text, tokens, reason, parts, stopped_by)]
 
     def _read(
         self, reader: Reader, text: str, num_tokens: int, reason: FinishReason | None
@@ -303,7 +324,7 @@ class Answer:
         thought = reader.thinking
         parts = reader.push(text)
         if thought or reader.thinking:
-            self._reasoning_tokens += num_tokens
+            self.reasoning_tokens += num_tokens
         if reason is not None:
             parts += reader.finish(cut=reason is not FinishReason.STOP)
         return tuple(parts), FinishReason.STOP if reader.ended else reason

@@ -11,13 +11,16 @@ from appliance.errors import ApplianceError
 from appliance.server import openapi
 from appliance.server.access_log import AccessLog
 from appliance.server.admin import admin_router
+from appliance.server.anthropic.routes import anthropic_router
 from appliance.server.door import Door
 from appliance.server.engine_metrics import EngineCollector
 from appliance.server.errors import error_response
 from appliance.server.health import health_router
 from appliance.server.idempotency import Idempotency
 from appliance.server.machine_metrics import MachineCollector
+from appliance.server.ollama.routes import ollama_router
 from appliance.server.openai import openai_router
+from appliance.server.openai_responses.routes import responses_router
 from appliance.server.page import page_router
 from appliance.server.proxies import Proxies, root_path
 from appliance.server.stream import ClientGoneError
@@ -38,7 +41,15 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    routers = (openai_router(state), health_router(state), admin_router(state), page_router())
+    routers = (
+        openai_router(state),
+        responses_router(state),
+        anthropic_router(state),
+        ollama_router(state),
+        health_router(state),
+        admin_router(state),
+        page_router(),
+    )
     for router in routers:
         app.include_router(router)
     openapi.install(app, key_required=bool(state.keys()), root_path=root_path(state.config))
@@ -56,7 +67,7 @@ def create_app(state: ServerState) -> FastAPI:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

@@ -47,9 +47,7 @@ class ChoiceFrames:
         if not self._begun:
             self._begun = True
             frames = self._one(ChatDelta(role="assistant", content=""))
-        parts: tuple[Part, ...] = (Content(piece.text),) if piece.text else ()
-        if piece.parts is not None:
-            parts = piece.parts
+        parts = piece.all_parts
         if piece.tokens:  # with the first part, if any is certain
             first = self._delta(parts[0]) if parts else ChatDelta(content="")
             frames += self._one(first, chat_logprobs(piece.tokens, self._tokenizer))

@@ -11,30 +11,29 @@ import msgspec
 from appliance.dialects.constrain import may_call, must_call
 from appliance.errors import RequestError
 from appliance.grammar import Grammar, GrammarKind
-from appliance.server.grammars import checked_grammar, expect_grammars, prepare_grammar
+from appliance.server.grammars import checked_grammar, expect_grammars, grammar_of
 
 if TYPE_CHECKING:
-    from appliance.server.schema import ChatRequest
+    from appliance.server.conversation import Conversation
     from appliance.server.state import ServerState
     from appliance.server.tools import Tools
     from appliance.tokenizer import Tokenizer
 
 
-async def chat_grammar(
-    state: ServerState, body: ChatRequest, tools: Tools, *, thinking: bool
-) -> Grammar | None:
+async def chat_grammar(state: ServerState, chat: Conversation, *, thinking: bool) -> Grammar | None:
     """The grammar for the engine; None if any answer is right.
 
     Args:
         state: the server.
-        body: the request.
-        tools: that it offers.
+        chat: what is asked.
         thinking: whether the answer begins within a thought.
 
     Raises:
         RequestError: two things do not go together, or something cannot be compiled.
     """
-    content = await prepare_grammar(state, body)
+    tools = chat.tools
+    form = chat.form or grammar_of(chat.sampling)
+    content = None if form is None else await checked_grammar(state, form[1], form[0])
     if content is None and not (tools.required or tools.strict):
         if tools.definitions:
             expect_grammars(state)  # the next request may have to call
@@ -51,9 +50,8 @@ async def chat_grammar(
     try:
         return await checked_grammar(state, grammar, "tools")
     except RequestError:
-        for number, definition in enumerate(tools.definitions or ()):
-            schema = Grammar.json_schema(definition["function"]["parameters"])
-            await state.grammars.check(schema, f"tools[{number}].function.parameters")
+        for place, schema in zip(tools.places, (tools.schemas or {}).values(), strict=True):
+            await state.grammars.check(Grammar.json_schema(schema), place)
         raise
 
 

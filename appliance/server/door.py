@@ -14,7 +14,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 
 from appliance.errors import RequestError
-from appliance.server.errors import FramingError, error_response
+from appliance.server.anthropic.errors import PATH as ANTHROPIC_PATH
+from appliance.server.errors import REQUEST_ID, FramingError, error_response
 from appliance.server.keys import KeyCheck
 from appliance.server.origins import Origins, check_site
 from appliance.server.page import DOCUMENTS, FILES
@@ -67,12 +68,15 @@ class Door:
         request_id = headers.get("x-request-id", "")
         if not REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
+        scope.setdefault("state", {})[REQUEST_ID] = request_id
         foreign: str | None = None
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 response = MutableHeaders(scope=message)
                 response["x-request-id"] = request_id
+                if scope["path"].startswith(ANTHROPIC_PATH):
+                    response["request-id"] = request_id  # where its clients look
                 if foreign is not None:
                     response["access-control-allow-origin"] = foreign
                     response["access-control-expose-headers"] = "x-request-id, retry-after"
@@ -96,9 +100,9 @@ class Door:
                     headers.getlist("x-api-key"),
                     scope["client"][0] if scope.get("client") else "",
                 )
-                scope.setdefault("state", {})[_KEY_NAME] = name
+                scope["state"][_KEY_NAME] = name
         except RequestError as error:
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)
 
@@ -117,7 +121,7 @@ def _preflight(headers: Headers) -> Response:
     """What a browser asks before it lets a page of an allowed origin call."""
     wanted = headers.get("access-control-request-headers", "")
     allowed = {
-        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-methods": "GET, POST, DELETE",
         "access-control-allow-headers": wanted if _HEADER_NAMES.fullmatch(wanted) else "",
         "access-control-max-age": str(PREFLIGHT_SECONDS),
     }

@@ -1,9 +1,9 @@
-"""Every failure as OpenAI's error body, from one table."""
+"""Every failure as an error body, from one table: OpenAI's, or that of the path's own protocol."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -17,8 +17,14 @@ from appliance.errors import (
     QuarantinedError,
     RequestError,
 )
+from appliance.server.anthropic import errors as anthropic
+from appliance.server.ollama import errors as ollama
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 RETRY_AFTER = 2  # seconds, while the engine loads or restarts
+REQUEST_ID = "request_id"  # in the state of a request
 
 
 class ForbiddenError(RequestError):
@@ -132,10 +138,27 @@ def describe(error: Exception) -> tuple[int, ErrorBody, dict[str, str]]:
             return 500, _body(text, "server_error", None, "internal_error"), {}
 
 
-def error_response(error: Exception) -> Response:
-    """The whole response for an error."""
-    status, body, headers = describe(error)
-    return json_response(body, status=status, headers=headers)
+def error_body(error: Exception, scope: Scope) -> msgspec.Struct:
+    """The body of an error as the clients of a path expect it."""
+    status, body, _ = describe(error)
+    path, message = scope.get("path", ""), body.error.message
+    if path.startswith(anthropic.PATH):
+        return anthropic.error_body(status, message, request_id_of(scope))
+    if path.startswith(ollama.PREFIX):
+        return ollama.error_body(message)
+    return body
+
+
+def error_response(error: Exception, scope: Scope) -> Response:
+    """The whole response for an error of a request."""
+    status, _, headers = describe(error)
+    return json_response(error_body(error, scope), status=status, headers=headers)
+
+
+def request_id_of(scope: Scope) -> str:
+    """The id of a request, as the door gave it; empty before that."""
+    name: str = scope.get("state", {}).get(REQUEST_ID, "")
+    return name
 
 
 def json_response(

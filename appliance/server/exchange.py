@@ -28,7 +28,7 @@ class Exchange:
         """A new one; its id starts with `prefix`."""
         info, tokenizer = state.serving()
         return cls(
-            id=f"{prefix}-{secrets.token_hex(12)}",
+            id=f"{prefix}{secrets.token_hex(12)}",
             created=int(time.time()),
             model=state.model_id,
             fingerprint=info.fingerprint,

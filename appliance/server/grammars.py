@@ -168,6 +168,18 @@ def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:
     return None
 
 
+def schema_form(param: str, schema: Any) -> tuple[str, Grammar]:
+    """The grammar of answers that obey a schema, behind the name of the field that has it.
+
+    Raises:
+        RequestError: it is none.
+    """
+    try:
+        return param, Grammar.json_schema(schema)
+    except RequestError as error:
+        raise RequestError(f"{param}: {error}", param=param) from error
+
+
 def _of_format(form: ResponseFormat) -> tuple[str, Callable[[], Grammar]]:
     if form.type == "json_object":
         return "response_format", Grammar.json_object

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from appliance.errors import EngineUnavailableError
@@ -29,7 +29,7 @@ def health_router(state: ServerState) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health", **describes(None, Health))
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         """200 while the engine works, also while the server drains; else 503, in a word why."""
         why = state.not_working
         engine = state.engine
@@ -39,11 +39,12 @@ def health_router(state: ServerState) -> APIRouter:
         seconds = engine.seconds_to_start
         when = f"; restart {engine.restarts + 1} begins in {seconds:.0f} s" if seconds > 0 else ""
         return error_response(
-            EngineUnavailableError(f"the engine is {why}{when}", retry_after=seconds or None)
+            EngineUnavailableError(f"the engine is {why}{when}", retry_after=seconds or None),
+            request.scope,
         )
 
     @router.get("/ready", **describes(None, Health))
-    async def ready() -> Response:
+    async def ready(request: Request) -> Response:
         """200 if a request that comes now would be accepted."""
         why = state.unavailable
         if why is None and state.doubtful:
@@ -52,7 +53,7 @@ def health_router(state: ServerState) -> APIRouter:
             why = "busy: the queue is full"
         if why is None:
             return json_response(Health("ready"))
-        return error_response(EngineUnavailableError(f"the server is {why}"))
+        return error_response(EngineUnavailableError(f"the server is {why}"), request.scope)
 
     @router.get("/metrics", **describes(None, None, media_type="text/plain"))
     async def metrics() -> Response:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Summary, generate_latest
@@ -195,6 +196,15 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """How long a request took: altogether, up to its first token, and from there to its last."""
+
+    total: float
+    prefill: float
+    decode: float
+
+
 class RequestTimer:
     """The times of one request, from its arrival on."""
 
@@ -225,6 +235,15 @@ class RequestTimer:
             metrics.token_seconds.observe(seconds, count)
             metrics.inter_token_latency.add(now, seconds)
         self._last[choice] = now
+
+    @property
+    def seconds(self) -> Seconds:
+        """The times so far; its wait is part of the total only."""
+        total = time.monotonic() - self._arrival
+        if not self._last:
+            return Seconds(total, 0.0, 0.0)
+        decode = max(self._last.values()) - self._first
+        return Seconds(total, max(0.0, self._first - self._begin), decode)
 
     def end(self, *, complete: bool) -> None:
         """The request is over."""

@@ -38,27 +38,31 @@ def describes(
     streams: bool = False,
     path: tuple[str, ...] = (),
     media_type: str = "application/json",
+    stream_type: str = "text/event-stream",
+    error: type[msgspec.Struct] = ErrorBody,
 ) -> dict[str, Any]:
     """Keyword arguments of a route that document it.
 
     Args:
         takes: the body.
         gives: the answer; None means text of `media_type`.
-        streams: whether the answer may also be server-sent events.
+        streams: whether the answer may also come in pieces.
         path: names of the path parameters.
         media_type: of an answer that is no struct.
+        stream_type: media type of a stream.
+        error: body of every failure.
     """
     content: dict[str, Any] = {media_type: {"schema": {"type": "string"}}}
     if gives is not None:
         content = {"application/json": {"schema": _reference(gives)}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[stream_type] = {"schema": {"type": "string"}}
     responses: dict[int | str, dict[str, Any]] = {
         200: {"description": "Success.", "content": content}
     }
     errors = {**(_POST_ERRORS if takes else {404: "There is no such thing."}), **_ANY_ERRORS}
     for status, text in errors.items():
-        schema = {"application/json": {"schema": _reference(ErrorBody)}}
+        schema = {"application/json": {"schema": _reference(error)}}
         responses[status] = {"description": text, "content": schema}
     extra: dict[str, Any] = {}
     if takes is not None:

@@ -58,16 +58,31 @@ def page_router() -> APIRouter:
     _add(router, topics, "\n".join(NAMES).encode(), "text/plain; charset=utf-8")
     for path, name in zip(pages, NAMES, strict=True):
         _add(router, path, read(name).text.encode(), "text/markdown; charset=utf-8")
+
+    @router.head("/", include_in_schema=False)
+    async def look() -> Response:
+        """Clients of Ollama look in this way whether it is there."""
+        return _for_programs()
+
     return router
+
+
+def _for_programs() -> Response:
+    """What clients of Ollama expect to read at its root."""
+    return Response("Ollama is running", media_type="text/plain", headers={"vary": "accept"})
 
 
 def _add(router: APIRouter, path: str, content: bytes, media_type: str) -> None:
     tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
     headers = {**HEADERS, "etag": tag}
+    if path == "/":
+        headers["vary"] = "accept"
 
     @router.get(path, **describes(None, None, media_type=media_type.partition(";")[0]))
     async def send(request: Request) -> Response:
         """A file of the status page."""
+        if path == "/" and "text/html" not in request.headers.get("accept", ""):
+            return _for_programs()
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
         return Response(content, media_type=media_type, headers=headers)

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, TypeVar
 from appliance.dialects.turns import prepare
 from appliance.errors import RequestError
 from appliance.server.answer import Reading
-from appliance.server.thinking import template_options, thought_budget
-from appliance.server.turns import turns_of
+from appliance.server.thinking import thought_budget
 from appliance.tokenizer import DecodeStream
 
 if TYPE_CHECKING:
     from appliance.engine.messages import EngineInfo
     from appliance.engine.request import ThoughtBudget
-    from appliance.server.schema import ChatRequest
+    from appliance.server.conversation import Conversation
     from appliance.server.state import ServerState
     from appliance.server.tools import Tools
     from appliance.tokenizer import Tokenizer
@@ -40,13 +39,12 @@ class ChatPrompt:
     budget: ThoughtBudget | None
 
 
-async def chat_prompt(state: ServerState, body: ChatRequest, tools: Tools, salt: str) -> ChatPrompt:
+async def chat_prompt(state: ServerState, chat: Conversation, salt: str) -> ChatPrompt:
     """A conversation in the model's own chat format.
 
     Args:
         state: the server.
-        body: the request.
-        tools: that it offers.
+        chat: what is asked.
         salt: only chats of the same salt find one another's texts tokenized; see `terms.salt_of`.
 
     Raises:
@@ -57,21 +55,19 @@ async def chat_prompt(state: ServerState, body: ChatRequest, tools: Tools, salt:
     if tokenizer.chat_template is None:
         raise RequestError(
             "this model has no chat template; send a prompt to /v1/completions instead",
-            param="messages",
+            param=chat.param,
             code="no_chat_template",
         )
-    options = template_options(body)
 
     def encode() -> ChatPrompt:
         dialect = tokenizer.dialect
-        turns, definitions = prepare(dialect, turns_of(body.messages), tools.definitions)
-        ids = tokenizer.encode_chat(turns, tools=definitions, options=options, salt=salt)
+        turns, definitions = prepare(dialect, chat.turns(), chat.tools.definitions)
+        ids = tokenizer.encode_chat(turns, tools=definitions, options=chat.options, salt=salt)
         end = "".join(map(tokenizer.token_text, ids[-_TAIL:]))
         thinking = dialect.begins_thinking(end)
-        reading = _reading(tokenizer, tools, thinking=thinking)
-        return ChatPrompt(
-            ids, reading, thinking, thought_budget(body, tokenizer, thinking=thinking)
-        )
+        reading = _reading(tokenizer, chat.tools, thinking=thinking)
+        budget = thought_budget(chat.thought_tokens, tokenizer, thinking=thinking)
+        return ChatPrompt(ids, reading, thinking, budget)
 
     # However short its texts are, a chat can have a great deal beside them.
     return await _off_loop(state, encode)

@@ -91,7 +91,7 @@ class Scoring:
         info, tokenizer = state.serving()
         longest = max(map(len, prompts)) + generated
         check_answer(len(prompts), 1, longest, body.logprobs, param="prompt")
-        exchange = Exchange.begin(state, "cmpl", logprobs=True)
+        exchange = Exchange.begin(state, "cmpl-", logprobs=True)
         terms = Terms.of(body, state, owner)
         requests = []
         for number, prompt in enumerate(prompts):

@@ -42,14 +42,10 @@ class ServerState:
         quality_card: of the model, if it has one.
         jobs_folder: where long tasks on this machine tell how far they are; None looks nowhere.
         warnings: of this process and the engine's, for whoever watches.
-    <<<<<<< HEAD
         keys: that are let in.
         use: what their holders use of what they may.
         queue: of requests that wait.
-    =======
-        key_names: of all keys that are let in.
         grammars: checks what requests ask of their answers.
-    >>>>>>> main
         text_pool: threads for templates and tokenizers, so that long texts stall nobody.
     """
 

@@ -12,6 +12,7 @@ import secrets
 import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
@@ -19,7 +20,7 @@ from starlette.responses import Response
 
 from appliance.errors import ApplianceError
 from appliance.server.connection import CHUNKS
-from appliance.server.errors import describe, error_response
+from appliance.server.errors import error_body, error_response
 from appliance.server.repeated import FAILED
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ DONE = b"data: [DONE]\n\n"
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _GZIP = zlib.MAX_WBITS | 16  # with that format's header
-_KEEP_ALIVE = b": keep-alive\n\n"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -47,6 +47,11 @@ class ClientGoneError(Exception):
 def data_frame(content: Any) -> bytes:
     """One frame of an OpenAI stream."""
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def event_frame(kind: str, content: Any) -> bytes:
+    """One frame of a stream whose events have names."""
+    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class FrameTemplate:
@@ -75,26 +80,46 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
     return await _guarded(work, _disconnect(receive))
 
 
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """What a stream looks like in some protocol.
+
+    Attributes:
+        media_type: of the response.
+        keep_alive: what clients read past.
+        frame: one of a body, for an error in mid-stream.
+    """
+
+    media_type: str = "text/event-stream"
+    keep_alive: bytes = b": keep-alive\n\n"
+    frame: Callable[[Any], bytes] = data_frame
+
+
+SERVER_SENT_EVENTS = Wire()
+
+
 class EventStream(Response):
     """A response that sends frames as they come.
 
     Args:
         frames: complete frames.
+        wire: what else is sent.
         on_close: called when the stream is over, however it ended, even if it never began.
         gzip: whether to compress it; every frame can still be read as soon as it has come.
     """
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
         *,
+        wire: Wire = SERVER_SENT_EVENTS,
         on_close: Callable[[], None] = lambda: None,
         gzip: bool = False,
     ) -> None:
-        super().__init__(headers={**_HEADERS, "content-encoding": "gzip"} if gzip else _HEADERS)
+        headers = {**_HEADERS, "content-encoding": "gzip"} if gzip else _HEADERS
+        super().__init__(headers=headers, media_type=wire.media_type)
         del self.headers["content-length"]  # of the empty body that is not sent
+        self.wire = wire
         self._frames = frames
         self._on_close = on_close
         self._gzip = gzip
@@ -123,7 +148,7 @@ class _Stream:
         scope: Scope,
         receive: Receive,
         send: Send,
-        response: Response,
+        response: EventStream,
         packer: zlib._Compress | None,
     ) -> None:
         self._scope = scope
@@ -171,7 +196,7 @@ class _Stream:
     async def _comment(self) -> None:
         try:
             async with asyncio.timeout(STALL_SECONDS):
-                await self._write(_KEEP_ALIVE)
+                await self._write(self._response.wire.keep_alive)
         except TimeoutError:
             raise ClientGoneError(f"nothing was read for {STALL_SECONDS:.0f} s") from None
 
@@ -180,10 +205,11 @@ class _Stream:
         async with self._lock:
             if not self._started:
                 self._started = self._ended = True
-                await error_response(error)(self._scope, self._receive, self._send)
+                response = error_response(error, self._scope)
+                await response(self._scope, self._receive, self._send)
                 return
-        _, body, _ = describe(error)
-        await self._write(data_frame(body), last=True)
+        frame = self._response.wire.frame(error_body(error, self._scope))
+        await self._write(frame, last=True)
 
     def _write_at_once(self, data: bytes) -> bool:
         """Write past locks and middlewares, if nothing is in the way."""

@@ -10,7 +10,7 @@ from appliance.errors import RequestError
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
-    from appliance.server.schema import ChatRequest
+    from appliance.server.schema import Effort
     from appliance.tokenizer import Tokenizer
 
 MAX_OPTIONS = 64
@@ -20,20 +20,23 @@ _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know three
 
 
-def template_options(body: ChatRequest) -> dict[str, Any]:
-    """`reasoning_effort` and `chat_template_kwargs`; the latter wins.
+def template_options(effort: Effort | None, given: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Variables for the chat template.
+
+    Args:
+        effort: `reasoning_effort`.
+        given: `chat_template_kwargs`, which win.
 
     Raises:
         RequestError: there are too many, or one of them has a field of its own.
     """
     options: dict[str, Any] = {}
-    effort = body.reasoning_effort
     if effort is not None:
         # The two names by which templates know it.
         options["enable_thinking"] = options["thinking"] = effort != "none"
         if effort != "none":
             options["reasoning_effort"] = _EFFORTS.get(effort, effort)
-    given = body.chat_template_kwargs or {}
+    given = given or {}
     if taken := _RESERVED & given.keys():
         raise RequestError(
             f"chat_template_kwargs has {min(taken)!r}, which is no option of the template; leave "
@@ -52,17 +55,17 @@ def template_options(body: ChatRequest) -> dict[str, Any]:
 
 
 def thought_budget(
-    body: ChatRequest, tokenizer: Tokenizer, *, thinking: bool
+    most: int | None, tokenizer: Tokenizer, *, thinking: bool
 ) -> ThoughtBudget | None:
     """How long the model may think; None if it may for ever, or does not think at all.
 
     Args:
-        body: the request.
+        most: tokens of a thought; None for any number.
         tokenizer: of the model.
         thinking: whether the answer begins within a thought.
     """
     marks = tokenizer.dialect.budget_marks
-    if body.thinking_token_budget is None or marks is None:
+    if most is None or marks is None:
         return None
     ids = tokenizer.mark_ids(marks)
 
@@ -72,7 +75,7 @@ def thought_budget(
         return tuple(tokenizer.encode(mark, add_special_tokens=False))
 
     opening = () if thinking else tokens(marks.opening)
-    budget = body.thinking_token_budget
+    budget = most
     if opening:  # by the model itself: one token has to follow before it is known to have begun
         budget = len(opening) + max(1, budget)
     return ThoughtBudget(budget, opening, tokens(marks.closing))

@@ -7,20 +7,41 @@ import re
 import secrets
 import string
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from appliance.dialects.turns import SHORT_ID
 from appliance.errors import RequestError
-from appliance.server.schema import NamedTool
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
-    from appliance.server.schema import ChatRequest, Tool
+    from collections.abc import Sequence
 
 MAX_TOOLS = 128
 MAX_TOOL_CHARACTERS = 512 * 1024  # of all definitions, as JSON
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _ID_LETTERS = string.ascii_letters + string.digits
+
+
+Choice = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A function that a model may call.
+
+    Attributes:
+        name: letters, digits, underscores and dashes.
+        parameters: schema of an object; None for none.
+        place: of the schema in the body.
+        description: what it does.
+        strict: the arguments of a call have to obey the schema.
+    """
+
+    name: str
+    parameters: dict[str, Any] | None
+    place: str
+    description: str | None = None
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +51,7 @@ class Tools:
     Attributes:
         definitions: for the model; None if it may call none.
         schemas: of the arguments, by name.
+        places: of these schemas in the body, in their order.
         required: names of which one has to be called; empty if the model may choose.
         strict: the arguments of a call have to obey its schema.
         one_call: there may be one call at most.
@@ -37,25 +59,36 @@ class Tools:
 
     definitions: tuple[dict[str, Any], ...] | None = None
     schemas: dict[str, dict[str, Any]] | None = None
+    places: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
     strict: bool = False
     one_call: bool = False
 
     @classmethod
-    def of(cls, body: ChatRequest) -> Tools:
+    def of(
+        cls,
+        offers: Sequence[Offer],
+        *,
+        choice: Choice | None = None,
+        named: str | None = None,
+        one_call: bool = False,
+    ) -> Tools:
         """The tools of a request.
+
+        Args:
+            offers: what it lists.
+            choice: what is to be done with them.
+            named: the tool that has to be called, once.
+            one_call: there may be one call at most.
 
         Raises:
             RequestError: a definition is wrong, or the choice fits none.
         """
-        offered = body.tools or []
-        if len(offered) > MAX_TOOLS:
+        if len(offers) > MAX_TOOLS:
             raise RequestError(
-                f"there are {len(offered)} tools; at most {MAX_TOOLS} are accepted", param="tools"
+                f"there are {len(offers)} tools; at most {MAX_TOOLS} are accepted", param="tools"
             )
-        definitions = tuple(
-            _definition(tool, f"tools[{number}]") for number, tool in enumerate(offered)
-        )
+        definitions = tuple(map(_definition, offers))
         if (size := len(json.dumps(definitions, ensure_ascii=False))) > MAX_TOOL_CHARACTERS:
             raise RequestError(
                 f"the tools have {size} characters as JSON; at most {MAX_TOOL_CHARACTERS} are "
@@ -67,15 +100,16 @@ class Tools:
             names = [one["function"]["name"] for one in definitions]
             twice = next(name for name in names if names.count(name) > 1)
             raise RequestError(f"there are two tools of the name {twice!r}", param="tools")
-        required = _required(body, tuple(schemas))
-        if not definitions or body.tool_choice == "none":
+        required = _required(choice, named, tuple(schemas))
+        if not definitions or choice == "none":
             return cls()
         return cls(
             definitions=definitions,
             schemas=schemas,
+            places=tuple(offer.place for offer in offers),
             required=required,
-            strict=any(tool.function.strict for tool in offered),
-            one_call=body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool),
+            strict=any(offer.strict for offer in offers),
+            one_call=one_call or named is not None,
         )
 
 
@@ -90,56 +124,41 @@ def new_call_id(*, short: bool) -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _definition(tool: Tool, where: str) -> dict[str, Any]:
+def _definition(offer: Offer) -> dict[str, Any]:
     """One tool as templates expect it."""
-    if tool.type != "function":
+    if not _NAME.fullmatch(offer.name):
+        where = offer.place.rpartition(".")[0]
         raise RequestError(
-            f"{where} is of type {tool.type[:40]!r}; only function tools are supported here",
-            param="tools",
-        )
-    function = tool.function
-    if not _NAME.fullmatch(function.name):
-        raise RequestError(
-            f"{where} has the name {function.name[:80]!r}; a name has 1 to 64 letters, digits, "
+            f"{where} has the name {offer.name[:80]!r}; a name has 1 to 64 letters, digits, "
             "underscores and dashes",
             param="tools",
         )
-    parameters = function.parameters or {}
+    parameters = offer.parameters or {}
     check_nesting(parameters, "tools")
     if parameters.get("type", "object") != "object":
-        raise RequestError(
-            f"{where}.function.parameters must be the schema of an object", param="tools"
-        )
+        raise RequestError(f"{offer.place} must be the schema of an object", param="tools")
     properties = parameters.get("properties", {})
     if not isinstance(properties, dict):
-        raise RequestError(
-            f"{where}.function.parameters.properties must be an object", param="tools"
-        )
+        raise RequestError(f"{offer.place}.properties must be an object", param="tools")
     return {
         "type": "function",
         "function": {
-            "name": function.name,
-            "description": function.description or "",
+            "name": offer.name,
+            "description": offer.description or "",
             # Templates read both without asking.
             "parameters": {"type": "object", "properties": properties, **parameters},
         },
     }
 
 
-def _required(body: ChatRequest, names: tuple[str, ...]) -> tuple[str, ...]:
-    choice = body.tool_choice
-    if isinstance(choice, NamedTool):
-        if choice.type != "function":
+def _required(choice: Choice | None, named: str | None, names: tuple[str, ...]) -> tuple[str, ...]:
+    if named is not None:
+        if named not in names:
             raise RequestError(
-                f"tool_choice has the type {choice.type[:40]!r}; only function is supported",
+                f"tool_choice names {named[:80]!r}, which is not among the tools",
                 param="tool_choice",
             )
-        if choice.function.name not in names:
-            raise RequestError(
-                f"tool_choice names {choice.function.name[:80]!r}, which is not among the tools",
-                param="tool_choice",
-            )
-        return (choice.function.name,)
+        return (named,)
     if choice == "required":
         if not names:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""Messages of a chat, checked, as templates expect them."""
+"""Messages and tools of an OpenAI chat, checked, as templates expect them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
+from appliance.server.schema import NamedTool
+from appliance.server.tools import Offer, Tools
 from appliance.tokenizer.chat_template import check_nesting
 
 if TYPE_CHECKING:
-    from appliance.server.schema import ContentPart, Message, ToolCall
+    from appliance.server.schema import ChatRequest, ContentPart, Message, ToolCall
 
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
@@ -31,6 +33,42 @@ def turns_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
             turn.setdefault("name", names[turn["tool_call_id"]])
         turns.append(turn)
     return turns
+
+
+def tools_of(body: ChatRequest) -> Tools:
+    """The tools of a chat.
+
+    Raises:
+        RequestError: a definition is wrong, or the choice fits none.
+    """
+    offers = []
+    for number, tool in enumerate(body.tools or ()):
+        if tool.type != "function":
+            raise RequestError(
+                f"tools[{number}] is of type {tool.type[:40]!r}; only function tools are supported "
+                "here",
+                param="tools",
+            )
+        function = tool.function
+        offers.append(
+            Offer(
+                name=function.name,
+                parameters=function.parameters,
+                place=f"tools[{number}].function.parameters",
+                description=function.description,
+                strict=bool(function.strict),
+            )
+        )
+    one_call = body.parallel_tool_calls is False
+    choice = body.tool_choice
+    if not isinstance(choice, NamedTool):
+        return Tools.of(offers, choice=choice, one_call=one_call)
+    if choice.type != "function":
+        raise RequestError(
+            f"tool_choice has the type {choice.type[:40]!r}; only function is supported",
+            param="tool_choice",
+        )
+    return Tools.of(offers, named=choice.function.name)
 
 
 def _turn(message: Message, where: str) -> dict[str, Any]:

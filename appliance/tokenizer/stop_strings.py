@@ -17,6 +17,7 @@ class StopStringMatcher:
         self._stop = stop
         self._openings = {string[0] for string in stop}
         self._held = ""  # a suffix of the text that could still become a stop string
+        self.matched = ""  # the stop string that was found
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add text.
@@ -29,9 +30,9 @@ class StopStringMatcher:
             return text, False  # as with most tokens
         text = self._held + text
         self._held = ""
-        found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
+        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
-            _, start = min(found)
+            _, start, self.matched = min(found)
             return text[:start], True
         held = self._length_to_hold(text)
         self._held = text[len(text) - held :]

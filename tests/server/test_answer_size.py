@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from appliance.errors import RequestError
-from appliance.server import answer_size, openai
+from appliance.server import answer_size, intake
 from appliance.server.answer import MAX_TURN
 from appliance.server.answer_size import MAX_LOGPROBS, MAX_TOKENS, check_answer, most_tokens
 from appliance.server.merged import merged as merge
@@ -75,14 +75,14 @@ async def test_a_large_answer_is_put_together_beside_the_event_loop(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = []
-    json_response = openai.json_response  # type: ignore[attr-defined]
+    json_response = intake.json_response  # type: ignore[attr-defined]
 
     def noted(content: Any) -> Any:
         threads.append(threading.get_ident())
         return json_response(content)
 
-    monkeypatch.setattr(openai, "json_response", noted)
-    monkeypatch.setattr(openai, "OFF_LOOP_LOGPROBS", 100)
+    monkeypatch.setattr(intake, "json_response", noted)
+    monkeypatch.setattr(intake, "OFF_LOOP_LOGPROBS", 100)
     async with serve() as running:
         for tokens, aside in ((16, False), (17, True)):
             answer = await running.complete("ab", max_tokens=tokens, logprobs=5)

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from tests.server.conftest import Serve
 
 
+BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}  # others are not shown the page
+
+
 async def test_the_page_is_open_to_all_and_everything_else_wants_the_key(serve: Serve) -> None:
     async with serve(server={"api_key": "secret-key"}) as running:
         for path, (name, media_type) in FILES.items():
-            response = await running.http.get(path)
+            response = await running.http.get(path, headers=BROWSER)
             assert response.status_code == 200
             assert response.headers["content-type"] == media_type
             assert response.content == (FOLDER / name).read_bytes()
@@ -26,7 +29,7 @@ async def test_the_page_is_open_to_all_and_everything_else_wants_the_key(serve: 
 async def test_nothing_but_its_own_files_may_run_on_the_page(serve: Serve) -> None:
     async with serve() as running:
         for path in FILES:
-            response = await running.http.get(path)
+            response = await running.http.get(path, headers=BROWSER)
             policy = dict(
                 part.strip().split(" ", 1)
                 for part in response.headers["content-security-policy"].split(";")
@@ -44,8 +47,8 @@ async def test_nothing_but_its_own_files_may_run_on_the_page(serve: Serve) -> No
 
 async def test_a_browser_that_has_the_page_is_not_sent_it_again(serve: Serve) -> None:
     async with serve() as running:
-        tag = (await running.http.get("/")).headers["etag"]
-        again = await running.http.get("/", headers={"if-none-match": tag})
+        tag = (await running.http.get("/", headers=BROWSER)).headers["etag"]
+        again = await running.http.get("/", headers={**BROWSER, "if-none-match": tag})
         assert (again.status_code, again.content) == (304, b"")
 
 

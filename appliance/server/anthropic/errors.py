@@ -1,0 +1,39 @@
+"""Failures in the shape of Anthropic's API."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PATH = "/v1/messages"
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+class AnthropicError(msgspec.Struct):
+    """The inside of an error body."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, kw_only=True):
+    """What every refusal and failure of /v1/messages looks like."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicError
+    request_id: str
+
+
+def error_body(status: int, message: str, request_id: str) -> AnthropicErrorBody:
+    """A failure, whose kind follows from its status."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return AnthropicErrorBody(error=AnthropicError(kind, message), request_id=request_id)

@@ -1,0 +1,226 @@
+"""An answer as a message of Anthropic's API, in one object or event by event."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
+from appliance.engine.request import FinishReason
+from appliance.server.anthropic.answers import (
+    AnswerBlock,
+    AnthropicMessage,
+    AnthropicUsage,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    InputDelta,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    OutputTokensDetails,
+    Ping,
+    SignatureDelta,
+    StopDelta,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+)
+from appliance.server.stream import FrameTemplate, Wire, event_frame
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Sequence
+
+    from appliance.server.answer import Answer, Piece, Whole
+    from appliance.server.exchange import Exchange
+
+_MARK = FrameTemplate.MARK
+
+
+def _frame(event: Any) -> bytes:
+    return event_frame(event.__struct_config__.tag, event)
+
+
+WIRE = Wire(keep_alive=_frame(Ping()), frame=lambda body: event_frame("error", body))
+
+
+async def message_frames(
+    exchange: Exchange, answer: Answer, *, max_tokens: int
+) -> AsyncGenerator[bytes, None]:
+    """Frames: the beginning, each block from start to stop, the reason with usage, the end.
+
+    Args:
+        exchange: who asked for what.
+        answer: of the engine.
+        max_tokens: that were asked for.
+    """
+    blocks: _BlockFrames | None = None
+    last: Piece | None = None
+    async for pieces in answer.pieces():
+        frames = b""
+        if blocks is None:
+            blocks = _BlockFrames()
+            frames = _frame(MessageStart(_message(exchange, answer, [])))
+        for piece in pieces:
+            last = piece
+            frames += b"".join(map(blocks.frames, piece.all_parts))
+        yield frames
+    assert blocks is not None
+    assert last is not None
+    assert last.finish_reason is not None
+    reason, stopped_by = last.finish_reason.value, last.stopped_by
+    delta = stop_delta(answer, reason, stopped_by, called=blocks.called, max_tokens=max_tokens)
+    end = MessageDelta(delta, _usage(answer))
+    yield blocks.stop() + _frame(end) + _frame(MessageStop())
+
+
+def whole_message(
+    exchange: Exchange, answer: Answer, wholes: Sequence[Whole], *, max_tokens: int
+) -> AnthropicMessage:
+    """The answer in one object; see `message_frames`."""
+    (whole,) = wholes
+    message = _message(exchange, answer, _blocks(whole.all_parts))
+    called = any(isinstance(block, ToolUseBlock) for block in message.content)
+    delta = stop_delta(
+        answer, whole.finish_reason, whole.stopped_by, called=called, max_tokens=max_tokens
+    )
+    message.stop_reason, message.stop_sequence = delta.stop_reason, delta.stop_sequence
+    return message
+
+
+def stop_delta(
+    answer: Answer, reason: str, stopped_by: str, *, called: bool, max_tokens: int
+) -> StopDelta:
+    """Why a message ended: a cut stays a cut, also where a tool was called."""
+    if reason == FinishReason.LENGTH.value:
+        full = answer.completion_tokens < max_tokens
+        return StopDelta("model_context_window_exceeded" if full else "max_tokens", None)
+    if stopped_by:
+        return StopDelta("stop_sequence", stopped_by)
+    return StopDelta("tool_use" if called else "end_turn", None)
+
+
+class _BlockFrames:
+    """Makes frames of parts, each run of a kind as a block of its own."""
+
+    def __init__(self) -> None:
+        self.called = False
+        self._index = -1
+        self._kind: type[Part] | None = None  # of the block that is open
+        self._template: FrameTemplate | None = None  # of its deltas
+        self._thought: list[str] = []  # that is open
+
+    def frames(self, part: Part) -> bytes:
+        """Frames of one part."""
+        if isinstance(part, CallBegin):
+            self.called = True
+            return self._start(CallArguments, _call(part, {}))
+        frames = b""
+        if type(part) is not self._kind:
+            frames = self._start(
+                type(part), ThinkingBlock() if isinstance(part, Thought) else TextBlock()
+            )
+        if isinstance(part, Thought):
+            self._thought.append(part.text)
+        if self._template is None:
+            self._template = FrameTemplate(_frame(BlockDelta(self._index, _delta(self._kind))))
+        return frames + self._template.fill(part.text)
+
+    def stop(self) -> bytes:
+        """The end of the block that is open, if one is."""
+        if self._kind is None:
+            return b""
+        frames = b""
+        if self._kind is Thought:
+            signature = SignatureDelta(_signature("".join(self._thought)))
+            frames = _frame(BlockDelta(self._index, signature))
+            self._thought.clear()
+        self._kind = None
+        return frames + _frame(BlockStop(self._index))
+
+    def _start(self, kind: type[Part], block: AnswerBlock) -> bytes:
+        frames = self.stop()
+        self._index += 1
+        self._kind, self._template = kind, None
+        return frames + _frame(BlockStart(self._index, block))
+
+
+def _delta(kind: type[Part] | None) -> TextDelta | ThinkingDelta | InputDelta:
+    if kind is CallArguments:
+        return InputDelta(_MARK)
+    return ThinkingDelta(_MARK) if kind is Thought else TextDelta(_MARK)
+
+
+def _blocks(parts: Sequence[Part]) -> list[AnswerBlock]:
+    blocks: list[AnswerBlock] = []
+    arguments: list[str] = []  # of the latest call
+
+    def end_call() -> None:
+        if arguments and isinstance(call := blocks[-1], ToolUseBlock):
+            call.input = _input("".join(arguments))
+            arguments.clear()
+
+    for part in parts:
+        if isinstance(part, CallArguments):
+            arguments.append(part.text)
+            continue
+        end_call()
+        latest = blocks[-1] if blocks else None
+        match part, latest:
+            case Content(text), TextBlock():
+                latest.text += text
+            case Content(text), _:
+                blocks.append(TextBlock(text=text))
+            case Thought(text), ThinkingBlock():
+                latest.thinking += text
+            case Thought(text), _:
+                blocks.append(ThinkingBlock(thinking=text))
+            case CallBegin(), _:
+                blocks.append(_call(part, {}))
+    end_call()
+    for block in blocks:
+        if isinstance(block, ThinkingBlock):
+            block.signature = _signature(block.thinking)
+    return blocks
+
+
+def _input(text: str) -> dict[str, Any]:
+    """The input of a call; empty where it was cut, which the reason of the stop tells."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _call(part: CallBegin, arguments: dict[str, Any]) -> ToolUseBlock:
+    return ToolUseBlock(id=f"toolu_{secrets.token_hex(12)}", name=part.name, input=arguments)
+
+
+def _signature(thought: str) -> str:
+    return base64.b64encode(hashlib.sha256(thought.encode()).digest()).decode()
+
+
+def _message(exchange: Exchange, answer: Answer, content: list[AnswerBlock]) -> AnthropicMessage:
+    return AnthropicMessage(
+        id=exchange.id,
+        model=exchange.model,
+        content=content,
+        stop_reason=None,
+        stop_sequence=None,
+        usage=_usage(answer),
+    )
+
+
+def _usage(answer: Answer) -> AnthropicUsage:
+    return AnthropicUsage(
+        input_tokens=answer.prompt_tokens - answer.cached_tokens,
+        cache_read_input_tokens=answer.cached_tokens,
+        output_tokens=answer.completion_tokens,
+        output_tokens_details=OutputTokensDetails(answer.reasoning_tokens),
+    )

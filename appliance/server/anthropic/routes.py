@@ -1,0 +1,94 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from appliance.server.anthropic.answers import AnthropicMessage, InputTokens
+from appliance.server.anthropic.errors import PATH, AnthropicErrorBody
+from appliance.server.anthropic.messages import WIRE, message_frames, whole_message
+from appliance.server.anthropic.schema import (
+    HARMLESS,
+    UNSUPPORTED,
+    CountRequest,
+    MessagesRequest,
+)
+from appliance.server.anthropic.turns import tools_of, turns_of
+from appliance.server.conversation import Conversation
+from appliance.server.door import key_name
+from appliance.server.errors import json_response
+from appliance.server.grammars import schema_form
+from appliance.server.intake import begin_chat, take_body, whole_response
+from appliance.server.openapi import describes
+from appliance.server.prompt import chat_prompt
+from appliance.server.schema import SamplingFields
+from appliance.server.stream import EventStream
+from appliance.server.terms import salt_of
+from appliance.server.thinking import template_options
+
+if TYPE_CHECKING:
+    from appliance.server.state import ServerState
+
+
+def anthropic_router(state: ServerState) -> APIRouter:
+    """The routes, for one server."""
+    router = APIRouter()
+    described = partial(describes, error=AnthropicErrorBody)
+
+    @router.post(PATH, **described(MessagesRequest, AnthropicMessage, streams=True))
+    async def messages(request: Request) -> Response:
+        body = await take_body(state, request, MessagesRequest, UNSUPPORTED, HARMLESS)
+        state.check_model(body.model)
+        sampling = SamplingFields(
+            stream=body.stream,
+            stop=body.stop_sequences,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+        )
+        chat = _conversation(body, sampling, max_tokens=body.max_tokens)
+        answer, exchange = await begin_chat(state, chat, key_name(request.scope), prefix="msg_")
+        if body.stream:
+            frames = message_frames(exchange, answer, max_tokens=body.max_tokens)
+            return EventStream(frames, wire=WIRE, on_close=answer.close)
+        build = partial(whole_message, exchange, answer, max_tokens=body.max_tokens)
+        return await whole_response(request, answer, build)
+
+    @router.post(f"{PATH}/count_tokens", **described(CountRequest, InputTokens))
+    async def count_tokens(request: Request) -> Response:
+        """Tokens of a prompt, as the same messages would have them; nothing is computed."""
+        body = await take_body(state, request, CountRequest, UNSUPPORTED, HARMLESS)
+        state.check_model(body.model)
+        chat = _conversation(body, SamplingFields())
+        salt = salt_of(state, chat.sampling, key_name(request.scope))
+        prompt = await chat_prompt(state, chat, salt)
+        return json_response(InputTokens(len(prompt.ids)))
+
+    return router
+
+
+def _conversation(
+    body: CountRequest, sampling: SamplingFields, *, max_tokens: int | None = None
+) -> Conversation:
+    config, thinking = body.output_config, body.thinking
+    form = None if config is None else config.format
+    return Conversation(
+        sampling=sampling,
+        turns=partial(turns_of, body),
+        tools=tools_of(body),
+        max_tokens=max_tokens,
+        options=_options(body),
+        thought_tokens=None if thinking is None else thinking.budget_tokens,
+        form=None if form is None else schema_form("output_config.format.schema", form.schema),
+    )
+
+
+def _options(body: CountRequest) -> dict[str, Any]:
+    """Variables for the template; who does not ask for thoughts gets none, where that is known."""
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    effort = None if body.output_config is None else body.output_config.effort
+    options = template_options(effort or ("none" if not thinks else None))
+    return options | {"enable_thinking": thinks, "thinking": thinks}

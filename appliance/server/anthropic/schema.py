@@ -1,0 +1,110 @@
+"""What clients of Anthropic's API may send."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from appliance.engine.request import MAX_STOP_STRINGS
+from appliance.server.schema import MAX_TOKENS, Count, Effort, StopString
+
+# Accepted and without effect: a prompt is cached, and nothing is taken out of it, in any case.
+HARMLESS = {
+    "cache_control",
+    "context_management",
+    "diagnostics",
+    "inference_geo",
+    "metadata",
+    "service_tier",
+    "speed",
+}
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "container": (None,),
+    "mcp_servers": (None, []),
+    "output_format": (None,),  # of the beta; it is `output_config.format` now
+}
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """A part of a message; its type says which of the fields count."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Any = None  # of a tool's result: text or blocks
+    is_error: bool | None = None
+
+
+class AnthropicTurn(msgspec.Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class AnthropicTool(msgspec.Struct, kw_only=True):
+    """Something that a model may call."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class AnthropicChoice(msgspec.Struct, kw_only=True):
+    """What is to be done with the tools."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the model thinks, and how long."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """A schema that the answer obeys."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """How much is done for the answer, and what it looks like."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/messages/count_tokens."""
+
+    messages: Annotated[list[AnthropicTurn], Meta(min_length=1)]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Count
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None  # 0 keeps all

@@ -1,0 +1,165 @@
+"""From a checked body to an answer that has begun: queue, prompt, grammar, lengths, engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from appliance.server import unsupported
+from appliance.server.answer import Answer
+from appliance.server.answer_size import OFF_LOOP_LOGPROBS, check_answer, most_tokens
+from appliance.server.beams import prepare_beams
+from appliance.server.body import note_ignored, read_json
+from appliance.server.chat_grammars import chat_grammar
+from appliance.server.door import key_name
+from appliance.server.errors import json_response
+from appliance.server.exchange import Exchange
+from appliance.server.prompt import chat_prompt
+from appliance.server.sampling import completion_budget, sampling_params
+from appliance.server.stream import unless_disconnected
+from appliance.server.terms import Terms, salt_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import msgspec
+    from fastapi import Request, Response
+
+    from appliance.engine.request import ThoughtBudget
+    from appliance.grammar import Grammar
+    from appliance.server.answer import Reading, Whole
+    from appliance.server.body import StructT
+    from appliance.server.conversation import Conversation
+    from appliance.server.schema import SamplingFields
+    from appliance.server.state import ServerState
+
+
+async def take_body(
+    state: ServerState,
+    request: Request,
+    kind: type[StructT],
+    table: dict[str, tuple[Any, ...]],
+    harmless: set[str],
+) -> StructT:
+    """The body of a request that may come now.
+
+    Args:
+        state: the server.
+        request: of a client.
+        kind: of the body.
+        table: fields that are not supported; see `unsupported`.
+        harmless: fields without effect.
+
+    Raises:
+        RequestError: there is no room for it, or the body is wrong.
+        EngineUnavailableError: nothing is loaded.
+    """
+    state.serving()
+    state.queue.check(key_name(request.scope))
+    body, fields = await read_json(request, kind, max_bytes=state.config.max_body_bytes)
+    unsupported.refuse_unsupported(fields, table)
+    note_ignored(fields, {*body.__struct_fields__, *table, *harmless})
+    return body
+
+
+async def begin_chat(
+    state: ServerState, chat: Conversation, owner: str, *, prefix: str
+) -> tuple[Answer, Exchange]:
+    """Hand a chat to the engine; the answer is to be closed in every case.
+
+    Args:
+        state: the server.
+        chat: what is asked.
+        owner: name of the key that it came with.
+        prefix: of the answer's id.
+
+    Raises:
+        RequestError: something of it cannot be done, or there is no room.
+        ChatTemplateError: there is no template, or it does not render these messages.
+        EngineUnavailableError: nothing is loaded.
+    """
+    prompt = await chat_prompt(state, chat, salt_of(state, chat.sampling, owner))
+    grammar = await chat_grammar(state, chat, thinking=prompt.thinking)
+    return await submit(
+        state,
+        chat.sampling,
+        [prompt.ids],
+        chat.max_tokens,
+        chat.logprobs,
+        prefix=prefix,
+        param=chat.param,
+        owner=owner,
+        reading=prompt.reading,
+        grammar=grammar,
+        budget=prompt.budget,
+    )
+
+
+async def submit(
+    state: ServerState,
+    body: SamplingFields,
+    prompts: Sequence[list[int]],
+    max_tokens: int | None,
+    logprobs: int | None,
+    *,
+    prefix: str,
+    param: str,
+    owner: str,
+    default: int | None = None,
+    reading: Reading | None = None,
+    grammar: Grammar | None = None,
+    budget: ThoughtBudget | None = None,
+) -> tuple[Answer, Exchange]:
+    """Check lengths and queue, then hand one request per prompt to the engine."""
+    info, _ = state.serving()
+    exchange = Exchange.begin(state, prefix, logprobs=logprobs is not None)
+    terms = Terms.of(body, state, owner)
+    choices = max(body.n or 1, body.best_of or 1)
+    if not body.stream:
+        most = most_tokens(len(prompts), choices, logprobs)
+        default = most if default is None else min(default, most)
+    requests = [
+        terms.request(
+            f"{exchange.id}-{number}" if len(prompts) > 1 else exchange.id,
+            prompt,
+            sampling_params(
+                body,
+                info,
+                state.sampling,
+                max_tokens=completion_budget(
+                    len(prompt), max_tokens, info, param=param, default=default
+                ),
+                logprobs=logprobs,
+                grammar=grammar,
+                budget=budget,
+            ),
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    if not body.stream:
+        tokens = max(request.sampling.max_tokens or 1 for request in requests)
+        check_answer(len(prompts), choices, tokens, logprobs, param="max_tokens")
+    requests = await prepare_beams(state, requests)
+    tokens = sum(len(one.prompt_token_ids) for one in requests)
+    state.queue.check(owner, len(requests), tokens)
+    return Answer(state, requests, reading), exchange
+
+
+async def whole_response(
+    request: Request, answer: Answer, build: Callable[[list[Whole]], msgspec.Struct]
+) -> Response:
+    """The response to a client that waits for all of its answer, unless it goes away.
+
+    Args:
+        request: of the client.
+        answer: to it.
+        build: makes what is sent.
+    """
+    try:
+        wholes = await unless_disconnected(request.receive, answer.whole())
+        logprobs = sum(1 + len(token.top) for whole in wholes for token in whole.tokens)
+        if logprobs > OFF_LOOP_LOGPROBS:
+            return await asyncio.to_thread(lambda: json_response(build(wholes)))
+        return json_response(build(wholes))
+    finally:
+        answer.close()

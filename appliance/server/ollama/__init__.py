@@ -1,0 +1,1 @@
+"""Ollama's API below /api, for one model that is always loaded."""

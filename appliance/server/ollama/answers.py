@@ -1,0 +1,124 @@
+"""What the routes below /api answer, as structs in Ollama's order of fields."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class AnsweredFunction(msgspec.Struct, kw_only=True):
+    """Which tool, and its arguments as an object."""
+
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaAnsweredCall(msgspec.Struct, kw_only=True):
+    """A call of a tool."""
+
+    id: str
+    function: AnsweredFunction
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    """An answer, or a part of one."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaAnsweredCall] | UnsetType = UNSET
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """What every line of an answer has; the last one says why and how long, in nanoseconds."""
+
+    model: str
+    created_at: str
+    done: bool = False
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class ChatLine(Line, kw_only=True):
+    """Answer of POST /api/chat, and each line of its stream."""
+
+    message: OllamaMessage
+
+
+class GenerateLine(Line, kw_only=True):
+    """Answer of POST /api/generate, and each line of its stream."""
+
+    response: str = ""
+    thinking: str | UnsetType = UNSET
+
+
+class Details(msgspec.Struct, kw_only=True):
+    """What a model is made of; what is not known is empty."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str
+    families: list[str]
+    parameter_size: str = ""
+    quantization_level: str
+
+
+class Tag(msgspec.Struct, kw_only=True):
+    """A model that can be used."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int  # bytes of its weights
+    digest: str
+    details: Details
+
+
+class Tags(msgspec.Struct):
+    """Answer of GET /api/tags."""
+
+    models: list[Tag]
+
+
+class RunningModel(msgspec.Struct, kw_only=True):
+    """A model that is loaded."""
+
+    name: str
+    model: str
+    size: int  # bytes, with its cache
+    digest: str
+    details: Details
+    expires_at: str
+    size_vram: int  # of the size, on a GPU
+    context_length: int
+
+
+class RunningModels(msgspec.Struct):
+    """Answer of GET /api/ps."""
+
+    models: list[RunningModel]
+
+
+class Shown(msgspec.Struct, kw_only=True):
+    """Answer of POST /api/show."""
+
+    parameters: str
+    template: str
+    details: Details
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaVersion(msgspec.Struct):
+    """Answer of GET /api/version."""
+
+    version: str

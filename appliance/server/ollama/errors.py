@@ -1,0 +1,18 @@
+"""Failures in the shape of Ollama's API."""
+
+from __future__ import annotations
+
+import msgspec
+
+PREFIX = "/api/"
+
+
+class OllamaErrorBody(msgspec.Struct):
+    """What every refusal and failure below /api looks like."""
+
+    error: str
+
+
+def error_body(message: str) -> OllamaErrorBody:
+    """A failure."""
+    return OllamaErrorBody(message)

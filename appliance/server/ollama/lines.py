@@ -1,0 +1,184 @@
+"""An answer as lines of JSON, as Ollama streams it, or as a single one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET
+
+from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
+from appliance.engine.request import FinishReason
+from appliance.server.ollama.answers import (
+    AnsweredFunction,
+    ChatLine,
+    GenerateLine,
+    OllamaAnsweredCall,
+    OllamaMessage,
+)
+from appliance.server.stream import Wire
+from appliance.server.tools import new_call_id
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+
+    from appliance.server.answer import Answer, Whole
+    from appliance.server.exchange import Exchange
+
+# Line ends to some readers of lines, so they are escaped: NEL, LINE and PARAGRAPH SEPARATOR.
+_LINE_ENDS = (
+    (b"\xc2\x85", b"\\u0085"),
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+)
+NANOSECONDS = 10**9
+
+LineT = TypeVar("LineT", ChatLine, GenerateLine)
+
+
+def line_frame(content: Any) -> bytes:
+    """One line of a stream."""
+    data = msgspec.json.encode(content)
+    for end, escaped in _LINE_ENDS:
+        data = data.replace(end, escaped)
+    return data + b"\n"
+
+
+# White space before a line is part of its JSON, so it keeps a connection alive.
+WIRE = Wire(media_type="application/x-ndjson", keep_alive=b" ", frame=line_frame)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What some parts of an answer hold."""
+
+    content: str
+    thought: str
+    calls: list[OllamaAnsweredCall]
+
+
+def chat_line(model: str, found: Found) -> ChatLine:
+    """A line of a chat."""
+    message = OllamaMessage(content=found.content, thinking=found.thought or UNSET)
+    if found.calls:
+        message.tool_calls = found.calls
+    return ChatLine(model=model, created_at=now(), message=message)
+
+
+def generate_line(model: str, found: Found) -> GenerateLine:
+    """A line of a text; nothing is called there."""
+    return GenerateLine(
+        model=model,
+        created_at=now(),
+        response=found.content,
+        thinking=found.thought or UNSET,
+    )
+
+
+class Lines(Generic[LineT]):
+    """Makes lines of one answer.
+
+    Args:
+        exchange: who asked for what.
+        answer: of the engine.
+        make: a line of what was found, without an end.
+        model: as the client named it.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        answer: Answer,
+        make: Callable[[str, Found], LineT],
+        model: str,
+    ) -> None:
+        self._answer = answer
+        self._make: Callable[[str, Found], LineT] = make
+        self._model = model
+        self._short_ids = exchange.tokenizer.dialect.form.short_ids
+        self._call: tuple[str, list[str]] | None = None  # that has begun: name and arguments
+        self._num_calls = 0
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Lines as they become certain, a call as a whole; the last one has the numbers."""
+        reason = ""
+        async for pieces in self._answer.pieces():
+            frames = b""
+            for piece in pieces:
+                found = self._find(piece.all_parts, ended=piece.finish_reason is not None)
+                if found.content or found.thought or found.calls:
+                    frames += line_frame(self._make(self._model, found))
+                if piece.finish_reason is not None:
+                    reason = piece.finish_reason.value
+            if frames:
+                yield frames
+        yield line_frame(self._end(self._make(self._model, Found("", "", [])), reason))
+
+    def whole(self, wholes: Sequence[Whole]) -> LineT:
+        """The answer in one object."""
+        (whole,) = wholes
+        found = self._find(whole.all_parts, ended=True)
+        return self._end(self._make(self._model, found), whole.finish_reason)
+
+    def _find(self, parts: Iterable[Part], *, ended: bool) -> Found:
+        content, thought = "", ""
+        calls: list[OllamaAnsweredCall] = []
+        for part in parts:
+            match part:
+                case CallArguments(text):
+                    assert self._call is not None
+                    self._call[1].append(text)
+                    continue
+                case Content(text):
+                    content += text
+                case Thought(text):
+                    thought += text
+            content += self._end_call(calls)
+            if isinstance(part, CallBegin):
+                self._call = (part.name, [])
+        if ended:
+            content += self._end_call(calls)
+        return Found(content, thought, calls)
+
+    def _end_call(self, calls: list[OllamaAnsweredCall]) -> str:
+        """Add the call that has begun; its text, if it was cut and is no object."""
+        if self._call is None:
+            return ""
+        (name, pieces), self._call = self._call, None
+        text = "".join(pieces)
+        try:
+            arguments = json.loads(text)
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            return f"{name} {text}"
+        function = AnsweredFunction(index=self._num_calls, name=name, arguments=arguments)
+        calls.append(OllamaAnsweredCall(id=new_call_id(short=self._short_ids), function=function))
+        self._num_calls += 1
+        return ""
+
+    def _end(self, line: LineT, reason: str) -> LineT:
+        answer = self._answer
+        seconds = answer.seconds
+        line.done = True
+        line.done_reason = reason if reason == FinishReason.LENGTH.value else "stop"
+        line.total_duration = round(seconds.total * NANOSECONDS)
+        line.load_duration = 0
+        line.prompt_eval_count = answer.prompt_tokens
+        line.prompt_eval_duration = round(seconds.prefill * NANOSECONDS)
+        line.eval_count = answer.completion_tokens
+        line.eval_duration = round(seconds.decode * NANOSECONDS)
+        return line
+
+
+def now() -> str:
+    """The time as Ollama writes it."""
+    return written(datetime.now(UTC))
+
+
+def written(moment: datetime) -> str:
+    """A time in UTC as Ollama writes it."""
+    return moment.isoformat().replace("+00:00", "Z")

@@ -1,0 +1,109 @@
+"""The one model that is served, as Ollama describes models."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from appliance.errors import UnknownModelError
+from appliance.server.ollama.answers import Details, RunningModel, Shown, Tag
+from appliance.server.ollama.lines import written
+
+if TYPE_CHECKING:
+    from appliance.engine.messages import EngineInfo
+    from appliance.server.state import ServerState
+
+LATEST = ":latest"
+_NEVER = "9999-12-31T23:59:59Z"  # the model is not unloaded
+
+
+def check_name(state: ServerState, name: str) -> None:
+    """Accept the served model only, with the tag that clients add or without.
+
+    Raises:
+        UnknownModelError: it is another.
+    """
+    try:
+        state.check_model(name)
+    except UnknownModelError:
+        state.check_model(name.removesuffix(LATEST))
+
+
+def tag(state: ServerState) -> Tag:
+    """The entry of a list of models."""
+    info, _ = state.serving()
+    name = _name(state)
+    return Tag(
+        name=name,
+        model=name,
+        modified_at=_loaded_at(state),
+        size=info.weight_bytes,
+        digest=_digest(info),
+        details=_details(info),
+    )
+
+
+def running(state: ServerState) -> RunningModel:
+    """The entry of a list of models that are loaded."""
+    info, _ = state.serving()
+    name, size = _name(state), info.weight_bytes + info.kv_bytes + info.workspace_bytes
+    return RunningModel(
+        name=name,
+        model=name,
+        size=size,
+        digest=_digest(info),
+        details=_details(info),
+        expires_at=_NEVER,
+        size_vram=0 if info.device.startswith("cpu") else size,
+        context_length=info.context_length,
+    )
+
+
+def shown(state: ServerState) -> Shown:
+    """What is known of the model."""
+    info, tokenizer = state.serving()
+    capabilities = ["completion"]
+    if tokenizer.chat_template is not None:
+        capabilities.append("tools")
+        if thinks(state):
+            capabilities.append("thinking")
+    values = state.sampling.values
+    return Shown(
+        parameters="\n".join(f"{name} {value}" for name, value in values.items()),
+        template="" if tokenizer.chat_template is None else tokenizer.chat_template.source,
+        details=_details(info),
+        model_info={
+            "general.architecture": info.architecture,
+            f"{info.architecture}.context_length": info.context_length,
+            f"{info.architecture}.vocab_size": info.vocab_size,
+        },
+        capabilities=capabilities,
+        modified_at=_loaded_at(state),
+    )
+
+
+def thinks(state: ServerState) -> bool:
+    """Whether the model is known to think."""
+    _, tokenizer = state.serving()
+    return tokenizer.dialect.budget_marks is not None
+
+
+def _name(state: ServerState) -> str:
+    return state.model_id if ":" in state.model_id else state.model_id + LATEST
+
+
+def _digest(info: EngineInfo) -> str:
+    return hashlib.sha256(info.fingerprint.encode()).hexdigest()
+
+
+def _loaded_at(state: ServerState) -> str:
+    return written(datetime.fromtimestamp(state.started, UTC))
+
+
+def _details(info: EngineInfo) -> Details:
+    return Details(
+        family=info.architecture,
+        families=[info.architecture],
+        quantization_level=info.weight_format,
+    )

@@ -1,0 +1,190 @@
+"""The routes of Ollama's API."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from appliance.errors import RequestError
+from appliance.server.conversation import Conversation
+from appliance.server.door import key_name
+from appliance.server.errors import json_response
+from appliance.server.grammars import checked_grammar, schema_form
+from appliance.server.intake import begin_chat, submit, take_body, whole_response
+from appliance.server.ollama.answers import (
+    ChatLine,
+    GenerateLine,
+    OllamaMessage,
+    OllamaVersion,
+    RunningModels,
+    Shown,
+    Tags,
+)
+from appliance.server.ollama.errors import OllamaErrorBody
+from appliance.server.ollama.lines import WIRE, Lines, chat_line, generate_line, now
+from appliance.server.ollama.models import check_name, running, shown, tag, thinks
+from appliance.server.ollama.schema import (
+    HARMLESS,
+    UNSUPPORTED,
+    UNSUPPORTED_GENERATE,
+    GenerateRequest,
+    OllamaChatRequest,
+    Options,
+    ShowRequest,
+)
+from appliance.server.ollama.turns import sampling_of, tools_of, turns_of
+from appliance.server.openapi import describes
+from appliance.server.prompt import completion_prompts
+from appliance.server.stream import EventStream
+from appliance.server.thinking import template_options
+from appliance.server.tools import Tools
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from appliance.dialects.turns import Turn
+    from appliance.grammar import Grammar
+    from appliance.server.answer import Answer
+    from appliance.server.exchange import Exchange
+    from appliance.server.ollama.lines import LineT
+    from appliance.server.ollama.schema import OllamaRequest
+    from appliance.server.schema import Effort, SamplingFields
+    from appliance.server.state import ServerState
+
+# Clients decide by the number what they may ask for: the one whose API this is.
+VERSION = "0.12.0"
+
+
+def ollama_router(state: ServerState) -> APIRouter:
+    """The routes, for one server."""
+    router = APIRouter()
+    described = partial(describes, error=OllamaErrorBody, stream_type=WIRE.media_type)
+
+    @router.post("/api/chat", **described(OllamaChatRequest, ChatLine, streams=True))
+    async def chat(request: Request) -> Response:
+        body = await take_body(state, request, OllamaChatRequest, UNSUPPORTED, HARMLESS)
+        check_name(state, body.model)
+        if not body.messages:
+            line = ChatLine(model=body.model, created_at=now(), message=OllamaMessage())
+            return json_response(_loaded(line))
+        tools = tools_of(body.tools or ())
+        conversation = _conversation(state, body, partial(turns_of, body.messages), tools)
+        owner = key_name(request.scope)
+        answer, exchange = await begin_chat(state, conversation, owner, prefix="chat-")
+        return await _respond(request, body, answer, Lines(exchange, answer, chat_line, body.model))
+
+    @router.post("/api/generate", **described(GenerateRequest, GenerateLine, streams=True))
+    async def generate(request: Request) -> Response:
+        body = await take_body(state, request, GenerateRequest, UNSUPPORTED_GENERATE, HARMLESS)
+        check_name(state, body.model)
+        if not body.prompt:
+            return json_response(_loaded(GenerateLine(model=body.model, created_at=now())))
+        answer, exchange = await _begin_text(state, body, body.prompt, key_name(request.scope))
+        lines = Lines(exchange, answer, generate_line, body.model)
+        return await _respond(request, body, answer, lines)
+
+    @router.get("/api/tags", **described(None, Tags))
+    async def tags() -> Response:
+        return json_response(Tags([tag(state)]))
+
+    @router.get("/api/ps", **described(None, RunningModels))
+    async def processes() -> Response:
+        return json_response(RunningModels([running(state)]))
+
+    @router.post("/api/show", **described(ShowRequest, Shown))
+    async def show(request: Request) -> Response:
+        body = await take_body(state, request, ShowRequest, {}, set())
+        check_name(state, body.model or body.name or "")
+        return json_response(shown(state))
+
+    @router.get("/api/version", **described(None, OllamaVersion))
+    async def version() -> Response:
+        """The version of Ollama whose API this is, by which clients decide what to ask for."""
+        return json_response(OllamaVersion(VERSION))
+
+    return router
+
+
+def _conversation(
+    state: ServerState, body: OllamaRequest, turns: Callable[[], list[Turn]], tools: Tools
+) -> Conversation:
+    if body.think and not thinks(state):
+        raise RequestError(f"{body.model[:100]!r} does not support thinking", param="think")
+    sampling, max_tokens = _sampling(body)
+    return Conversation(
+        sampling=sampling,
+        turns=turns,
+        tools=tools,
+        max_tokens=max_tokens,
+        options=_template_options(body.think),
+        form=_form(body),
+    )
+
+
+def _template_options(think: bool | Effort | None) -> dict[str, Any]:
+    """Variables for the template; it decides itself where a client says nothing."""
+    if think is True:
+        return {"enable_thinking": True, "thinking": True}
+    return template_options("none" if think is False else think)
+
+
+async def _begin_text(
+    state: ServerState, body: GenerateRequest, prompt: str, owner: str
+) -> tuple[Answer, Exchange]:
+    """Begin the answer to a prompt: as a chat of one turn, or to the text as it is."""
+    if not body.raw:
+        turns: list[Turn] = [{"role": "user", "content": prompt}]
+        if body.system:
+            turns.insert(0, {"role": "system", "content": body.system})
+        conversation = _conversation(state, body, lambda: turns, Tools())
+        return await begin_chat(
+            state, replace(conversation, param="prompt"), owner, prefix="generate-"
+        )
+    if body.system or body.think:
+        name = "system" if body.system else "think"
+        raise RequestError(f"{name} needs a chat template, which raw leaves out", param=name)
+    prompts = await completion_prompts(state, prompt)
+    form = _form(body)
+    sampling, max_tokens = _sampling(body)
+    return await submit(
+        state,
+        sampling,
+        prompts,
+        max_tokens,
+        None,
+        prefix="generate-",
+        param="prompt",
+        owner=owner,
+        grammar=None if form is None else await checked_grammar(state, form[1], form[0]),
+    )
+
+
+def _sampling(body: OllamaRequest) -> tuple[SamplingFields, int | None]:
+    """How tokens are chosen, and how many at most; None for as many as fit."""
+    options = body.options or Options()
+    most = options.num_predict
+    sampling = sampling_of(options, stream=body.stream is not False)
+    return sampling, most if most is not None and most > 0 else None
+
+
+def _form(body: OllamaRequest) -> tuple[str, Grammar] | None:
+    if not body.format:
+        return None
+    return schema_form("format", {"type": "object"} if body.format == "json" else body.format)
+
+
+def _loaded(line: LineT) -> LineT:
+    """The answer to a request that only asks for the model to be loaded, which it is."""
+    line.done, line.done_reason = True, "load"
+    return line
+
+
+async def _respond(
+    request: Request, body: OllamaRequest, answer: Answer, lines: Lines[Any]
+) -> Response:
+    if body.stream is False:
+        return await whole_response(request, answer, lines.whole)
+    return EventStream(lines.stream(), wire=WIRE, on_close=answer.close)

@@ -1,0 +1,147 @@
+"""What the Responses API answers, as structs in OpenAI's order of fields."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from appliance.server.openai_responses.schema import ChoiceTool, ResponsesTool, TextConfig
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    """Text for whoever asked."""
+
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    """Text of the model to itself."""
+
+    text: str = ""
+
+
+class MessageItem(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    """What the model says."""
+
+    id: str
+    status: Status = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """What the model thinks."""
+
+    id: str
+    status: Status = "in_progress"
+    summary: list[Any] = []
+    content: list[ReasoningText]
+
+
+class CallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call of a tool."""
+
+    id: str
+    status: Status = "in_progress"
+    call_id: str
+    name: str
+    arguments: str = ""
+    namespace: str | UnsetType = UNSET
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem
+
+
+class InputTokensDetails(msgspec.Struct):
+    """Where tokens of the prompt came from."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class ReasoningTokensDetails(msgspec.Struct):
+    """What the tokens of an answer were for."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: ReasoningTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(msgspec.Struct):
+    """Why there is no answer."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    """Why an answer is not complete."""
+
+    reason: str
+
+
+class ReasoningSaid(msgspec.Struct):
+    """How much the model was to think."""
+
+    effort: str | None
+    summary: str | None
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """Answer of POST /v1/responses, and what is kept of it."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int  # Unix seconds
+    status: Status
+    background: bool = False
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: ReasoningSaid
+    store: bool
+    temperature: float
+    text: TextConfig
+    tool_choice: str | ChoiceTool
+    tools: list[ResponsesTool]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    metadata: dict[str, str]
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """Answer of DELETE /v1/responses/{id}."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class InputItems(msgspec.Struct, kw_only=True):
+    """Answer of GET /v1/responses/{id}/input_items."""
+
+    object: Literal["list"] = "list"
+    data: list[msgspec.Raw]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,91 @@
+"""The items of an answer, as its parts arrive."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from appliance.dialects import CallArguments, CallBegin, Content, Part, Thought
+from appliance.server.openai_responses.answers import (
+    CallItem,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+)
+from appliance.server.tools import new_call_id
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_KINDS: dict[type[Part], type[OutputItem]] = {
+    Content: MessageItem,
+    Thought: ReasoningItem,
+    CallArguments: CallItem,
+}
+
+
+class Output:
+    """Makes items of parts, each run of a kind one item.
+
+    Args:
+        names: namespaces and names of tools, by what the model calls them.
+        short_ids: calls have ids as some templates want them.
+    """
+
+    def __init__(self, names: Mapping[str, tuple[str, str]], *, short_ids: bool) -> None:
+        self.items: list[OutputItem] = []  # the latest may be open
+        self.is_open = False
+        self._names = names
+        self._short_ids = short_ids
+        self._texts: list[str] = []  # of the open item
+
+    def begins(self, part: Part) -> bool:
+        """Whether an item begins with a part, so that the open one has ended."""
+        if isinstance(part, CallBegin) or not self.is_open:
+            return True
+        return not isinstance(self.items[-1], _KINDS[type(part)])
+
+    def push(self, part: Part) -> None:
+        """Add a part; what it ends is closed."""
+        if self.begins(part):
+            self.close("completed")
+            self.items.append(self._item(part))
+            self.is_open = True
+        if not isinstance(part, CallBegin):
+            self._texts.append(part.text)
+
+    def close(self, status: str) -> None:
+        """End the open item.
+
+        Args:
+            status: completed, or incomplete if the answer was cut in it.
+        """
+        if not self.is_open:
+            return
+        self.is_open = False
+        text = "".join(self._texts)
+        self._texts.clear()
+        item = self.items[-1]
+        item.status = "completed" if status == "completed" else "incomplete"
+        match item:
+            case MessageItem():
+                item.content = [OutputText(text=text)]
+            case ReasoningItem():
+                item.content = [ReasoningText(text=text)]
+            case CallItem():
+                item.arguments = text
+
+    def _item(self, part: Part) -> OutputItem:
+        number = secrets.token_hex(12)
+        if isinstance(part, CallBegin):
+            call = CallItem(
+                id=f"fc_{number}", call_id=new_call_id(short=self._short_ids), name=part.name
+            )
+            if part.name in self._names:
+                call.namespace, call.name = self._names[part.name]
+            return call
+        if isinstance(part, Thought):
+            return ReasoningItem(id=f"rs_{number}", content=[])
+        return MessageItem(id=f"msg_{number}", content=[])

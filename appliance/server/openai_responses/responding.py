@@ -1,0 +1,141 @@
+"""One response from its request to what is sent and kept of it."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.engine.request import FinishReason
+from appliance.server.openai_responses.answers import (
+    IncompleteDetails,
+    InputTokensDetails,
+    ReasoningSaid,
+    ReasoningTokensDetails,
+    ResponseObject,
+    ResponseUsage,
+)
+from appliance.server.openai_responses.output import Output
+from appliance.server.openai_responses.schema import TextConfig, TextFormat
+from appliance.server.openai_responses.turns import full_names
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.server.answer import Answer, Whole
+    from appliance.server.exchange import Exchange
+    from appliance.server.openai_responses.answers import Status
+    from appliance.server.openai_responses.schema import Item, ResponsesRequest
+    from appliance.server.openai_responses.store import KeptResponses
+    from appliance.server.state import ServerState
+
+_encode = msgspec.json.encode
+
+
+class Responding:
+    """What an answer becomes.
+
+    Args:
+        state: the server.
+        exchange: who asked for what.
+        body: of the request.
+        items: of its input.
+        before: items of the conversation so far, as JSON.
+        store: keeps the response, if the client wants that.
+        owner: name of the key that it came with.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        exchange: Exchange,
+        body: ResponsesRequest,
+        items: Sequence[Item],
+        before: bytes,
+        store: KeptResponses,
+        owner: str,
+    ) -> None:
+        short_ids = exchange.tokenizer.dialect.form.short_ids
+        self.output = Output(full_names(body.tools), short_ids=short_ids)
+        self.response = _response(state, exchange, body)
+        self._items = items
+        self._before = before
+        self._store = store
+        self._owner = owner
+
+    def whole(self, answer: Answer, wholes: Sequence[Whole]) -> ResponseObject:
+        """The response to an answer that has ended."""
+        (whole,) = wholes
+        for part in whole.all_parts:
+            self.output.push(part)
+        self.output.close(self.status_of(whole.finish_reason))
+        return self.end(answer, whole.finish_reason)
+
+    def status_of(self, reason: str) -> Status:
+        """Whether an answer that ended for some reason is complete."""
+        return "incomplete" if reason == FinishReason.LENGTH.value else "completed"
+
+    def end(self, answer: Answer, reason: str) -> ResponseObject:
+        """The response as it stands when all items are closed; it is kept now."""
+        response = self.response
+        response.status = self.status_of(reason)
+        if response.status == "incomplete":
+            response.incomplete_details = IncompleteDetails("max_output_tokens")
+        response.output = self.output.items
+        response.usage = ResponseUsage(
+            answer.prompt_tokens,
+            InputTokensDetails(answer.cached_tokens),
+            answer.completion_tokens,
+            ReasoningTokensDetails(answer.reasoning_tokens),
+            answer.prompt_tokens + answer.completion_tokens,
+        )
+        if response.store:
+            self._keep(response)
+        return response
+
+    def _keep(self, response: ResponseObject) -> None:
+        own = _encode([with_id(item) for item in self._items])
+        inner = [part[1:-1] for part in (self._before, own, _encode(response.output))]
+        conversation = b"[" + b",".join(filter(None, inner)) + b"]"
+        begin = 1 + len(inner[0]) + (1 if inner[0] and inner[1] else 0)
+        place = slice(begin, begin + len(inner[1]))
+        self._store.keep(self._owner, response.id, _encode(response), conversation, place)
+
+
+def with_id(item: Item) -> Item:
+    """An item that can be named."""
+    if item.id is not None:
+        return item
+    prefix = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+    name = f"{prefix.get(item.type or '', 'msg')}_{secrets.token_hex(12)}"
+    return msgspec.structs.replace(item, id=name)
+
+
+def _response(state: ServerState, exchange: Exchange, body: ResponsesRequest) -> ResponseObject:
+    reasoning, values = body.reasoning, state.sampling.values
+    text = body.text or TextConfig()
+    return ResponseObject(
+        id=exchange.id,
+        created_at=exchange.created,
+        status="in_progress",
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        model=exchange.model,
+        output=[],
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        reasoning=ReasoningSaid(
+            None if reasoning is None else reasoning.effort,
+            None if reasoning is None else reasoning.summary,
+        ),
+        store=body.store is not False,
+        temperature=values.get("temperature", 1.0)
+        if body.temperature is None
+        else body.temperature,
+        text=msgspec.structs.replace(text, format=text.format or TextFormat(type="text")),
+        tool_choice=body.tool_choice or "auto",
+        tools=body.tools or [],
+        top_p=values.get("top_p", 1.0) if body.top_p is None else body.top_p,
+        metadata=body.metadata or {},
+    )

@@ -1,0 +1,160 @@
+"""The routes of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from appliance.errors import RequestError
+from appliance.server.conversation import Conversation
+from appliance.server.door import key_name
+from appliance.server.errors import json_response
+from appliance.server.grammars import schema_form
+from appliance.server.intake import begin_chat, take_body, whole_response
+from appliance.server.openai_responses.answers import DeletedResponse, InputItems, ResponseObject
+from appliance.server.openai_responses.frames import response_frames
+from appliance.server.openai_responses.responding import Responding
+from appliance.server.openai_responses.schema import HARMLESS, UNSUPPORTED, ResponsesRequest
+from appliance.server.openai_responses.store import KeptResponses, NotKeptError
+from appliance.server.openai_responses.turns import items_of, tools_of, turns_of
+from appliance.server.openapi import describes
+from appliance.server.schema import SamplingFields
+from appliance.server.stream import EventStream
+from appliance.server.thinking import template_options
+
+if TYPE_CHECKING:
+    from starlette.datastructures import QueryParams
+
+    from appliance.grammar import Grammar
+    from appliance.server.openai_responses.schema import Item, TextConfig
+    from appliance.server.state import ServerState
+
+MAX_METADATA = 16  # entries, of 64 characters for the name and 512 for the value
+MAX_LISTED = 100
+_LOGPROBS = "message.output_text.logprobs"
+
+
+def responses_router(state: ServerState) -> APIRouter:
+    """The routes, for one server."""
+    router = APIRouter()
+    store = KeptResponses()
+
+    @router.post("/v1/responses", **describes(ResponsesRequest, ResponseObject, streams=True))
+    async def responses(request: Request) -> Response:
+        body = await take_body(state, request, ResponsesRequest, UNSUPPORTED, HARMLESS)
+        state.check_model(body.model)
+        _check(body)
+        owner = key_name(request.scope)
+        items, before = items_of(body.input), _before(store, owner, body.previous_response_id)
+        chat = _conversation(body, items, before)
+        answer, exchange = await begin_chat(state, chat, owner, prefix="resp_")
+        responding = Responding(state, exchange, body, items, before, store, owner)
+        if body.stream:
+            return EventStream(response_frames(responding, answer), on_close=answer.close)
+        return await whole_response(request, answer, partial(responding.whole, answer))
+
+    @router.get("/v1/responses/{response_id}", **describes(None, ResponseObject, path=_ID))
+    async def response(request: Request) -> Response:
+        """A response that is kept; it is not streamed again."""
+        kept = store.get(key_name(request.scope), request.path_params["response_id"])
+        if request.query_params.get("stream", "false") != "false":
+            raise RequestError("a kept response is not streamed; leave stream out", param="stream")
+        return Response(kept.response, media_type="application/json")
+
+    @router.delete("/v1/responses/{response_id}", **describes(None, DeletedResponse, path=_ID))
+    async def delete(request: Request) -> Response:
+        """Forget a response; those that followed it stay whole."""
+        response_id = request.path_params["response_id"]
+        store.delete(key_name(request.scope), response_id)
+        return json_response(DeletedResponse(id=response_id))
+
+    @router.get("/v1/responses/{response_id}/input_items", **describes(None, InputItems, path=_ID))
+    async def input_items(request: Request) -> Response:
+        """What a response was asked, without what came before it."""
+        kept = store.get(key_name(request.scope), request.path_params["response_id"])
+        own = b"[" + kept.conversation[kept.own] + b"]"
+        return json_response(_page(own, request.query_params))
+
+    return router
+
+
+_ID = ("response_id",)
+
+
+def _check(body: ResponsesRequest) -> None:
+    if _LOGPROBS in (body.include or ()):
+        raise RequestError(f"{_LOGPROBS} is not supported here; leave it out", param="include")
+    metadata = body.metadata or {}
+    if len(metadata) > MAX_METADATA or any(
+        len(name) > 64 or len(value) > 512 for name, value in metadata.items()
+    ):
+        raise RequestError(
+            f"metadata has at most {MAX_METADATA} entries of 64 and 512 characters",
+            param="metadata",
+        )
+
+
+def _before(store: KeptResponses, owner: str, previous: str | None) -> bytes:
+    if previous is None:
+        return b"[]"
+    try:
+        return store.get(owner, previous).conversation
+    except NotKeptError as error:
+        raise RequestError(
+            error.message, param="previous_response_id", code="previous_response_not_found"
+        ) from None
+
+
+def _conversation(body: ResponsesRequest, items: list[Item], before: bytes) -> Conversation:
+    return Conversation(
+        sampling=SamplingFields(stream=body.stream, temperature=body.temperature, top_p=body.top_p),
+        turns=partial(turns_of, body.instructions, before, items),
+        tools=tools_of(body),
+        max_tokens=body.max_output_tokens,
+        options=template_options(None if body.reasoning is None else body.reasoning.effort),
+        form=_form(body.text),
+        param="input",
+    )
+
+
+def _form(text: TextConfig | None) -> tuple[str, Grammar] | None:
+    form = None if text is None else text.format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return schema_form("text.format", {"type": "object"})
+    if form.schema is None:
+        raise RequestError("text.format.schema is missing", param="text.format.schema")
+    return schema_form("text.format.schema", form.schema)
+
+
+def _page(own: bytes, asked: QueryParams) -> InputItems:
+    """Some of the items: the latest first, unless asked else."""
+    items = msgspec.json.decode(own, type=list[msgspec.Raw])
+    names = [msgspec.json.decode(item, type=_Named).id for item in items]
+    limit = asked.get("limit", "20")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= MAX_LISTED):
+        raise RequestError(f"limit must be between 1 and {MAX_LISTED}", param="limit")
+    if asked.get("order", "desc") != "asc":
+        items.reverse()
+        names.reverse()
+    begin = 0
+    if (after := asked.get("after")) is not None:
+        if after not in names:
+            raise RequestError(f"after names {after[:80]!r}, which is not there", param="after")
+        begin = names.index(after) + 1
+    end = begin + int(limit)
+    shown = names[begin:end]
+    return InputItems(
+        data=items[begin:end],
+        first_id=shown[0] if shown else None,
+        last_id=shown[-1] if shown else None,
+        has_more=end < len(items),
+    )
+
+
+class _Named(msgspec.Struct):
+    id: str

@@ -1,0 +1,125 @@
+"""What clients of the Responses API may send."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from appliance.server.schema import Count, Effort
+
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+# Accepted and without effect: a prompt is never cut, and no tool runs here that could be counted.
+HARMLESS = {
+    "client_metadata",
+    "max_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "stream_options",
+    "user",
+}
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "background": _NOTHING,
+    "context_management": _NOTHING,
+    "conversation": _NOTHING,
+    "moderation": _NOTHING,
+    "prompt": _NOTHING,
+    "top_logprobs": (None, 0),
+}
+# Tools that coding agents offer to any model; one without them is no worse than one that never
+# calls them.
+SKIPPED_TOOLS = {"image_generation", "tool_search", "web_search"}
+
+
+class InputPart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A part of an item; only text has a meaning here."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An item of a conversation; its type says which of the fields count."""
+
+    type: str | None = None  # a message, if there is none
+    id: str | None = None
+    status: str | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+
+
+class ResponsesTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Something that a model may call; a namespace holds several."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    tools: list[ResponsesTool] | None = None
+
+
+class ChoiceTool(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The tool that has to be called, or those that may be."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ChoiceTool] | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How the answer is written."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """How much the model thinks; a thought is shown as it is, never as a summary."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """Body of POST /v1/responses."""
+
+    input: str | list[Item]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChoiceTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    include: list[str] | None = None
+    truncation: Literal["auto", "disabled"] | None = None

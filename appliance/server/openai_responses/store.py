@@ -1,0 +1,112 @@
+"""Responses that are kept for a while, so that a conversation can go on from one by its id.
+
+In memory only, and a key never reads another key's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from appliance.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MAX_COUNT = 1024  # of all keys together
+MAX_BYTES = 64 << 20
+KEEP_SECONDS = 24 * 3600.0
+
+
+class NotKeptError(RequestError):
+    """There is no such response, it was dropped, or it belongs to another key."""
+
+    status = 404
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A response and the conversation up to its end, as JSON.
+
+    Attributes:
+        response: the object as it was sent.
+        conversation: an array of items, with what came before it.
+        own: where in it the items of its own input begin and end, in bytes.
+        until: monotonic seconds.
+    """
+
+    response: bytes
+    conversation: bytes
+    own: slice
+    until: float
+
+    @property
+    def size(self) -> int:
+        """Bytes it takes."""
+        return len(self.response) + len(self.conversation)
+
+
+class KeptResponses:
+    """What is kept, least recently used first; who has most loses something first.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._of: dict[str, OrderedDict[str, Kept]] = {}  # by the name of a key
+
+    def keep(
+        self, owner: str, response_id: str, response: bytes, conversation: bytes, own: slice
+    ) -> None:
+        """Keep a response; one that is larger than all there is room for is not."""
+        kept = Kept(response, conversation, own, self._clock() + KEEP_SECONDS)
+        if kept.size > MAX_BYTES:
+            return
+        self._of.setdefault(owner, OrderedDict())[response_id] = kept
+        self._drop()
+
+    def get(self, owner: str, response_id: str) -> Kept:
+        """A response of a key.
+
+        Raises:
+            NotKeptError: it is not there.
+        """
+        found = self._of.get(owner, OrderedDict())
+        kept = found.get(response_id)
+        if kept is None or kept.until < self._clock():
+            raise NotKeptError(
+                f"the response {response_id[:80]!r} is not kept here (any more); the server keeps "
+                f"the latest {MAX_COUNT} for {KEEP_SECONDS / 3600:.0f} h, until it is restarted"
+            )
+        found.move_to_end(response_id)
+        return kept
+
+    def delete(self, owner: str, response_id: str) -> None:
+        """Forget a response.
+
+        Raises:
+            NotKeptError: it is not there.
+        """
+        self.get(owner, response_id)
+        del self._of[owner][response_id]
+
+    def _drop(self) -> None:
+        now = self._clock()
+        for found in self._of.values():
+            for name in [name for name, kept in found.items() if kept.until < now]:
+                del found[name]
+        while True:
+            sizes = {
+                owner: sum(kept.size for kept in found.values())
+                for owner, found in self._of.items()
+            }
+            count = sum(map(len, self._of.values()))
+            if count <= MAX_COUNT and sum(sizes.values()) <= MAX_BYTES:
+                return
+            # By whichever bound it is that is broken.
+            by = sizes if count <= MAX_COUNT else {o: len(found) for o, found in self._of.items()}
+            self._of[max(by, key=by.__getitem__)].popitem(last=False)

@@ -1,0 +1,206 @@
+"""Items and tools of the Responses API, checked, as templates expect them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appliance.errors import RequestError
+from appliance.log import Sparing
+from appliance.server.openai_responses.schema import SKIPPED_TOOLS, ChoiceTool, InputPart, Item
+from appliance.server.tools import Offer, Tools
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from appliance.dialects.turns import Turn
+    from appliance.server.openai_responses.schema import ResponsesRequest, ResponsesTool
+
+logger = logging.getLogger(__name__)
+logger.addFilter(Sparing(3600.0))
+
+_decode = msgspec.json.Decoder(list[Item]).decode
+
+
+def items_of(given: str | list[Item]) -> list[Item]:
+    """The items of an input, each with its type."""
+    if isinstance(given, str):
+        return [
+            Item(type="message", role="user", content=[InputPart(type="input_text", text=given)])
+        ]
+    return [
+        msgspec.structs.replace(item, type="message") if item.type is None else item
+        for item in given
+    ]
+
+
+def turns_of(instructions: str | None, before: bytes, items: Sequence[Item]) -> list[Turn]:
+    """Turns of a conversation.
+
+    Args:
+        instructions: for this answer.
+        before: earlier items, as JSON.
+        items: that follow.
+
+    Raises:
+        RequestError: something in them is not supported.
+    """
+    turns = _Turns()
+    if instructions:
+        turns.add({"role": "system", "content": instructions})
+    for item in _decode(before):
+        turns.take(item, "previous_response_id")
+    for number, item in enumerate(items):
+        turns.take(item, f"input[{number}]")
+    if not turns.found:
+        raise RequestError("input has no items; send a text or a list of items", param="input")
+    return turns.found
+
+
+class _Turns:
+    """Makes turns of items: what the model thought, said and called at once is one."""
+
+    def __init__(self) -> None:
+        self.found: list[Turn] = []
+        self._names: dict[str, str] = {}  # of tools, by the id of a call
+
+    def add(self, turn: Turn) -> None:
+        self.found.append(turn)
+
+    def take(self, item: Item, where: str) -> None:
+        match item:
+            case Item(type="message", role="assistant"):
+                self._own("content", "tool_calls")["content"] = _text(item.content, where)
+            case Item(type="message", role=str(role)):
+                name = "system" if role == "developer" else role
+                self.add({"role": name, "content": _text(item.content, where)})
+            case Item(type="reasoning"):
+                if thought := _text(item.content or item.summary, where):
+                    turn = self._own("content", "tool_calls")
+                    earlier = turn.get("reasoning_content")
+                    turn["reasoning_content"] = f"{earlier}\n{thought}" if earlier else thought
+            case Item(type="function_call", call_id=str(call_id), name=str(name)):
+                full = flat_name(item.namespace, name)
+                self._names[call_id] = full
+                function = {"name": full, "arguments": item.arguments or "{}"}
+                call = {"id": call_id, "type": "function", "function": function}
+                self._own().setdefault("tool_calls", []).append(call)
+            case Item(type="function_call_output", call_id=str(call_id)):
+                turn = {
+                    "role": "tool",
+                    "tool_call_id": call_id,
+                    "content": _text(item.output, where),
+                }
+                if call_id in self._names:
+                    turn["name"] = self._names[call_id]
+                self.add(turn)
+            case _:
+                raise RequestError(
+                    f"{where} is of type {str(item.type)[:40]!r}, or lacks a field of it; supported"
+                    " are message (role, content), reasoning, function_call (call_id, name) and "
+                    "function_call_output (call_id)",
+                    param="input",
+                    code="unsupported_content",
+                )
+
+    def _own(self, *ends: str) -> Turn:
+        """The latest turn of the assistant, unless it has one of these fields already."""
+        latest = self.found[-1] if self.found else {"role": ""}
+        if latest["role"] == "assistant" and not any(latest.get(field) for field in ends):
+            return latest
+        turn: Turn = {"role": "assistant", "content": ""}
+        self.add(turn)
+        return turn
+
+
+def _text(content: str | list[InputPart] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        text = part.refusal if part.type == "refusal" else part.text
+        if text is None or part.type in ("input_image", "input_audio", "input_file"):
+            raise RequestError(
+                f"{where} has a content part of type {part.type[:40]!r}; only text is supported",
+                param="input",
+                code="unsupported_content",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def tools_of(body: ResponsesRequest) -> Tools:
+    """The tools of a request.
+
+    Raises:
+        RequestError: one is run by OpenAI only, or the choice fits none.
+    """
+    offers = list(_offers(body.tools or (), "tools", None))
+    one_call = body.parallel_tool_calls is False
+    choice = body.tool_choice
+    if not isinstance(choice, ChoiceTool):
+        return Tools.of(offers, choice=choice, one_call=one_call)
+    if choice.type == "function":
+        return Tools.of(offers, named=choice.name or "", one_call=one_call)
+    if choice.type != "allowed_tools":
+        raise RequestError(
+            f"tool_choice has the type {choice.type[:40]!r}; supported are function and "
+            "allowed_tools",
+            param="tool_choice",
+        )
+    allowed = {tool.name for tool in choice.tools or ()}
+    if unknown := allowed - {offer.name for offer in offers}:
+        name = min(map(str, unknown))
+        raise RequestError(
+            f"tool_choice allows {name[:80]!r}, which is not among the tools",
+            param="tool_choice",
+        )
+    kept = [offer for offer in offers if offer.name in allowed]
+    return Tools.of(kept, choice=choice.mode, one_call=one_call)
+
+
+def _offers(tools: Sequence[ResponsesTool], where: str, namespace: str | None) -> list[Offer]:
+    offers: list[Offer] = []
+    for number, tool in enumerate(tools):
+        place = f"{where}[{number}]"
+        if tool.type == "namespace" and namespace is None:
+            offers += _offers(tool.tools or (), f"{place}.tools", tool.name)
+        elif tool.type in SKIPPED_TOOLS:
+            logger.info("a tool of type %s was offered; it is never called", tool.type)
+        elif tool.type == "function":
+            name = flat_name(namespace, tool.name or "")
+            offers.append(
+                Offer(
+                    name,
+                    tool.parameters,
+                    f"{place}.parameters",
+                    tool.description,
+                    bool(tool.strict),
+                )
+            )
+        else:
+            raise RequestError(
+                f"{place} is of type {tool.type[:40]!r}, which does not run here; describe a "
+                "function of your own, or leave it out",
+                param="tools",
+                code="unsupported_tool",
+            )
+    return offers
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name that a model knows a tool by."""
+    return f"{namespace.rstrip('_')}__{name}" if namespace else name
+
+
+def full_names(tools: Sequence[ResponsesTool] | None) -> dict[str, tuple[str, str]]:
+    """Namespaces and names of the tools that are in namespaces, by what a model calls them."""
+    return {
+        flat_name(outer.name, inner.name): (outer.name, inner.name)
+        for outer in tools or ()
+        if outer.type == "namespace" and outer.name
+        for inner in outer.tools or ()
+        if inner.name
+    }

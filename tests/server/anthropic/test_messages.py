@@ -1,0 +1,336 @@
+"""The `anthropic` package as the client, in front of an engine that repeats the first message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import pytest
+from echo_templates import TOOLS
+from waiting import LIMIT, until
+
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from anthropic.types import MessageParam, ToolParam
+
+    from tests.server.conftest import Running, Serve
+
+OSLO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo 🎈"}}\n</tool_call>'
+WEATHER: ToolParam = {
+    "name": "weather",
+    "description": "Now.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+THOUGHT = f"<think>\nHm, 🎈.\n</think>\n\nLet me see.\n{OSLO}"
+
+
+@pytest.fixture
+def tokenizer(tokenizer_with: Callable[[str], Tokenizer]) -> Tokenizer:
+    return tokenizer_with(TOOLS)
+
+
+@asynccontextmanager
+async def client_of(
+    running: Running, key: str = "unused"
+) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    async with anthropic.AsyncAnthropic(
+        base_url=running.url, api_key=key, max_retries=0, timeout=LIMIT
+    ) as client:
+        yield client
+
+
+def user(text: str) -> list[MessageParam]:
+    return [{"role": "user", "content": text}]
+
+
+async def test_a_whole_message(serve: Serve) -> None:
+    async with serve() as running, client_of(running) as client:
+        message = await client.messages.create(
+            model="echo",
+            max_tokens=100,
+            messages=[{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        )
+        assert message.id.startswith("msg_")
+        assert (message.type, message.role, message.model) == ("message", "assistant", "echo")
+        (block,) = message.content
+        assert block.type == "text"
+        assert block.text == "user\nhello"
+        assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+        prompt = "?user\nhello?\n?assistant\n"  # a question mark for each control token
+        assert message.usage.input_tokens == len(prompt)
+        assert message.usage.output_tokens == len("?user\nhello?")
+        assert message.usage.cache_creation_input_tokens == 0
+        assert message._request_id
+
+
+async def test_cached_tokens_are_counted_apart(serve: Serve) -> None:
+    async with serve() as running, client_of(running) as client:
+        first = await client.messages.create(model="echo", max_tokens=4, messages=user("x" * 64))
+        again = await client.messages.create(model="echo", max_tokens=4, messages=user("x" * 64))
+        assert first.usage.cache_read_input_tokens == 0
+        cached = again.usage.cache_read_input_tokens
+        assert cached is not None
+        assert cached >= 64
+        assert again.usage.input_tokens + cached == first.usage.input_tokens
+
+
+async def test_why_a_message_ends(serve: Serve) -> None:
+    async with serve() as running, client_of(running) as client:
+        create = client.messages.create
+        cut = await create(model="echo", max_tokens=3, messages=user("hello"))
+        assert cut.stop_reason == "max_tokens"
+        stopped = await create(
+            model="echo", max_tokens=99, messages=user("hello"), stop_sequences=["zz", "ll"]
+        )
+        assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "ll")
+        full = await create(
+            model="echo", max_tokens=10_000, messages=user("@" * 400), stop_sequences=["@@@\n"]
+        )
+        assert full.stop_reason in {"model_context_window_exceeded", "stop_sequence"}
+        async with client.messages.stream(
+            model="echo", max_tokens=99, messages=user("hello"), stop_sequences=["ll"]
+        ) as stream:
+            final = await stream.get_final_message()
+        assert (final.stop_reason, final.stop_sequence) == ("stop_sequence", "ll")
+
+
+async def test_thoughts_and_calls_are_blocks_whole_and_streamed(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    async with serve(tokenizer=tokenizer) as running, client_of(running) as client:
+        asked: dict[str, Any] = {
+            "model": "echo",
+            "max_tokens": 300,
+            "messages": user(THOUGHT),
+            "tools": [WEATHER],
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+        }
+        whole = await client.messages.create(**asked)
+        thought, text, call = whole.content
+        assert thought.type == "thinking"
+        assert thought.thinking == "Hm, 🎈."
+        assert thought.signature
+        assert text.type == "text"
+        assert text.text == "Let me see."
+        assert call.type == "tool_use"
+        assert (call.name, call.input) == ("weather", {"city": "Oslo 🎈"})
+        assert call.id.startswith("toolu_")
+        assert whole.stop_reason == "tool_use"
+        assert whole.usage.output_tokens_details is not None
+        assert whole.usage.output_tokens_details.thinking_tokens > 5
+        await until(running.idle)
+        async with client.messages.stream(**asked) as stream:
+            final = await stream.get_final_message()
+        assert final.stop_reason == "tool_use"
+        assert final.usage.output_tokens == whole.usage.output_tokens
+        for one, other in zip(whole.content, final.content, strict=True):
+            assert one.model_dump(exclude={"id"}) == other.model_dump(exclude={"id"})
+
+
+async def test_the_order_of_events(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer) as running:
+        body = {
+            "model": "echo",
+            "max_tokens": 300,
+            "messages": user(THOUGHT),
+            "tools": [WEATHER],
+            "stream": True,
+        }
+        response = await running.http.post("/v1/messages", json=body)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = []
+        for frame in response.text.strip().split("\n\n"):
+            name, data = frame.split("\n")
+            event = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {event['type']}"
+            events.append(event)
+        kinds = [event["type"] for event in events]
+        runs = [kind for n, kind in enumerate(kinds) if n == 0 or kinds[n - 1] != kind]
+        block = ["content_block_start", "content_block_delta", "content_block_stop"]
+        assert runs == ["message_start", *block * 3, "message_delta", "message_stop"]
+        assert events[0]["message"]["content"] == []
+        assert events[0]["message"]["stop_reason"] is None
+        starts = [event for event in events if event["type"] == "content_block_start"]
+        assert [event["index"] for event in starts] == [0, 1, 2]
+        assert starts[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+        assert starts[1]["content_block"] == {"type": "text", "text": ""}
+        assert starts[2]["content_block"]["input"] == {}
+        deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+        assert [delta["type"] for delta in deltas].count("signature_delta") == 1
+        pieces = [d["partial_json"] for d in deltas if d["type"] == "input_json_delta"]
+        assert len(pieces) > 5
+        assert json.loads("".join(pieces)) == {"city": "Oslo 🎈"}
+
+
+async def test_what_the_template_gets(
+    serve: Serve, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    encode_chat = Tokenizer.encode_chat
+
+    def noted(self: Tokenizer, messages: Any, **options: Any) -> list[int]:
+        seen.append((messages, options["tools"], options["options"]))
+        return encode_chat(self, messages, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", noted)
+    messages: list[Any] = [
+        {"role": "user", "content": "Rain?"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "redacted_thinking", "data": "opaque"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Oslo"}},
+                {"type": "tool_use", "id": "toolu_2", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": "No."},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_2",
+                    "is_error": True,
+                    "content": [{"type": "text", "text": "no city"}],
+                },
+                {"type": "text", "text": "And then?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ]
+    async with serve(tokenizer=tokenizer) as running, client_of(running) as client:
+        await client.messages.create(
+            model="echo",
+            max_tokens=1,
+            messages=messages,
+            tools=[WEATHER],
+            system=[{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}],
+            metadata={"user_id": "somebody"},
+            output_config={"effort": "high"},
+            thinking={"type": "adaptive"},
+        )
+        await client.messages.create(model="echo", max_tokens=1, messages=user("hi"))
+    (turns, tools, options), (_, _, plain) = seen
+    assert [turn["role"] for turn in turns] == [
+        "system", "user", "assistant", "tool", "tool", "user",
+    ]  # fmt: skip
+    assert turns[0]["content"] == "Be brief.\nBe kind."
+    assert turns[2]["reasoning_content"] == "Hm."
+    assert turns[2]["content"] == "I look."
+    assert turns[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Oslo"}
+    assert turns[3] == {
+        "role": "tool", "tool_call_id": "toolu_1", "name": "weather", "content": "No.",
+    }  # fmt: skip
+    assert turns[4]["content"] == "Error: no city"
+    assert turns[5]["content"] == "And then?"
+    assert tools[0]["function"]["parameters"]["properties"] == {"city": {"type": "string"}}
+    assert options == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
+    assert plain == {"enable_thinking": False, "thinking": False}
+
+
+async def test_choices_of_tools(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer) as running, client_of(running) as client:
+        asked: dict[str, Any] = {"model": "echo", "max_tokens": 300, "tools": [WEATHER]}
+        both = user(f"{OSLO}{OSLO}")
+        free = await client.messages.create(**asked, messages=both)
+        assert len(free.content) == 2
+        one = await client.messages.create(
+            **asked,
+            messages=both,
+            tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        )
+        assert len(one.content) == 1
+        none = await client.messages.create(**asked, messages=both, tool_choice={"type": "none"})
+        assert [block.type for block in none.content] == ["text"]
+        named = await client.messages.create(
+            **asked, messages=both, tool_choice={"type": "tool", "name": "weather"}
+        )
+        assert named.stop_reason == "tool_use"
+        cut = await client.messages.create(**{**asked, "max_tokens": len(OSLO) - 20}, messages=both)
+        assert cut.stop_reason == "max_tokens"
+        assert cut.content[0].type == "tool_use"
+        assert cut.content[0].input == {}, "what was cut is no object"
+
+
+async def test_the_place_of_a_wrong_schema_is_named(serve: Serve) -> None:
+    async with serve() as running, client_of(running) as client:
+        with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format\.schema\.type"):
+            await client.messages.create(
+                model="echo",
+                max_tokens=9,
+                messages=user("hi"),
+                output_config={"format": {"type": "json_schema", "schema": {"type": "text"}}},
+            )
+
+
+async def test_tokens_are_counted_as_a_message_has_them(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer) as running, client_of(running) as client:
+        asked: dict[str, Any] = {
+            "model": "echo", "messages": user("hello"), "system": "Be brief.", "tools": [WEATHER],
+        }  # fmt: skip
+        counted = await client.messages.count_tokens(**asked)
+        message = await client.messages.create(**asked, max_tokens=1)
+        assert counted.input_tokens == message.usage.input_tokens
+        assert running.idle()
+
+
+async def test_errors_have_the_shape_of_the_protocol(serve: Serve) -> None:
+    async with serve(server={"api_key": "secret-key"}) as running:
+        async with client_of(running, "secret-key") as client:
+            create = client.messages.create
+            with pytest.raises(anthropic.NotFoundError, match="'echo'") as missing:
+                await create(model="claude-x", max_tokens=9, messages=user("hi"))
+            body: Any = missing.value.body
+            assert body["type"] == "error"
+            assert body["error"]["type"] == "not_found_error"
+            assert body["request_id"] == missing.value.request_id
+            with pytest.raises(anthropic.BadRequestError, match="context"):
+                await create(model="echo", max_tokens=9, messages=user("x" * 600))
+            image: Any = {
+                "type": "image",
+                "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"},
+            }
+            with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0.*image"):
+                await create(
+                    model="echo", max_tokens=9, messages=[{"role": "user", "content": [image]}]
+                )
+            search: Any = {"type": "web_search_20250305", "name": "web_search"}
+            with pytest.raises(anthropic.BadRequestError, match="web_search_20250305"):
+                await create(model="echo", max_tokens=9, messages=user("hi"), tools=[search])
+            with pytest.raises(anthropic.BadRequestError, match="assistant"):
+                await create(
+                    model="echo",
+                    max_tokens=9,
+                    messages=[*user("hi"), {"role": "assistant", "content": "Once"}],
+                )
+            lacking = await running.http.post(
+                "/v1/messages",
+                json={"messages": user("hi")},
+                headers={"x-api-key": "secret-key", "anthropic-version": "2023-06-01"},
+            )
+            assert lacking.status_code == 400
+            assert "max_tokens" in lacking.json()["error"]["message"]
+        async with client_of(running, "wrong") as client:
+            with pytest.raises(anthropic.AuthenticationError, match="wrong") as denied:
+                await client.messages.create(model="echo", max_tokens=9, messages=user("hi"))
+            body = denied.value.body
+            assert body["error"]["type"] == "authentication_error"
+
+
+async def test_an_error_in_mid_stream_is_an_event(serve: Serve) -> None:
+    async with serve("step_seconds=0.01") as running, client_of(running) as client:
+        async with client.messages.stream(
+            model="echo", max_tokens=300, messages=user("hello " * 40)
+        ) as stream:
+            await anext(aiter(stream.text_stream))
+            running.state.engine.fail_all(ValueError("not for strangers"))
+            with pytest.raises(anthropic.APIStatusError, match="internal error"):
+                await stream.get_final_message()
+        assert running.state.engine.num_running == 0

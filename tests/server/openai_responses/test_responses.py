@@ -1,0 +1,395 @@
+"""Responses by the `openai` package, in front of an engine that repeats the first message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from echo_templates import TOOLS
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from waiting import until
+
+from appliance.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from openai.types.responses import FunctionToolParam
+
+    from tests.server.conftest import Running, Serve
+
+OSLO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo 🎈"}}\n</tool_call>'
+ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+THOUGHT = f"<think>\nHm, 🎈.\n</think>\n\nLet me see.\n{OSLO}{ROME}"
+WEATHER: FunctionToolParam = {
+    "type": "function",
+    "name": "weather",
+    "description": "Now.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture
+def tokenizer(tokenizer_with: Callable[[str], Tokenizer]) -> Tokenizer:
+    return tokenizer_with(TOOLS)
+
+
+async def events_of(running: Running, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream: each named, numbered and as the client's own types have it."""
+    response = await running.http.post("/v1/responses", json={"stream": True, **body})
+    assert response.status_code == 200, response.text
+    events = []
+    for frame in response.text.strip().split("\n\n"):
+        name, data = frame.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        EVENTS.validate_python(event)
+        events.append(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def runs_of(events: list[dict[str, Any]]) -> list[str]:
+    """The kinds of events, of which neighbours of a kind count once."""
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    return [kind for n, kind in enumerate(kinds) if n == 0 or kinds[n - 1] != kind]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Turns, tools and options that reach the template."""
+    found: list[Any] = []
+    encode_chat = Tokenizer.encode_chat
+
+    def noted(self: Tokenizer, messages: Any, **options: Any) -> list[int]:
+        found.append((messages, options["tools"], options["options"]))
+        return encode_chat(self, messages, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", noted)
+    return found
+
+
+async def test_a_whole_response(serve: Serve) -> None:
+    async with serve() as running:
+        response = await running.openai.responses.create(
+            model="echo", input="hello", metadata={"a": "b"}, user="somebody"
+        )
+        assert response.output_text == "user\nhello"
+        assert response.id.startswith("resp_")
+        assert (response.status, response.object, response.model) == (
+            "completed", "response", "echo",
+        )  # fmt: skip
+        (item,) = response.output
+        assert item.type == "message"
+        assert (item.role, item.status, item.id[:4]) == ("assistant", "completed", "msg_")
+        assert response.metadata == {"a": "b"}
+        assert response.usage is not None
+        assert response.usage.input_tokens == len("?user\nhello?\n?assistant\n")
+        assert response.usage.output_tokens == len("?user\nhello?")
+        assert response.usage.total_tokens == 36
+        again = await running.openai.responses.create(model="echo", input="hello")
+        assert again.usage is not None
+        assert again.usage.input_tokens_details.cached_tokens == 16
+        Response.model_validate(response.model_dump())
+
+
+async def test_the_order_of_events(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
+        events = await events_of(running, input=THOUGHT, tools=[WEATHER])
+        said = ["output_text.delta", "output_text.done"]
+        thought = ["reasoning_text.delta", "reasoning_text.done"]
+        call = [
+            "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+            "output_item.done",
+        ]  # fmt: skip
+        assert runs_of(events) == [
+            "created", "in_progress",
+            "output_item.added", "content_part.added", *thought, "content_part.done",
+            "output_item.done",
+            "output_item.added", "content_part.added", *said, "content_part.done",
+            "output_item.done",
+            *call, *call, "completed",
+        ]  # fmt: skip
+        assert events[0]["response"]["status"] == events[1]["response"]["status"] == "in_progress"
+        assert events[0]["response"]["output"] == []
+        response = Response.model_validate(events[-1]["response"])
+        assert response.status == "completed"
+        reasoning, message, first, second = response.output
+        assert reasoning.type == "reasoning"
+        assert reasoning.content is not None
+        assert reasoning.content[0].text == "Hm, 🎈."
+        assert message.type == "message"
+        assert response.output_text == "Let me see."
+        assert first.type == second.type == "function_call"
+        assert json.loads(first.arguments) == {"city": "Oslo 🎈"}
+        assert json.loads(second.arguments) == {"city": "Rome"}
+        assert first.call_id != second.call_id
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens > 5
+        for kind, field in (
+            ("output_text", "text"),
+            ("reasoning_text", "text"),
+            ("function_call_arguments", "arguments"),
+        ):
+            for index in range(4):
+                own = [e for e in events if e.get("output_index") == index]
+                deltas = [e["delta"] for e in own if e["type"] == f"response.{kind}.delta"]
+                done = [e[field] for e in own if e["type"] == f"response.{kind}.done"]
+                assert ["".join(deltas)] == done or not deltas
+        done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+        assert done == events[-1]["response"]["output"]
+
+
+async def test_the_streaming_helper(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
+        whole = await running.openai.responses.create(model="echo", input=THOUGHT, tools=[WEATHER])
+        await until(running.idle)
+        async with running.openai.responses.stream(
+            model="echo", input=THOUGHT, tools=[WEATHER]
+        ) as stream:
+            final = await stream.get_final_response()
+        assert final.output_text == whole.output_text == "Let me see."
+        for one, other in zip(whole.output, final.output, strict=True):
+            ids = {"id", "call_id", "parsed_arguments"}
+            assert one.model_dump(exclude=ids).items() <= other.model_dump(exclude=ids).items() or (
+                one.type == other.type == "message"
+            )
+
+
+async def test_a_cut_response_is_incomplete(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer) as running:
+        asked: dict[str, Any] = {"input": OSLO, "tools": [WEATHER]}
+        asked["max_output_tokens"] = len(OSLO) - 20
+        events = await events_of(running, **asked)
+        assert events[-1]["type"] == "response.incomplete"
+        response = events[-1]["response"]
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert response["output"][-1]["status"] == "incomplete"
+        whole = (await running.http.post("/v1/responses", json=asked)).json()
+        assert whole["status"] == "incomplete"
+        assert whole["output"][0]["arguments"] == response["output"][0]["arguments"]
+
+
+async def test_what_the_template_gets(serve: Serve, tokenizer: Tokenizer, seen: list[Any]) -> None:
+    items: list[Any] = [
+        {"role": "developer", "content": "Be kind."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Rain?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [],
+         "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+        {"type": "function_call", "call_id": "call_1", "name": "weather",
+         "arguments": '{"city": "Oslo"}'},
+        {"type": "function_call", "call_id": "call_2", "name": "search", "namespace": "web__",
+         "arguments": ""},
+        {"type": "function_call_output", "call_id": "call_1", "output": "No."},
+        {"type": "function_call_output", "call_id": "call_2",
+         "output": [{"type": "input_text", "text": "Nothing."}]},
+    ]  # fmt: skip
+    space: Any = {
+        "type": "namespace",
+        "name": "web__",
+        "tools": [{"type": "function", "name": "search", "parameters": {"type": "object"}}],
+    }
+    skipped: Any = {"type": "web_search", "external_web_access": False}
+    async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
+        response = await running.openai.responses.create(
+            model="echo",
+            instructions="Be brief.",
+            input=items,
+            tools=[WEATHER, space, skipped],
+            reasoning={"effort": "high", "summary": "auto"},
+            include=["reasoning.encrypted_content"],
+            max_output_tokens=1,
+        )
+        assert response.reasoning is not None
+        assert response.reasoning.effort == "high"
+    ((turns, tools, options),) = seen
+    roles = [turn["role"] for turn in turns]
+    assert roles == ["system", "system", "user", "assistant", "tool", "tool"]
+    assert turns[3]["content"] == "I look."
+    assert turns[3]["reasoning_content"] == "Hm."
+    assert [call["function"]["name"] for call in turns[3]["tool_calls"]] == [
+        "weather", "web__search",
+    ]  # fmt: skip
+    assert turns[4] == {
+        "role": "tool", "tool_call_id": "call_1", "name": "weather", "content": "No.",
+    }  # fmt: skip
+    assert turns[5]["content"] == "Nothing."
+    assert [tool["function"]["name"] for tool in tools] == ["weather", "web__search"]
+    assert options["reasoning_effort"] == "high"
+
+
+async def test_a_tool_of_a_namespace_is_called_by_both_names(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    text = '<tool_call>\n{"name": "web__search", "arguments": {}}\n</tool_call>'
+    space: Any = {
+        "type": "namespace",
+        "name": "web",
+        "tools": [{"type": "function", "name": "search", "parameters": {"type": "object"}}],
+    }
+    async with serve(tokenizer=tokenizer) as running:
+        response = await running.openai.responses.create(model="echo", input=text, tools=[space])
+        (call,) = response.output
+        assert call.type == "function_call"
+        assert (call.namespace, call.name) == ("web", "search")
+
+
+async def test_choices_of_tools(serve: Serve, tokenizer: Tokenizer) -> None:
+    async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
+        create = running.openai.responses.create
+        asked: dict[str, Any] = {"model": "echo", "input": f"{OSLO}{ROME}", "tools": [WEATHER]}
+        assert len((await create(**asked)).output) == 2
+        assert len((await create(**asked, parallel_tool_calls=False)).output) == 1
+        assert (await create(**asked, tool_choice="none")).output[0].type == "message"
+        named = await create(**asked, tool_choice={"type": "function", "name": "weather"})
+        assert named.output[0].type == "function_call"
+        allowed: Any = {"type": "allowed_tools", "mode": "auto", "tools": [WEATHER]}
+        assert len((await create(**asked, tool_choice=allowed)).output) == 2
+
+
+async def test_a_conversation_goes_on_from_a_response(
+    serve: Serve, tokenizer: Tokenizer, seen: list[Any]
+) -> None:
+    async with serve(tokenizer=tokenizer, max_model_len=1024) as running:
+        responses = running.openai.responses
+        first = await responses.create(
+            model="echo", input=THOUGHT, tools=[WEATHER], instructions="Be brief."
+        )
+        assert first.output_text == "Be brief.", "they come first, and are repeated"
+        first = await responses.create(model="echo", input=THOUGHT, tools=[WEATHER])
+        call = first.output[2]
+        assert call.type == "function_call"
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+        second = await responses.create(
+            model="echo", previous_response_id=first.id, input=[result], max_output_tokens=2
+        )
+        third = await responses.create(
+            model="echo", previous_response_id=second.id, input="And?", max_output_tokens=2
+        )
+        assert third.previous_response_id == second.id
+        turns = seen[-1][0]
+        roles = [turn["role"] for turn in turns]
+        assert roles == ["user", "assistant", "tool", "assistant", "user"]
+        assert turns[1]["reasoning_content"] == "Hm, 🎈."
+        assert turns[1]["tool_calls"][0]["id"] == turns[2]["tool_call_id"] == call.call_id
+        assert turns[4]["content"] == "And?"
+        kept = await responses.retrieve(second.id)
+        assert kept == second
+        listed = await responses.input_items.list(third.id)
+        (own,) = listed.data
+        assert own.type == "message"
+        assert own.content[0].type == "input_text"
+        assert own.content[0].text == "And?"
+        await responses.delete(second.id)
+        with pytest.raises(openai.NotFoundError, match="not kept"):
+            await responses.retrieve(second.id)
+        with pytest.raises(openai.BadRequestError, match="not kept") as gone:
+            await responses.create(model="echo", previous_response_id=second.id, input="?")
+        assert gone.value.code == "previous_response_not_found"
+        assert gone.value.param == "previous_response_id"
+        await responses.create(model="echo", previous_response_id=third.id, input="?")
+        streamed = await events_of(running, input="hi", previous_response_id=third.id)
+        assert (await responses.retrieve(streamed[-1]["response"]["id"])).status == "completed"
+
+
+async def test_input_items_come_in_pages(serve: Serve) -> None:
+    async with serve() as running:
+        inputs: list[Any] = [{"role": "user", "content": str(number)} for number in range(5)]
+        response = await running.openai.responses.create(model="echo", input=inputs)
+        path = f"/v1/responses/{response.id}/input_items"
+
+        async def page(**asked: Any) -> dict[str, Any]:
+            return (await running.http.get(path, params=asked)).json()  # type: ignore[no-any-return]
+
+        first = await page(limit=2)
+        assert [item["content"] for item in first["data"]] == ["4", "3"]
+        assert first["has_more"]
+        rest = await page(after=first["last_id"])
+        assert [item["content"] for item in rest["data"]] == ["2", "1", "0"]
+        assert not rest["has_more"]
+        assert (await page(order="asc"))["first_id"] == rest["last_id"]
+        for wrong in ({"limit": 0}, {"limit": "x"}, {"after": "nothing"}):
+            refused = await running.http.get(path, params=wrong)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] in wrong
+
+
+async def test_a_key_never_reads_what_is_kept_for_another(serve: Serve) -> None:
+    async with serve(
+        server={"api_key": "master-key", "api_keys": {"ann": "a-key-of-ann"}}
+    ) as running:
+        master, ann = running.openai, running.openai.with_options(api_key="a-key-of-ann")
+        own = await ann.responses.create(model="echo", input="secret")
+        assert (await ann.responses.retrieve(own.id)).output_text == "user\nsecret"
+        with pytest.raises(openai.NotFoundError):
+            await master.responses.retrieve(own.id)
+        with pytest.raises(openai.NotFoundError):
+            await master.responses.delete(own.id)
+        with pytest.raises(openai.BadRequestError):
+            await master.responses.create(model="echo", input="?", previous_response_id=own.id)
+
+
+async def test_what_is_not_to_be_kept_is_not(serve: Serve) -> None:
+    async with serve() as running:
+        response = await running.openai.responses.create(model="echo", input="hi", store=False)
+        assert response.model_dump()["store"] is False
+        with pytest.raises(openai.NotFoundError):
+            await running.openai.responses.retrieve(response.id)
+
+
+async def test_what_does_not_run_here_is_refused_by_name(serve: Serve) -> None:
+    image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tools": [{"type": "file_search", "vector_store_ids": []}]}, "file_search"),
+        ({"tools": [{"type": "code_interpreter", "container": "x"}]}, "code_interpreter"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, "custom"),
+        ({"tool_choice": {"type": "web_search"}}, "web_search"),
+        ({"input": image}, "input_image"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
+        ({"input": []}, "no items"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"include": ["message.output_text.logprobs"]}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, r"text\.format\.schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "text"}}}},
+            r"text\.format\.schema\.type",
+        ),
+        ({"metadata": {str(n): "x" for n in range(17)}}, "metadata"),
+        ({"input": "x" * 600}, "context"),
+    ]
+    async with serve() as running:
+        for fields, text in cases:
+            body: Any = {"model": "echo", "input": "hi", **fields}
+            with pytest.raises(openai.BadRequestError, match=text) as refused:
+                await running.openai.responses.create(**body)
+            assert refused.value.param, fields
+        assert running.idle()
+
+
+async def test_a_failure_in_mid_stream_is_an_event(serve: Serve) -> None:
+    async with serve("step_seconds=0.01") as running:
+        stream = await running.openai.responses.create(
+            model="echo", input="hello " * 40, stream=True
+        )
+        kinds = [(await anext(stream)).type]
+        running.state.engine.fail_all(ValueError("not for strangers"))
+        last: Any = None
+        async for event in stream:
+            kinds.append(event.type)
+            last = event
+        assert kinds[0] == "response.created"
+        assert last.type == "response.failed"
+        assert last.response.status == "failed"
+        assert last.response.error.code == "server_error"
+        assert "strangers" not in last.response.error.message
+        with pytest.raises(openai.NotFoundError):
+            await running.openai.responses.retrieve(last.response.id)

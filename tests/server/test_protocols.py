@@ -1,0 +1,135 @@
+"""What holds for every protocol: keys, limits, the queue, ids, the log, clients that go away."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from waiting import until
+
+from appliance.server import access_log
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.server.conftest import Serve
+
+MESSAGES = [{"role": "user", "content": "hello " * 20}]
+# Path to a body that asks for a streamed answer.
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "stream": True},
+    "/v1/responses": {"input": MESSAGES, "stream": True},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 300, "stream": True},
+    "/api/chat": {"model": "echo", "messages": MESSAGES},
+    "/api/generate": {"model": "echo", "prompt": "hello " * 20},
+}
+EVERY = pytest.mark.parametrize("path", BODIES)
+KEY = "a-key-of-ann"
+
+
+def message_of(body: dict[str, Any]) -> str:
+    """The text of an error, whatever its shape."""
+    error = body["error"]
+    return error if isinstance(error, str) else error["message"]
+
+
+@pytest.fixture(autouse=True)
+def _level_as_before() -> Iterator[None]:
+    yield
+    logging.getLogger(access_log.__name__).setLevel(logging.NOTSET)
+
+
+@EVERY
+async def test_the_key_is_wanted_in_either_header(serve: Serve, path: str) -> None:
+    async with serve(server={"api_key": KEY}) as running:
+        refused = await running.http.post(path, json=BODIES[path])
+        assert refused.status_code == 401
+        assert "API key is needed" in message_of(refused.json())
+        for headers in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}):
+            answer = await running.http.post(path, json=BODIES[path], headers=headers)
+            assert answer.status_code == 200
+
+
+@EVERY
+async def test_what_a_key_may_have_open_is_counted(serve: Serve, path: str) -> None:
+    async with serve(
+        "holds_at=130",
+        server={"api_keys": {"ann": f"{KEY} parallel=1"}},
+        headers={"x-api-key": KEY},
+    ) as running:
+        async with running.http.stream("POST", path, json=BODIES[path]) as first:
+            assert first.status_code == 200
+            more = await running.http.post(path, json=BODIES[path])
+            assert more.status_code == 429
+            assert "1 request open" in message_of(more.json())
+            assert int(more.headers["retry-after"]) > 0
+        await until(running.idle)
+
+
+@EVERY
+async def test_a_full_queue_says_when_to_come_again(serve: Serve, path: str) -> None:
+    async with serve("holds_at=130", server={"max_queue": 0}, max_num_seqs=1) as running:
+        async with running.http.stream("POST", path, json=BODIES[path]) as first:
+            assert first.status_code == 200
+            more = await running.http.post(path, json=BODIES[path])
+            assert more.status_code == 429
+            assert int(more.headers["retry-after"]) > 0
+        await until(running.idle)
+
+
+@EVERY
+async def test_a_client_that_goes_away_frees_everything(serve: Serve, path: str) -> None:
+    async with serve("holds_at=130") as running:
+        async with running.http.stream("POST", path, json=BODIES[path]) as response:
+            assert response.status_code == 200
+            assert not running.idle()
+        await until(running.idle)
+
+
+@EVERY
+async def test_the_id_of_a_request_goes_in_and_out_and_into_the_log(
+    serve: Serve, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(server={"access_log": True}) as running:
+        answer = await running.http.post(
+            path, json=BODIES[path], headers={"x-request-id": "mine-1"}
+        )
+        assert answer.headers["x-request-id"] == "mine-1"
+        await until(lambda: "mine-1" in caplog.text)
+        assert f"POST {path} 200" in caplog.text
+        assert "hello" not in caplog.text
+
+
+@EVERY
+async def test_hundreds_of_messages_are_taken_and_bytes_are_bounded(
+    serve: Serve, path: str
+) -> None:
+    async with serve(
+        "num_blocks=2048", server={"max_body_bytes": 64 * 1024}, max_model_len=16384
+    ) as running:
+        body = dict(BODIES[path])
+        for field in ("messages", "input"):
+            if field in body:
+                body[field] = [
+                    {"role": role, "content": "x"} for role in ("user", "assistant") * 200
+                ] + [{"role": "user", "content": "x"}]
+        answer = await running.http.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        large = await running.http.post(path, json={**body, "user": "x" * 70_000})
+        assert large.status_code == 413
+        assert "65536 bytes" in message_of(large.json())
+
+
+@EVERY
+async def test_a_body_that_is_wrong_names_the_field(serve: Serve, path: str) -> None:
+    async with serve() as running:
+        for field, value in (("stream", "yes"), ("model", 5)):
+            answer = await running.http.post(path, json={**BODIES[path], field: value})
+            assert answer.status_code == 400
+            assert field in message_of(answer.json())
+        broken = await running.http.post(
+            path, content=b"{", headers={"content-type": "application/json"}
+        )
+        assert broken.status_code == 400
+        assert "JSON" in message_of(broken.json())
