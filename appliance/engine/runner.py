@@ -34,7 +34,7 @@ class Runner(Protocol):
         ...
 
     def collect(self) -> list[Sampled]:
-        """Wait for the oldest plan in flight: one result per sampling sequence, in its order."""
+        """Wait for the oldest plan in flight: a result per sequence that yields one, in its order."""
         ...
 
     def discard(self) -> None:

@@ -50,9 +50,11 @@ from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.cuda_graphs import BUSY_STEPS
 from appliance.engine.run.device import Event, Graph, HostDevice
 from appliance.engine.run.model_runner import ModelRunner
+from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
+from appliance.kernels.token_scores.reference import score_tokens
 
 OUT = ROOT / "benchmarks" / "results" / "host_step.json"
 BLOCK_SIZE = 32  # as on CUDA
@@ -226,6 +228,7 @@ def build(batch: int, context: int, vocab_size: int) -> tuple[LLMEngine, NoDevic
         device,
         limits,
         HostMoves(stub, Rates()),
+        PromptReader(stub, score_tokens, device),
         spare=Spare(num_blocks),
         graph_bytes=1,
     )

@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "attention.h"
 #include "sample.h"
+#include "score.h"
 #include "step.h"
 
 #define AP_JOIN_(a, b) a##b
@@ -13,7 +14,9 @@
 
 const ap_kernels AP_JOIN(ap_kernels_, AP_ISA) = {
     .step = step,
+    .head = head,
     .sample = sample,
+    .score = score,
     .linear_forward = linear_forward,
     .linear_rows = linear_rows,
     .kv_write = kv_write,
