@@ -35,7 +35,16 @@ def overdue(updates: Iterable[Update], now: float) -> list[SequenceDelta]:
 
 
 def _delta(update: Update) -> SequenceDelta:
-    sequence, token_ids, finish_reason, logprobs, cumulative_logprob, error = update
+    (
+        sequence,
+        token_ids,
+        finish_reason,
+        logprobs,
+        cumulative_logprob,
+        error,
+        prompt_logprobs,
+        pooled,
+    ) = update
     if error is not None:
         return SequenceDelta(
             request_id=sequence.request.request_id,
@@ -45,6 +54,8 @@ def _delta(update: Update) -> SequenceDelta:
         )
     is_search = cumulative_logprob is not None  # which shows nothing before its end
     first = sequence.index == 0 if is_search else sequence.num_output_tokens == len(token_ids)
+    if prompt_logprobs is not None or pooled is not None:
+        first = False  # more is to come
     return SequenceDelta(
         request_id=sequence.request.request_id,
         index=sequence.index,
@@ -54,6 +65,8 @@ def _delta(update: Update) -> SequenceDelta:
         num_cached_tokens=sequence.num_cached,
         queue_seconds=_waited(sequence) if first else None,
         cumulative_logprob=cumulative_logprob,
+        prompt_logprobs=prompt_logprobs,
+        pooled=pooled,
     )
 
 

@@ -19,6 +19,8 @@ from appliance.kernels.sampling import batched
 from appliance.kernels.sampling.cpu import NativeSampling
 from appliance.kernels.token_mask import reference as masks_by_torch
 from appliance.kernels.token_mask.cpu import NativeMasks
+from appliance.kernels.token_scores import reference as scores_by_torch
+from appliance.kernels.token_scores.cpu import NativeScores
 from appliance.model.executor import heads_of
 from appliance.model.loader import load_decoder
 from appliance.model.native_loader import load_native, why_unsupported
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.sampler import SampleTokens
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.token_mask.reference import MaskTokens
+    from appliance.kernels.token_scores.reference import ScoreTokens
     from appliance.model.executor import Executor
     from appliance.model.source import ModelSource
     from appliance.model.spec import DecoderSpec
@@ -131,6 +134,11 @@ class Execution(Protocol):
         """What bans tokens without waiting for the device."""
         ...
 
+    @property
+    def score_tokens(self) -> ScoreTokens:
+        """What says what logits mean for given tokens, without waiting for the device."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class NativeExecution:
@@ -204,6 +212,11 @@ class NativeExecution:
     def mask_tokens(self) -> MaskTokens:
         """The library's."""
         return NativeMasks(self.engine.library)
+
+    @property
+    def score_tokens(self) -> ScoreTokens:
+        """The library's."""
+        return NativeScores(self.engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +309,11 @@ class TorchExecution:
         from appliance.kernels.token_mask.launch import mask_tokens
 
         return mask_tokens
+
+    @property
+    def score_tokens(self) -> ScoreTokens:
+        """Torch's."""
+        return scores_by_torch.score_tokens
 
 
 def choose_execution(

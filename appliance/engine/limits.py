@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 
+# Of a prompt that is scored: logits of so many rows are there at once. Each pass reads the whole
+# head, so fewer would be slower.
+LOGIT_ROWS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """How much runs at once.
@@ -70,6 +75,7 @@ def check_request(request: Request, bounds: Bounds) -> None:
         num_tokens,
         context_length=bounds.limits.context_length,
         cache_tokens=bounds.num_blocks * bounds.block_size,
+        generates=request.generates,
     )
     if sampling.use_beam_search:
         check_beams(
@@ -80,26 +86,30 @@ def check_request(request: Request, bounds: Bounds) -> None:
         )
 
 
-def check_prompt(num_tokens: int, *, context_length: int, cache_tokens: int) -> None:
+def check_prompt(
+    num_tokens: int, *, context_length: int, cache_tokens: int, generates: bool = True
+) -> None:
     """Refuse a prompt that leaves no room for an answer.
 
     Args:
         num_tokens: length of the prompt.
         context_length: tokens of one sequence, prompt and answer together.
         cache_tokens: slots of the whole KV cache.
+        generates: whether there is an answer; without one the prompt may fill either.
 
     Raises:
         ContextLengthError: the prompt fills the context.
         RequestError: the prompt is empty or fills the KV cache.
     """
+    limit = num_tokens + generates
     if num_tokens == 0:
         raise RequestError("the prompt is empty; send at least one token", param="prompt")
-    if num_tokens >= context_length:
+    if limit > context_length:
         raise ContextLengthError(
             f"the prompt has {num_tokens} tokens, the context holds {context_length} for prompt "
             "and answer together; shorten the prompt"
         )
-    if num_tokens >= cache_tokens:
+    if limit > cache_tokens:
         raise RequestError(
             f"the prompt has {num_tokens} tokens, the KV cache holds {cache_tokens} for prompt "
             "and answer together; shorten the prompt or give the server more KV cache memory",
@@ -164,4 +174,5 @@ def reason_to_finish(sequence: Sequence, bounds: Bounds) -> FinishReason | None:
 def is_full(sequence: Sequence, num_tokens: int, max_tokens: int) -> bool:
     """Whether a sequence that has come to `num_tokens` ends there, whatever its last token is."""
     num_output_tokens = num_tokens - sequence.num_prompt_tokens
-    return num_output_tokens == sequence.request.sampling.max_tokens or num_tokens >= max_tokens
+    most = sequence.request.sampling.max_tokens
+    return (most is not None and num_output_tokens >= most) or num_tokens >= max_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from appliance.engine.limits import LOGIT_ROWS
 from appliance.errors import ConfigError, MemoryPlanError
 
 if TYPE_CHECKING:
@@ -137,8 +138,10 @@ def workspace_bytes(request: MemoryRequest) -> int:
     Open pages, which are not for keeping, count among them.
 
     The estimate: the widest layer's activations for every row (residual, normed, q/k/v, attention
-    output, gate and up, their product), and float32 logits with the three copies that sampling
-    makes; as much again lies scattered in the allocator, since steps differ in their rows.
+    output, gate and up, their product), hidden states for the head, twice where prompts are read,
+    and float32 logits with the three copies that sampling makes, or with the four that scores of
+    a prompt take, one chunk at a time; as much again lies scattered in the allocator, since steps
+    differ in their rows.
     """
     if request.workspace_bytes is not None:
         return request.workspace_bytes + request.open_bytes
@@ -151,8 +154,9 @@ def workspace_bytes(request: MemoryRequest) -> int:
         for layer in spec.layers
     )
     rows = request.max_num_batched_tokens
-    logits = request.max_num_seqs * spec.vocab_size * 4 * 8
-    return rows * widest * request.activation_bytes + logits + request.open_bytes
+    hidden = 2 * spec.hidden_size * request.activation_bytes
+    logits = max(request.max_num_seqs * 8, LOGIT_ROWS * 5) * spec.vocab_size * 4
+    return rows * (widest * request.activation_bytes + hidden) + logits + request.open_bytes
 
 
 def _refusal(request: MemoryRequest, context: int, workspace: int, for_kv: int) -> str:

@@ -80,6 +80,8 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     queue_seconds: float | None = None  # on the first delta: waiting time in the engine
     cumulative_logprob: float | None = None  # of an answer of beam search, which is one delta
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the next tokens of the prompt
+    pooled: bytes | None = None  # float32, the hidden state that stands for the prompt
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):

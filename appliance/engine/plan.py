@@ -11,6 +11,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from array import array
+
     from appliance.engine.messages import Candidate, TokenLogprobs
     from appliance.engine.moves import BlockCopy, BlockLoad, BlockSave
     from appliance.engine.request import FinishReason
@@ -27,6 +29,8 @@ class ScheduledSequence(NamedTuple):
         samples: the last row yields a new token.
         follows: the only row's token is the one that the plan before samples, and nobody knows it
             yet: where that token ends the sequence, this row was for nothing.
+        read: places of the rows that are wanted for more than keys and values, see
+            `Request.to_read`.
     """
 
     sequence: Sequence
@@ -34,6 +38,12 @@ class ScheduledSequence(NamedTuple):
     num_tokens: int
     samples: bool
     follows: bool = False
+    read: range = range(0)
+
+    @property
+    def yields(self) -> bool:
+        """Whether something comes of it beside keys and values."""
+        return self.samples or bool(self.read)
 
     @property
     def end(self) -> int:
@@ -117,19 +127,21 @@ class Plan:
         )
 
     @property
-    def num_samples(self) -> int:
-        """Sequences that get a token from this step."""
-        return sum(entry.samples for entry in self.scheduled)
+    def num_results(self) -> int:
+        """Sequences that get a token from this step, or whose prompt is read."""
+        return sum(entry.yields for entry in self.scheduled)
 
 
 class Sampled(NamedTuple):
-    """What one sequence got: a token, or the reason why there is none."""
+    """What one sequence got: a token, what was read of its prompt, or why there is neither."""
 
     token_id: int = -1
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     broken: bool = False  # the model's fault, not the request's
     continuations: Continuations | None = None  # of a beam
+    scores: tuple[TokenLogprobs, ...] = ()  # of the tokens behind the rows that were read
+    pooled: array[float] | None = None  # or the sum of their hidden states
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +170,8 @@ class Update(NamedTuple):
         logprobs: of each token, if the request wants them.
         cumulative_logprob: natural logarithm of the whole answer's probability, of a beam search.
         error: what went wrong, if something did.
+        prompt_logprobs: of the next tokens of the prompt.
+        pooled: the hidden state that stands for the prompt, float32 in the machine's byte order.
     """
 
     sequence: Sequence
@@ -166,3 +180,5 @@ class Update(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     cumulative_logprob: float | None = None
     error: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    pooled: bytes | None = None

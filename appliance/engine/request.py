@@ -38,6 +38,13 @@ class FinishReason(Enum):
     ERROR = "error"  # the engine could not go on with it; the delta carries a message
 
 
+class Pooling(Enum):
+    """Which of a prompt's hidden states stand for all of it."""
+
+    LAST = "last"  # the last token's
+    MEAN = "mean"  # the mean of all
+
+
 class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
     """How long an answer may think; the mark that ends a thought is forced after that.
 
@@ -90,7 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         early_stopping: of beam search; True ends it once as many answers as beams are finished,
             False when the best beam is no better than the worst of these for its length,
             "never" when it cannot become better. All three as transformers defines them.
-        max_tokens: most tokens to generate; None means as many as the context holds.
+        max_tokens: most tokens to generate; None means as many as the context holds. 0 ends the
+            request with its prompt, which something has to be wanted of then.
         min_tokens: end-of-sequence and stop tokens are banned before this many.
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 keeps all.
@@ -106,6 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         logit_bias: token id to a value added to its logit, -100 to 100.
         logprobs: how many alternatives to report per token, 0 for the chosen one only, None for
             no report.
+        prompt_logprobs: the same of each prompt token but the first, which nothing precedes.
         stop: strings that end the answer; they are not part of it.
         stop_token_ids: token ids that end the answer.
         ignore_eos: go on past the end-of-sequence token.
@@ -136,6 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -155,8 +165,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_beam_search()
         self._check_grammar()
         if self.max_tokens is not None:
-            self._check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        self._check_range("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1)
+            self._check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
+        most = 2**31 - 1 if self.max_tokens is None else self.max_tokens
+        self._check_range("min_tokens", self.min_tokens, 0, most)
         self._check_range("temperature", self.temperature, 0.0, 2.0)
         self._check_range("top_k", self.top_k, 0, 2**31 - 1)
         self._check_range("top_p", self.top_p, 0.0, 1.0)
@@ -166,8 +177,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         self._check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         self._check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.logprobs is not None:
-            self._check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                self._check_range(name, count, 0, MAX_LOGPROBS)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(
                 f"logit_bias has {len(self.logit_bias)} entries;"
@@ -207,6 +219,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise RequestError(
                 "beam search needs at least 2 beams; best_of says how many (or n, without it)",
                 param="best_of",
+            )
+        if self.prompt_logprobs is not None:
+            raise RequestError(
+                "beam search does not go with scores of the prompt; leave use_beam_search out",
+                param="use_beam_search",
             )
         # A temperature of 1 is the default, so it may just not have been given.
         for name, neutral in (
@@ -297,8 +314,32 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # prefixes are shared only between equal salts
     owner: str = ""  # name of the API key, for the dashboard and fairness; never the key
     stop_pieces: dict[int, bytes] = {}  # for beam search with stop strings, see `stop_pieces`
+    pooling: Pooling | None = None  # ends it with its prompt, and a hidden state instead of tokens
+
+    @property
+    def generates(self) -> bool:
+        """Whether there is an answer beyond what is said of the prompt."""
+        return self.sampling.max_tokens != 0
+
+    @property
+    def to_read(self) -> range:
+        """Places of the prompt whose rows must run for more than keys and values."""
+        length = len(self.prompt_token_ids)
+        if self.pooling is not None:
+            return range(0 if self.pooling is Pooling.MEAN else length - 1, length)
+        return range(0 if self.sampling.prompt_logprobs is None else length - 1)
 
     def __post_init__(self) -> None:
+        if self.sampling.max_tokens == 0 and (
+            self.pooling is None and self.sampling.prompt_logprobs is None
+        ):
+            raise RequestError(
+                "max_tokens is 0, and nothing is asked of the prompt; ask for at least one token",
+                param="max_tokens",
+            )
+        if self.pooling is not None:
+            assert self.sampling.max_tokens == 0, "an answer beside a hidden state"
+            assert self.sampling.num_sequences == 1
         if not -MAX_PRIORITY <= self.priority <= MAX_PRIORITY:
             raise RequestError(
                 f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, "

@@ -34,7 +34,7 @@ class Runner(Protocol):
         ...
 
     def collect(self) -> list[Sampled]:
-        """Wait for the oldest plan in flight: one result per sampling sequence, in its order."""
+        """Wait for the oldest plan in flight: in its order a result for each that yields one."""
         ...
 
     def discard(self) -> None:

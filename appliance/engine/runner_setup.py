@@ -17,6 +17,7 @@ from appliance.engine.run.grammar_masks import GrammarMasks
 from appliance.engine.run.kernels_ahead import compile_kernels
 from appliance.engine.run.measure import graph_allowance, measure_workspace
 from appliance.engine.run.model_runner import ModelRunner, fixed_bytes, largest_step
+from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.errors import ConfigError, MemoryPlanError
 from appliance.kernels.decoder_cache import split_sealed
@@ -86,6 +87,7 @@ def plan_measured(
             steps.sample_tokens,
             steps.execution.penalize,
             steps.execution.mask_tokens,
+            steps.execution.score_tokens,
             device,
             limits,
             kv_layers=kv_layers,
@@ -165,6 +167,7 @@ def make_runner(
         steps.device,
         steps.limits,
         moves,
+        PromptReader(steps.executor, steps.execution.score_tokens, steps.device),
         spare=Spare(plan.num_blocks, num_open or None) if steps.with_graphs else None,
         is_sealed=num_open > 0,
         graph_bytes=graph_bytes,

@@ -34,6 +34,10 @@ class Sequence:
         token_ids: prompt, then answer.
         num_computed: leading tokens whose keys and values are in the cache.
         num_cached: prompt tokens that came from the prefix cache at first admission.
+        to_read: places of the prompt whose rows are wanted for more than keys and values; the first
+            sequence of a request reads for all.
+        num_read: before this place all of `to_read` is done.
+        pooled: sum of the hidden states of these, where their mean is wanted.
         num_kept: while it waits after a preemption, leading tokens whose blocks are kept for it.
         block_table: block ids, append-only while running; 32 bits each, as devices read them.
         block_hashes: chained hash of each full block known so far.
@@ -49,6 +53,9 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     num_cached: int = 0
+    to_read: range = range(0)
+    num_read: int = 0
+    pooled: array[float] | None = None
     num_kept: int = 0
     block_table: array[int] = field(default_factory=partial(array, "i"))
     block_hashes: list[bytes] = field(default_factory=list)
@@ -65,6 +72,9 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.request.prompt_token_ids)
+        if self.index == 0:
+            self.to_read = self.request.to_read
+            self.num_read = self.to_read.start
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -75,6 +85,16 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose keys and values may come from elsewhere; later rows have to run."""
+        most = len(self.token_ids) - 1  # logits need the last one
+        return most if self.num_read >= self.to_read.stop else min(most, self.num_read)
+
+    def rows_to_read(self, start: int, end: int) -> range:
+        """Which of the rows [start, end) are wanted for more than keys and values."""
+        return range(max(start, self.num_read), min(end, self.to_read.stop))
 
     @property
     def num_uncomputed(self) -> int:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from appliance.engine.limits import reason_to_finish
 from appliance.engine.plan import Update
+from appliance.engine.request import FinishReason
 
 if TYPE_CHECKING:
     from appliance.engine.limits import Bounds
     from appliance.engine.plan import Sampled
-    from appliance.engine.request import FinishReason, Request
+    from appliance.engine.request import Request
     from appliance.engine.sequence import Sequence
 
 
@@ -63,6 +64,9 @@ class SequenceGroup:
         Returns:
             Why the member ends now, and its unit with it, if it does.
         """
+        if not sequence.request.generates:
+            updates.append(Update(sequence, finish_reason=FinishReason.LENGTH))
+            return FinishReason.LENGTH
         sequence.token_ids.append(sampled.token_id)
         reason = reason_to_finish(sequence, self._bounds)
         logprobs = None if sampled.logprobs is None else (sampled.logprobs,)

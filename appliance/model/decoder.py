@@ -79,6 +79,18 @@ class Decoder:
         Returns:
             Logits, (num_rows, vocab_size) float32.
         """
+        return self.logits(self.hidden(token_ids, positions, batch, cache, rows))
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: KVCache,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step up to the head; see `Executor.hidden`."""
         step = Step(
             batch=batch,
             attention_work=self.backend.plan_attention(batch, cache.block_size),
@@ -90,6 +102,11 @@ class Decoder:
         for index, (layer, blocks) in enumerate(zip(self.layers, cache.layers, strict=True)):
             hidden, stream = layer(hidden, stream, step, blocks, rows if index == last else None)
             self.on_layer()
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Run the head; see `Executor.logits`."""
         if not hidden.shape[0]:
             return hidden.new_empty((0, self.spec.vocab_size), dtype=torch.float32)
         logits = self.head(hidden)  # (num_rows, vocab_size)

@@ -111,6 +111,25 @@ class Executor(Protocol[AnyCache]):
         """
         ...
 
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: AnyCache,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step as `forward` does, up to the head.
+
+        Returns:
+            Hidden states under the last norm, (num_rows, hidden_size), in the activations' dtype.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head alone: what `forward` returns, of some of the rows that `hidden` returned."""
+        ...
+
 
 def heads_of(spec: DecoderSpec) -> Sequence[tuple[int, int]]:
     """KV heads of each layer, and their width."""

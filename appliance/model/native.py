@@ -89,13 +89,65 @@ class NativeDecoder:
         Raises:
             MemoryError: the step needs more workspace than there is.
         """
+        logits = self._rows(token_ids, rows, self.spec.vocab_size)
+        self._step(token_ids, positions, batch, cache, rows, None, logits)
+        return logits
+
+    def hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: NativeCache,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run one step up to the head; see `Executor.hidden`.
+
+        Raises:
+            MemoryError: the step needs more workspace than there is.
+        """
+        hidden = self._rows(token_ids, rows, self.spec.hidden_size)
+        self._step(token_ids, positions, batch, cache, rows, hidden, None)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Run the head; see `Executor.logits`.
+
+        Raises:
+            MemoryError: so many rows need more workspace than there is.
+        """
+        logits = torch.empty((len(hidden), self.spec.vocab_size), dtype=torch.float32)
+        check(
+            self.engine.library.ap_head(
+                self.engine.handle,
+                ctypes.byref(self.model),
+                hidden.data_ptr(),
+                len(hidden),
+                logits.data_ptr(),
+            )
+        )
+        return logits
+
+    @staticmethod
+    def _rows(token_ids: Tensor, rows: Tensor | None, width: int) -> Tensor:
         num_rows = len(token_ids) if rows is None else len(rows)
-        logits = torch.empty((num_rows, self.spec.vocab_size), dtype=torch.float32)
+        return torch.empty((num_rows, width), dtype=torch.float32)
+
+    def _step(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: RaggedBatch,
+        cache: NativeCache,
+        rows: Tensor | None,
+        hidden: Tensor | None,
+        logits: Tensor | None,
+    ) -> None:
         struct = BatchStruct(
             num_tokens=len(token_ids),
             num_seqs=batch.num_seqs,
             table_width=batch.block_tables.shape[1],
-            num_rows=num_rows,
+            num_rows=len(token_ids) if rows is None else len(rows),
             token_ids=token_ids.data_ptr(),
             positions=positions.data_ptr(),
             slot_mapping=batch.slot_mapping.data_ptr(),
@@ -112,7 +164,7 @@ class NativeDecoder:
                 ctypes.byref(self.model),
                 ctypes.byref(cache.struct),
                 ctypes.byref(struct),
-                logits.data_ptr(),
+                None if hidden is None else hidden.data_ptr(),
+                None if logits is None else logits.data_ptr(),
             )
         )
-        return logits

@@ -139,6 +139,7 @@ class Answer:
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._cached_tokens = [0] * len(self._requests)
+        self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in self._requests]
         shown = frozenset() if reading is None else reading.shown
         self._choices = [
             _Choice(
@@ -288,6 +289,7 @@ class Answer:
         choice = self._choices[number]
         if delta.num_cached_tokens > self._cached_tokens[prompt]:
             self._cached_tokens[prompt] = delta.num_cached_tokens
+        self.prompt_logprobs[prompt] += delta.prompt_logprobs or ()
         self.completion_tokens += len(delta.token_ids)
         self._use.take(len(delta.token_ids))
         if delta.token_ids:

@@ -116,7 +116,12 @@ def completion_budget(
     context = info.context_length
     try:
         cache_tokens = info.num_blocks * info.block_size
-        check_prompt(prompt_tokens, context_length=context, cache_tokens=cache_tokens)
+        check_prompt(
+            prompt_tokens,
+            context_length=context,
+            cache_tokens=cache_tokens,
+            generates=max_tokens != 0,
+        )
     except RequestError as error:
         raise ContextLengthError(error.message, param=param) from None
     room = context - prompt_tokens

@@ -201,5 +201,6 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """Body of POST /v1/completions."""
 
     prompt: Prompt
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None

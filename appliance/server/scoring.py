@@ -1,7 +1,7 @@
 """POST /v1/completions with echo and logprobs: what the model thinks of a given text.
 
-The engine is told to answer the first token with all the others, one decode step each, and
-reports on each as on any token of an answer. Evaluation harnesses ask for this.
+The engine reports on the tokens of a prompt while it computes it, in whole chunks. Evaluation
+harnesses ask for this.
 """
 
 from __future__ import annotations
@@ -95,19 +95,18 @@ class Scoring:
         terms = Terms.of(body, state, owner)
         requests = []
         for number, prompt in enumerate(prompts):
-            completion_budget(len(prompt), max(1, generated), info, param="prompt")
-            first, *others = prompt
+            completion_budget(len(prompt), generated, info, param="prompt")
             sampling = SamplingParams(
-                max_tokens=max(1, len(others) + generated),
+                max_tokens=generated,
                 temperature=0.0,
                 logprobs=body.logprobs,
+                prompt_logprobs=body.logprobs,
                 ignore_eos=True,
-                forced=tuple(others),
             )
             requests.append(
                 terms.request(
                     f"{exchange.id}-{number}" if len(prompts) > 1 else exchange.id,
-                    [first],
+                    prompt,
                     sampling,
                 )
             )
@@ -132,7 +131,7 @@ class Scoring:
     def _choice(self, number: int, whole: Whole) -> CompletionChoice:
         prompt, tokenizer = self.prompts[number], self.exchange.tokenizer
         first = tokenizer.token_text(prompt[0])
-        tokens = whole.tokens[: len(prompt) - 1 + self.generated]
+        tokens = [*self.answer.prompt_logprobs[number], *whole.tokens]
         scored = completion_logprobs(tokens, tokenizer, len(first))
         after = [token.chosen.token_id for token in tokens[len(prompt) - 1 :]]
         return CompletionChoice(

@@ -43,11 +43,23 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
             POINTER(structs.CacheStruct),
             POINTER(structs.BatchStruct),
             _POINTER,
+            _POINTER,
         ),
+    ),
+    "ap_head": (
+        c_int32,
+        (c_void_p, POINTER(structs.ModelStruct), _POINTER, c_int32, _POINTER),
     ),
     "ap_sample": (
         c_int32,
         (c_void_p, _POINTER, c_int32, c_int32, POINTER(structs.SamplingStruct), _POINTER),
+    ),
+    "ap_score": (
+        c_int32,
+        (
+            *(c_void_p, _POINTER, c_int32, c_int32, _POINTER, c_int32),
+            *(_POINTER, _POINTER, _POINTER),
+        ),
     ),
     "ap_mask_logits": (None, (_POINTER, c_int32, c_int32, _POINTER, _POINTER, c_int32)),
     "ap_engine_watch": (None, (c_void_p, c_void_p)),

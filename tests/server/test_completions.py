@@ -164,3 +164,14 @@ async def test_the_best_of_several_come_first_and_all_are_counted(serve: Serve) 
         assert [len(choice["logprobs"]["content"]) for choice in chat["choices"]] == [4, 4]
         same = await running.frames(COMPLETIONS, prompt="abc", n=2, best_of=2, max_tokens=2)
         assert same[-1] == "[DONE]", "nothing is chosen, so it can be streamed"
+
+
+async def test_scoring_alone_generates_nothing(serve: Serve) -> None:
+    async with serve() as running:
+        answer = (await running.complete("ab", echo=True, logprobs=0, max_tokens=0)).json()
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+        assert choice["logprobs"]["tokens"] == ["a", "b"]
+        assert answer["usage"]["completion_tokens"] == 0
+        refused = await running.complete("ab", max_tokens=0)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")

@@ -98,8 +98,8 @@ class PrefixCache:
             hashes.append(parent)
 
     def find(self, sequence: Sequence) -> Prefix:
-        """Blocks that hold a sequence's first tokens, its very last token left out."""
-        size, limit = self._block_size, len(sequence.token_ids) - 1
+        """Blocks that hold a sequence's first tokens, those left out that have to run."""
+        size, limit = self._block_size, sequence.num_reusable
         self.extend_hashes(sequence, limit // size)
         found = self.find_full(sequence.block_hashes[: limit // size])
         first = len(found) * size

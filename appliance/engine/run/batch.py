@@ -167,7 +167,7 @@ def _fill(
     arrays["sources"] += first_source
     following: list[int] = []
     sources: list[int] = []
-    for sequence, start, rows, samples, follows in scheduled:
+    for sequence, start, rows, samples, follows, _ in scheduled:
         if follows:
             following.append(len(token_ids))
             sources.append(places[sequence])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from appliance.engine.grammars.matchers import num_words
+from appliance.engine.limits import LOGIT_ROWS
 from appliance.engine.request import MAX_LOGPROBS
 from appliance.kernels.penalties import PenaltyRows
 from appliance.kernels.ragged import RaggedBatch
@@ -15,7 +16,7 @@ from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling.ranking import likeliest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_cache import LayerPrecision
     from appliance.kernels.penalties.rows import Penalize
     from appliance.kernels.token_mask.reference import MaskTokens
+    from appliance.kernels.token_scores.reference import ScoreTokens
     from appliance.model.executor import Executor
 
 # Which kernel multiplies follows from the rows of a step: all kernels are in use at one of these
@@ -55,6 +57,7 @@ def measure_workspace(
     sample_tokens: SampleTokens,
     penalize: Penalize,
     mask_tokens: MaskTokens,
+    score_tokens: ScoreTokens,
     device: Device,
     limits: SchedulerLimits,
     *,
@@ -95,7 +98,9 @@ def measure_workspace(
             batch = replace(batch, sealed=replace(batch.sealed, moves=moves))
         spans = zip(lengths, contexts, strict=True)
         positions = [place for rows, end in spans for place in range(end - rows, end)]
-        logits = _run(executor, batch, positions, cache, min(rows, limits.max_num_seqs))
+        if rows == most:
+            _read(executor, batch, positions, cache, score_tokens)
+        logits = _run(executor.forward, batch, positions, cache, min(rows, limits.max_num_seqs))
         _penalize(logits, penalize)
         _mask(logits, mask_tokens)
         _sample(logits, sample_tokens, with_logprobs=rows == most)
@@ -122,11 +127,29 @@ def largest_mixture(rows: int, limits: SchedulerLimits) -> tuple[list[int], list
     return lengths, [limits.context_length, *lengths[1:]]
 
 
+def _read(
+    executor: Executor[Any],
+    batch: RaggedBatch,
+    positions: list[int],
+    cache: Any,
+    score_tokens: ScoreTokens,
+) -> None:
+    """All rows are of prompts that are scored."""
+    hidden = _run(executor.hidden, batch, positions, cache, len(positions)).clone()
+    logits = executor.logits(hidden[:LOGIT_ROWS])
+    targets = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    score_tokens(logits, targets, min(MAX_LOGPROBS, executor.spec.vocab_size))
+
+
 def _run(
-    executor: Executor[Any], batch: RaggedBatch, positions: list[int], cache: Any, num_samples: int
+    forward: Callable[..., Tensor],
+    batch: RaggedBatch,
+    positions: list[int],
+    cache: Any,
+    num_samples: int,
 ) -> Tensor:
     where = batch.query_start.device
-    return executor.forward(
+    return forward(
         torch.zeros(len(positions), dtype=torch.int64, device=where),
         torch.tensor(positions, dtype=torch.int64, device=where),
         batch,

@@ -17,6 +17,7 @@ import torch
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.run.batch import Geometry, Spare, is_decode, stage
 from appliance.engine.run.graphed_decode import GraphedDecode
+from appliance.engine.run.prompt_reader import Reading
 from appliance.engine.run.staging import Staging, StepShape
 from appliance.model.executor import AnyCache
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from appliance.engine.run.block_moves import BlockMoves
     from appliance.engine.run.cuda_graphs import GraphCache
     from appliance.engine.run.device import Device, Event
+    from appliance.engine.run.prompt_reader import PromptReader, ReadRows
     from appliance.engine.run.sampler import SampledRows, Sampler
     from appliance.engine.sequence import Sequence
     from appliance.model.executor import Executor
@@ -52,6 +54,7 @@ class _Launched:
     """A step that was enqueued."""
 
     rows: SampledRows | None
+    read: ReadRows | None
     over: Event
     begin: float
 
@@ -66,6 +69,7 @@ class ModelRunner(Generic[AnyCache]):
         device: does the work.
         limits: how large a step can be.
         moves: takes blocks out of the cache and puts them back.
+        reader: makes what is wanted of prompts.
         spare: where rows write that fill a decode step up to a size that has a graph; None leaves
             steps as they are and captures none.
         is_sealed: whether there are open pages.
@@ -84,6 +88,7 @@ class ModelRunner(Generic[AnyCache]):
         device: Device,
         limits: SchedulerLimits,
         moves: BlockMoves,
+        reader: PromptReader,
         *,
         spare: Spare | None = None,
         is_sealed: bool = False,
@@ -94,6 +99,7 @@ class ModelRunner(Generic[AnyCache]):
         self._sampler = sampler
         self._device = device
         self._moves = moves
+        self._reader = reader
         largest = largest_step(limits, cache.block_size, is_sealed=is_sealed)
         self._staging = Staging(device, largest)
         self._decode: GraphedDecode[AnyCache] | None = None
@@ -138,24 +144,25 @@ class ModelRunner(Generic[AnyCache]):
             saved = self._moves.save(plan.saves)
             self._moves.copy(plan.copies)
             self._moves.load(plan.loads, saved)
-            rows = self._enqueue(plan)
+            rows, read = self._enqueue(plan)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"the device has no memory for this step: {error}") from error
-        self._launched.append(_Launched(rows, self._device.record(), begin))
+        self._launched.append(_Launched(rows, read, self._device.record(), begin))
         return saved
 
     def collect(self) -> list[Sampled]:
         """Wait for the oldest step in flight.
 
         Returns:
-            One result per sampling sequence, in the plan's order.
+            One result per sequence that yields something, in the plan's order.
         """
         launched = self._launched.popleft()
         launched.over.wait()
         now = time.perf_counter()
         self.seconds = now - max(launched.begin, self._last_end)
         self._last_end = now
-        return [] if launched.rows is None else launched.rows.read()
+        sampled = [] if launched.rows is None else launched.rows.read()
+        return sampled if launched.read is None else launched.read.join(sampled)
 
     def discard(self) -> None:
         """Forget all steps in flight, once the device has done with them."""
@@ -174,8 +181,9 @@ class ModelRunner(Generic[AnyCache]):
         if self._decode is not None:
             self._decode.capture_one()
 
-    def _enqueue(self, plan: Plan) -> SampledRows | None:
-        decode = self._decode if is_decode(plan) else None
+    def _enqueue(self, plan: Plan) -> tuple[SampledRows | None, ReadRows | None]:
+        reading = Reading.of(plan)
+        decode = self._decode if reading is None and is_decode(plan) else None
         padding = 0 if decode is None else decode.padding(len(plan.scheduled))
         spare = None if decode is None else decode.spare
         geometry = Geometry.of(plan, self._cache.block_size, spare, padding)
@@ -183,25 +191,30 @@ class ModelRunner(Generic[AnyCache]):
             plan.scheduled, geometry, self._staging, self._sampler, self._places
         )
         tensors = self._staging.send(shape)
-        read = drawn = None
+        read = drawn = reads = None
         if decode is None:
             token_ids = self._staging.token_ids(shape)
-            logits = self._executor.forward(
-                token_ids,
-                tensors.positions,
-                geometry.ragged(tensors, tensors.block_tables),
-                self._cache,
-                tensors.sample_rows,
-            )
+            rows = tensors.sample_rows
+            batch = geometry.ragged(tensors, tensors.block_tables)
+            step = (token_ids, tensors.positions, batch, self._cache)
+            if reading is None:
+                logits = self._executor.forward(*step, rows)
+            else:
+                wanted = self._device.send(torch.tensor(reading.rows))
+                hidden = self._executor.hidden(*step, wanted)
+                # First, so that the logits of both are never there together.
+                reads = self._reader.launch(hidden, reading)
+                logits = self._executor.logits(hidden[: len(rows)])
             if settings.has_penalties:
-                read = token_ids.index_select(0, tensors.sample_rows)
+                read = token_ids.index_select(0, rows)
         else:
             logits, drawn = decode.run(geometry, shape, tensors)
         sampling = [entry for entry in plan.scheduled if entry.samples]
         self._places = {entry.sequence: place for place, entry in enumerate(sampling)}
         if not sampling:
-            return None
+            return None, reads
         latest = self._staging.latest
-        return self._sampler.launch(
+        sampled = self._sampler.launch(
             logits, sampling, settings, tensors, latest, read=read, drawn=drawn
         )
+        return sampled, reads

@@ -46,7 +46,10 @@ class Draft:
         samples = end == (known if before is None else known + before.samples)
         follows = end > known
         assert not follows or (samples and num_tokens == 1)
-        self.entries[sequence] = ScheduledSequence(sequence, start, num_tokens, samples, follows)
+        read = sequence.rows_to_read(start, end) if sequence.to_read else sequence.to_read
+        self.entries[sequence] = ScheduledSequence(
+            sequence, start, num_tokens, samples, follows, read
+        )
         self.budget -= num_tokens
         if copies:
             self.copies[sequence] = copies

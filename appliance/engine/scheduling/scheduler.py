@@ -17,6 +17,7 @@ from appliance.engine.request import FinishReason
 from appliance.engine.scheduling.draft import Draft
 from appliance.engine.scheduling.groups import group_of
 from appliance.engine.scheduling.in_flight import InFlight
+from appliance.engine.scheduling.prompt_reading import take_read
 from appliance.engine.scheduling.rows import extend, wanted_rows
 from appliance.engine.scheduling.state import State
 from appliance.engine.scheduling.turns import plan_prompts
@@ -181,13 +182,13 @@ class Scheduler:
 
         Args:
             plan: the oldest one in flight.
-            sampled: one for each scheduled sequence that samples, in the plan's order; those of
-                sequences that ended meanwhile are ignored.
+            sampled: one for each scheduled sequence that yields something, in the plan's order;
+                those of sequences that ended meanwhile are ignored.
 
         Returns:
             What clients are told: what their sequences got, and who has failed.
         """
-        assert len(sampled) == plan.num_samples
+        assert len(sampled) == plan.num_results
         state, results = self._state, iter(sampled)
         blocks, in_flight, counters = state.blocks, state.in_flight, state.counters
         parked = state.waiting.parked
@@ -195,7 +196,7 @@ class Scheduler:
         updates: list[Update] = []
         for entry in plan.scheduled:
             sequence = entry.sequence
-            result = next(results) if entry.samples else None
+            result = next(results) if entry.yields else None
             if result is not None and result.error is not None:
                 updates += self.fail(sequence, result.error)
             is_idle = in_flight.remove(entry)
@@ -206,7 +207,11 @@ class Scheduler:
             blocks.commit(sequence, entry.num_tokens)
             if result is None:
                 continue
-            counters.generation_tokens += 1
+            if entry.read:
+                take_read(entry, result, updates)
+            if not entry.samples:
+                continue
+            counters.generation_tokens += sequence.request.generates
             reason = sequence.group.take(sequence, result, updates)
             if sequence in parked:
                 state.waiting.unpark(sequence)

@@ -150,7 +150,7 @@ class Tiers:
         """Have the disk's part of a chain read; True if the sequence has to wait for that."""
         if self.disk is None:
             return False
-        num_blocks = (len(sequence.token_ids) - 1) // self._blocks.block_size
+        num_blocks = sequence.num_reusable // self._blocks.block_size
         self._blocks.index.extend_hashes(sequence, num_blocks)
         chain = sequence.block_hashes[:num_blocks]
         wanted = []
@@ -228,7 +228,7 @@ class Tiers:
     def _continuation(self, sequence: Sequence, first: int) -> tuple[list[HostBlock], int]:
         """What is in host memory from a block index on, and how many tokens it holds."""
         size, held = self._blocks.block_size, []
-        for content in sequence.block_hashes[first : (len(sequence.token_ids) - 1) // size]:
+        for content in sequence.block_hashes[first : sequence.num_reusable // size]:
             one = self.host.get(content)
             if one is None:
                 break

@@ -162,11 +162,23 @@ void *ap_claim(ap_engine *engine, int64_t bytes) {
 }
 
 int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
-                const ap_batch *batch, float *logits) {
-    return chosen()->step(engine, model, cache, batch, logits);
+                const ap_batch *batch, float *hidden, float *logits) {
+    return chosen()->step(engine, model, cache, batch, hidden, logits);
+}
+
+int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, int32_t rows,
+                float *logits) {
+    return chosen()->head(engine, model, hidden, rows, logits);
 }
 
 int32_t ap_sample(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,
                   const ap_sampling *sampling, int64_t *tokens) {
     return chosen()->sample(engine, logits, num_rows, vocab_size, sampling, tokens);
+}
+
+int32_t ap_score(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,
+                 const int64_t *targets, int32_t top, float *logprobs, float *top_logprobs,
+                 int64_t *top_ids) {
+    return chosen()->score(engine, logits, num_rows, vocab_size, targets, top, logprobs,
+                           top_logprobs, top_ids);
 }

@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 4  /* changes with every change of a struct or a signature below */
+#define AP_ABI 5  /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 
 typedef enum { AP_OK = 0, AP_NO_MEMORY = 1, AP_BAD_ARGUMENT = 2, AP_UNSUPPORTED_ISA = 3 } ap_status;
@@ -157,7 +157,7 @@ typedef struct {
     int32_t num_tokens;
     int32_t num_seqs;
     int32_t table_width; /* entries in a row of block_tables */
-    int32_t num_rows;    /* rows whose logits are wanted */
+    int32_t num_rows;    /* rows whose logits are wanted, at most num_tokens */
     const int64_t *token_ids;    /* (num_tokens,) */
     const int64_t *positions;    /* (num_tokens,) */
     const int64_t *slot_mapping; /* (num_tokens,), block * block_size + offset */
@@ -197,14 +197,27 @@ int64_t ap_workspace_bytes(const ap_engine *engine);
  * tell a long step from one that hangs; NULL: nobody watches. */
 void ap_engine_watch(ap_engine *engine, uint64_t *progress);
 
-/* ---- the whole step: logits (num_rows, vocab_size) ---- */
+/* ---- the whole step ----
+ * hidden (num_rows, hidden_size): what the head multiplies, under the last norm; logits (num_rows,
+ * vocab_size). Either may be NULL: it is not wanted. */
 int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
-                const ap_batch *batch, float *logits);
+                const ap_batch *batch, float *hidden, float *logits);
+
+/* Logits (rows, vocab_size) of hidden states (rows, hidden_size) that a step gave. */
+int32_t ap_head(ap_engine *engine, const ap_model *model, const float *hidden, int32_t rows,
+                float *logits);
 
 /* Choose a token per row; logits (num_rows, vocab_size) are not changed.
  * tokens (num_rows,): the id, -1 if the row holds NaN or no finite value, -2 if it holds +inf. */
 int32_t ap_sample(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,
                   const ap_sampling *sampling, int64_t *tokens);
+
+/* Score a token per row: targets (num_rows,). chosen (num_rows,): its log probability; top_logprobs
+ * and top_ids (num_rows, top): the likeliest tokens, likeliest first, of equals the lowest id. NaN
+ * and 0 in a row that ap_sample would not choose from. */
+int32_t ap_score(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,
+                 const int64_t *targets, int32_t top, float *chosen, float *top_logprobs,
+                 int64_t *top_ids);
 
 /* Ban tokens in some rows of logits (..., vocab_size): those without a bit in words (num_masks,
  * words_stride), of which token 32 * w + i has bit i of word w, become -inf. */

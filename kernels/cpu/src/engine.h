@@ -36,9 +36,13 @@ void *ap_claim(ap_engine *engine, int64_t bytes); /* 64-byte aligned */
 static inline int64_t ap_claim_bytes(int64_t bytes) { return (bytes + AP_GAP + 63) / 64 * 64; }
 
 typedef struct {
-    ap_status (*step)(ap_engine *, const ap_model *, const ap_cache *, const ap_batch *, float *);
+    ap_status (*step)(ap_engine *, const ap_model *, const ap_cache *, const ap_batch *, float *,
+                      float *);
+    ap_status (*head)(ap_engine *, const ap_model *, const float *, int32_t, float *);
     ap_status (*sample)(ap_engine *, const float *, int32_t, int32_t, const ap_sampling *,
                         int64_t *);
+    ap_status (*score)(ap_engine *, const float *, int32_t, int32_t, const int64_t *, int32_t,
+                       float *, float *, int64_t *);
 } ap_kernels;
 
 extern const ap_kernels ap_kernels_scalar;

@@ -6,6 +6,7 @@
 #include "linear.h"
 #include "attention.h"
 #include "sample.h"
+#include "score.h"
 #include "step.h"
 
 #define AP_JOIN_(a, b) a##b
@@ -13,5 +14,7 @@
 
 const ap_kernels AP_JOIN(ap_kernels_, AP_ISA) = {
     .step = step,
+    .head = head,
     .sample = sample,
+    .score = score,
 };

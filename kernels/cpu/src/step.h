@@ -171,6 +171,7 @@ static ap_status check_batch(const ap_model *model, const ap_cache *cache, const
         if (is_sealed(cache->layers[i].format) && !open_pages_fit(cache, batch))
             return AP_BAD_ARGUMENT;
     }
+    if (batch->num_rows < 0 || batch->num_rows > batch->num_tokens) return AP_BAD_ARGUMENT;
     for (int32_t i = 0; batch->rows && i < batch->num_rows; i++)
         if (batch->rows[i] < 0 || batch->rows[i] >= batch->num_tokens) return AP_BAD_ARGUMENT;
     return AP_OK;
@@ -323,24 +324,37 @@ static void select_rows(step_state *s) {
     s->rows = batch->num_rows;
 }
 
-static void run_head(step_state *s, const ap_norm *post_norm, float *logits) {
-    const ap_model *model = s->model;
-    const ap_linear *linears[] = {&model->head};
-    run_norm(s, post_norm, &model->final_norm, linears, 1);
+/* Multiply rows that are normed, and in the forms that the head wants, by the head. */
+static void run_head(ap_engine *engine, const ap_model *model, const input *in, float *logits) {
     logit_cap cap = {logits, model->vocab_size, model->logit_softcap};
     linear_section section = {
         .linears = {&model->head},
-        .in = {form_of(&s->in, &model->head)},
+        .in = {form_of(in, &model->head)},
         .out = {logits},
         .out_stride = model->vocab_size,
         .finish = model->logit_softcap != 0.0f ? cap_logits : NULL,
         .context = &cap,
     };
-    run_linear(s->engine, &section);
+    run_linear(engine, &section);
+}
+
+static void prepare_head_row(void *context, int32_t row) { prepare_row(context, row); }
+
+static ap_status head(ap_engine *engine, const ap_model *model, const float *hidden, int32_t rows,
+                      float *logits) {
+    const ap_linear *linears[] = {&model->head};
+    int64_t bytes = input_bytes(linears, 1, rows);
+    if (ap_reserve(engine, ap_claim_bytes(bytes))) return AP_NO_MEMORY;
+    if (!rows) return AP_OK;
+    input in = input_of(linears, 1, hidden, rows, ap_claim(engine, bytes));
+    if (is_quantized(&model->head)) for_rows(engine, prepare_head_row, &in, rows);
+    run_head(engine, model, &in, logits);
+    ap_advance(engine);
+    return AP_OK;
 }
 
 static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
-                      const ap_batch *batch, float *logits) {
+                      const ap_batch *batch, float *hidden, float *logits) {
     static const ap_norm no_norm = {0};
     step_state s = {.engine = engine, .model = model, .cache = cache, .batch = batch,
                     .rows = batch->num_tokens};
@@ -367,7 +381,11 @@ static ap_status step(ap_engine *engine, const ap_model *model, const ap_cache *
         ap_advance(engine);
         post_norm = &s.layer->mlp_post_norm;
     }
-    run_head(&s, post_norm, logits);
+    const ap_linear *linears[] = {&model->head};
+    run_norm(&s, post_norm, &model->final_norm, linears, 1);
+    if (hidden)
+        memcpy(hidden, s.normed, (size_t)s.rows * model->hidden_size * sizeof(float));
+    if (logits) run_head(engine, model, &s.in, logits);
     return AP_OK;
 }
 

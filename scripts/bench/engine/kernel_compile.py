@@ -111,6 +111,7 @@ def measure(folder: Path, capability: int, kv_format: KVFormat) -> dict[str, Any
             sample_tokens,
             execution.penalize,
             execution.mask_tokens,
+            execution.score_tokens,
             HostDevice(),
             LIMITS,
             kv_layers=kv_layers,

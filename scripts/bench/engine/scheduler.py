@@ -61,7 +61,7 @@ def decoding(
     def step() -> None:
         plan = scheduler.plan(0.0)
         assert plan is not None
-        scheduler.commit(plan, [Sampled(5)] * plan.num_samples)
+        scheduler.commit(plan, [Sampled(5)] * plan.num_results)
 
     for number in range(sequences):
         scheduler.add(request(PROMPT, str(number % owners)), 0.0)

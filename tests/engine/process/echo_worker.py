@@ -216,6 +216,9 @@ class EchoEngine:
         if FAIL in prompt:
             self.finish(sequence)
             return self.delta(sequence, None, FinishReason.ERROR, "no valid token")
+        if request.sampling.max_tokens == 0:
+            self.finish(sequence)
+            return self.delta(sequence, None, FinishReason.LENGTH)
         token = prompt[(sequence.output + sequence.index) % len(prompt)]
         if sequence.output < len(request.sampling.forced):
             token = request.sampling.forced[sequence.output]
@@ -249,7 +252,20 @@ class EchoEngine:
             others = (Candidate((token + rank) % 256, -0.5 - rank) for rank in range(count))
             chosen = Candidate(token, -0.5 / (1 + sequence.index))  # later choices are likelier
             logprobs = (TokenLogprobs(chosen, tuple(others)),)
+        scores = None
+        count = sequence.request.sampling.prompt_logprobs
+        if count is not None and error is None and sequence.output <= 1 and not sequence.index:
+            near = range(count)
+            ids = sequence.request.prompt_token_ids[1:]
+            scores = tuple(
+                TokenLogprobs(
+                    Candidate(token, -0.5),
+                    tuple(Candidate((token + rank) % 256, -0.5 - rank) for rank in near),
+                )
+                for token in ids
+            )
         return SequenceDelta(
+            prompt_logprobs=scores,
             request_id=sequence.request.request_id,
             index=sequence.index,
             token_ids=() if token is None else (token,),

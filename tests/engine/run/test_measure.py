@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CalledProcessError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from appliance.config import EngineConfig
 from appliance.engine import runner_setup as setup
 from appliance.engine.engine import LLMEngine
+from appliance.engine.limits import LOGIT_ROWS
 from appliance.engine.loading import load_parts
 from appliance.engine.run.device import HostDevice
 from appliance.engine.run.measure import (
@@ -28,6 +30,7 @@ from appliance.kernels.packed_matmul.tiles import ARCHITECTURES, choose_tile
 from appliance.kernels.penalties import reference
 from appliance.kernels.sampling import SamplingRows, batched
 from appliance.kernels.token_mask.reference import mask_tokens
+from appliance.kernels.token_scores.reference import score_tokens
 
 MIB = 2**20
 
@@ -62,6 +65,8 @@ class Model:
     def __init__(self) -> None:
         self.blocks = 0
         self.asked: list[tuple[Any, ...]] = []
+        self.read: list[tuple[int, int]] = []  # rows of hidden states, and those of them scored
+        self.spec = SimpleNamespace(vocab_size=100)
 
     def allocate_cache(
         self, layers: Sequence[LayerPrecision], *, num_blocks: int, block_size: int, num_open: int
@@ -72,6 +77,13 @@ class Model:
     def forward(self, *arguments: Any) -> torch.Tensor:
         self.asked.append(arguments)
         return torch.zeros(len(arguments[-1]), 100)
+
+    def hidden(self, *arguments: Any) -> torch.Tensor:
+        return torch.zeros(len(arguments[-1]), 8)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.read.append((len(hidden.untyped_storage()) // 32, len(hidden)))
+        return torch.zeros(len(hidden), 100)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +115,7 @@ def test_the_largest_step_is_run_and_peaks_are_read(
         sample_tokens,
         reference.penalize,
         mask_tokens,
+        score_tokens,
         Meter(500 * MIB, 70 * MIB, 77 * MIB),
         SchedulerLimits(5, rows, context),
         kv_layers=[LayerPrecision(kv_format)],
@@ -122,6 +135,7 @@ def test_the_largest_step_is_run_and_peaks_are_read(
     assert wanted.tolist() == [0, 1, 2, 3, 4]
     assert sampled[-1][0] == (5, 100)
     assert all(share < 1.0 for share in sampled[-1][1])
+    assert model.read == [(rows, min(rows, LOGIT_ROWS))]
 
 
 def test_steps_of_all_sizes_that_have_kernels_of_their_own_are_run_before_requests_come() -> None:
@@ -131,6 +145,7 @@ def test_steps_of_all_sizes_that_have_kernels_of_their_own_are_run_before_reques
         batched.choose,
         reference.penalize,
         mask_tokens,
+        score_tokens,
         Meter(0, MIB),
         SchedulerLimits(48, 1000, 2000),
         kv_layers=[LayerPrecision(KVFormat.BF16)],

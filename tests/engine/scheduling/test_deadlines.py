@@ -31,7 +31,7 @@ def scheduler(seqs: int = 1) -> Scheduler:
 def step(engine: Scheduler, now: float) -> None:
     plan = engine.plan(now)
     assert plan is not None
-    engine.commit(plan, [Sampled(50)] * plan.num_samples)
+    engine.commit(plan, [Sampled(50)] * plan.num_results)
     engine.check_invariants()
 
 

@@ -35,7 +35,7 @@ def test_single_rows_come_first_and_only_last_rows_sample() -> None:
         (chunk, 2, 3, False),
         (rest, 2, 7, True),
     ]
-    assert (plan.num_tokens, plan.num_samples) == (11, 2)
+    assert (plan.num_tokens, plan.num_results) == (11, 2)
 
 
 def test_what_is_taken_back_leaves_nothing() -> None:

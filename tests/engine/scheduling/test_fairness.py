@@ -58,7 +58,7 @@ class House:
         for name in plan.started:
             self.started[name] = self.now
         self.preempted += [sequence.request.request_id for sequence in plan.preempted]
-        for update in self.scheduler.commit(plan, [Sampled(50)] * plan.num_samples):
+        for update in self.scheduler.commit(plan, [Sampled(50)] * plan.num_results):
             if update.finish_reason is not None:
                 self.ended[update.sequence.request.request_id] = self.now
         if self.now % 16 == 0:

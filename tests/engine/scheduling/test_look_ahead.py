@@ -153,7 +153,7 @@ def test_who_lacks_a_block_gets_it_from_one_that_would_always_be_in_flight() -> 
         in_flight.append(engine.plan())
         preempted += [s.request.request_id for s in in_flight[-1].preempted]
         plan = in_flight.pop(0)
-        engine.commit(plan, *[50] * plan.num_samples)
+        engine.commit(plan, *[50] * plan.num_results)
         if preempted:
             break
     assert preempted == ["b"]

@@ -48,7 +48,7 @@ def rows(plan: Plan | None) -> list[tuple[str, int, int, int, bool]]:
 def step(engine: Scheduler, token: int = 50) -> Plan:
     plan = engine.plan(now=0.0)
     assert plan is not None
-    engine.commit(plan, [Sampled(token)] * plan.num_samples)
+    engine.commit(plan, [Sampled(token)] * plan.num_results)
     engine.check_invariants()
     return plan
 
@@ -289,7 +289,7 @@ def test_a_prompt_that_fills_the_pool_is_refused_with_both_numbers() -> None:
         engine.add(request("a", range(12)), now=0.0)
     assert refusal.value.code == "context_length_exceeded"
     engine.add(request("a", range(11)), now=0.0)
-    assert step(engine).num_samples == 1
+    assert step(engine).num_results == 1
 
 
 def test_an_answer_that_outgrows_the_pool_ends_there() -> None:

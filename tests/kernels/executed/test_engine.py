@@ -19,6 +19,7 @@ from appliance.engine.run.batch import Spare
 from appliance.engine.run.block_moves import HostMoves
 from appliance.engine.run.device import HostDevice
 from appliance.engine.run.model_runner import ModelRunner
+from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
@@ -55,6 +56,7 @@ def engine_of(model: Path, backend: Backend, *, asynchronous: bool) -> LLMEngine
         device,
         LIMITS,
         HostMoves(cache, Rates()),
+        PromptReader(executor, execution.score_tokens, device),
         spare=Spare(NUM_BLOCKS) if asynchronous else None,
         graph_bytes=2**30,
     )

@@ -1,0 +1,169 @@
+"""Reads prompts: what the model thinks of their tokens, or the hidden states they come to.
+
+The logits of a whole step would take hundreds of megabytes, so they are made for a few rows at a
+time, and of each row only the token that follows and the likeliest ones are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from appliance.engine.limits import LOGIT_ROWS
+from appliance.engine.messages import Candidate, TokenLogprobs
+from appliance.engine.plan import Sampled
+from appliance.engine.run.sampler import BROKEN
+from appliance.kernels.token_scores.reference import TokenScores
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from collections.abc import Sequence as Sequences
+
+    from torch import Tensor
+
+    from appliance.engine.plan import Plan, ScheduledSequence
+    from appliance.engine.run.device import Device
+    from appliance.kernels.token_scores.reference import ScoreTokens
+    from appliance.model.executor import Executor
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What is read in a step.
+
+    Attributes:
+        entries: all that yield something, in the plan's order.
+        scored: those of them whose prompt's tokens get log probabilities.
+        pooled: those whose hidden states are added up.
+        rows: of the step that anything is wanted of, each once.
+            First come those that sample.
+        read: places of those that are read, among these; of the scored entries, then of the others.
+    """
+
+    entries: Sequences[ScheduledSequence]
+    scored: Sequences[ScheduledSequence]
+    pooled: Sequences[ScheduledSequence]
+    rows: Sequences[int]
+    read: Sequences[int]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Reading | None:
+        """Of one step; None if nothing is read."""
+        if not any(entry.read for entry in plan.scheduled):
+            return None
+        ends = list(accumulate([entry.num_tokens for entry in plan.scheduled]))
+        scored: list[tuple[ScheduledSequence, int]] = []
+        pooled: list[tuple[ScheduledSequence, int]] = []
+        for entry, end in zip(plan.scheduled, ends, strict=True):
+            if entry.read:
+                to = scored if entry.sequence.request.pooling is None else pooled
+                to.append((entry, end - entry.end))
+        pairs = zip(plan.scheduled, ends, strict=True)
+        sampled = [end - 1 for entry, end in pairs if entry.samples]
+        read = [place + shift for entry, shift in (*scored, *pooled) for place in entry.read]
+        rows = list(dict.fromkeys((*sampled, *read)))
+        places = {row: place for place, row in enumerate(rows)}
+        return cls(
+            entries=[entry for entry in plan.scheduled if entry.yields],
+            scored=[entry for entry, _ in scored],
+            pooled=[entry for entry, _ in pooled],
+            rows=rows,
+            read=[places[row] for row in read],
+        )
+
+    @property
+    def targets(self) -> list[int]:
+        """The token behind each scored row."""
+        return [
+            token_id
+            for entry in self.scored
+            for token_id in entry.sequence.token_ids[entry.read.start + 1 : entry.read.stop + 1]
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRows:
+    """What a step read, on its way to the host."""
+
+    reading: Reading
+    scores: Sequences[TokenScores]  # of some rows each
+    pooled: Tensor | None  # (num_pooled, hidden_size) float32, the sum of each entry's rows
+
+    def join(self, sampled: Sequences[Sampled]) -> list[Sampled]:
+        """One result per entry that yields something, once the copies are there.
+
+        Args:
+            sampled: of those that sample, in the plan's order.
+        """
+        found = iter(sampled)
+        results = [next(found) if one.samples else Sampled() for one in self.reading.entries]
+        read = {entry.sequence: part for entry, part in (*self._scores(), *self._sums())}
+        for place, entry in enumerate(self.reading.entries):
+            if entry.read and results[place].error is None:
+                part = read[entry.sequence]
+                results[place] = BROKEN if part is None else results[place]._replace(**part)
+        return results
+
+    def _scores(self) -> Iterator[tuple[ScheduledSequence, dict[str, Any] | None]]:
+        parts = [[tensor.tolist() for tensor in scores] for scores in self.scores]
+        rows = (row for columns in parts for row in zip(*columns, strict=True))
+        targets = iter(self.reading.targets)
+        for entry in self.reading.scored:
+            count = entry.sequence.request.sampling.prompt_logprobs
+            told = []
+            for _, token_id, (chosen, top, ids) in zip(entry.read, targets, rows, strict=False):
+                pairs = zip(ids[:count], top[:count], strict=True)
+                best = tuple([Candidate(*pair) for pair in pairs])
+                told.append(TokenLogprobs(Candidate(token_id, chosen), best))
+            is_sound = all(math.isfinite(one.chosen.logprob) for one in told)
+            yield entry, {"scores": tuple(told)} if is_sound else None
+
+    def _sums(self) -> Iterator[tuple[ScheduledSequence, dict[str, Any] | None]]:
+        if self.pooled is None:
+            return
+        for entry, values in zip(self.reading.pooled, self.pooled.tolist(), strict=True):
+            is_sound = all(map(math.isfinite, values))
+            yield entry, {"pooled": array("d", values)} if is_sound else None
+
+
+class PromptReader:
+    """Makes what was read of hidden states.
+
+    Args:
+        executor: has the head.
+        score_tokens: what logits mean for the tokens that follow.
+        device: where the hidden states are.
+    """
+
+    def __init__(self, executor: Executor[Any], score_tokens: ScoreTokens, device: Device) -> None:
+        self._executor = executor
+        self._score_tokens = score_tokens
+        self._device = device
+
+    def launch(self, hidden: Tensor, reading: Reading) -> ReadRows:
+        """Enqueue all that it takes.
+
+        Args:
+            hidden: (num_rows, hidden_size), of the reading's rows.
+            reading: of the step.
+        """
+        hidden = hidden.index_select(0, self._device.send(torch.tensor(reading.read)))
+        targets = reading.targets
+        asked = [one.sequence.request.sampling.prompt_logprobs or 0 for one in reading.scored]
+        scores = []
+        if targets:
+            parts = (hidden[: len(targets)], self._device.send(torch.tensor(targets)))
+            for rows, following in zip(*(part.split(LOGIT_ROWS) for part in parts), strict=True):
+                scores.append(self._score(rows, following, max(asked)))
+        ends = accumulate([len(entry.read) for entry in reading.pooled], initial=len(targets))
+        sums = [hidden[first:last].sum(0, dtype=torch.float32) for first, last in pairwise(ends)]
+        return ReadRows(reading, scores, self._device.fetch(torch.stack(sums)) if sums else None)
+
+    def _score(self, hidden: Tensor, targets: Tensor, most: int) -> TokenScores:
+        scores = self._score_tokens(self._executor.logits(hidden), targets, most)
+        return TokenScores(*map(self._device.fetch, scores))

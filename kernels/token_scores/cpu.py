@@ -1,0 +1,56 @@
+"""Scores of given tokens by the CPU library: one pass over the logits of all rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from appliance.kernels.cpu.engine import check
+from appliance.kernels.token_scores.reference import TokenScores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from appliance.kernels.cpu.engine import NativeEngine
+
+
+class NativeScores:
+    """Scores as `reference.score_tokens` does, up to float32 rounding.
+
+    Args:
+        engine: runs nothing else during a call.
+    """
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+
+    def __call__(self, logits: Tensor, targets: Tensor, count: int) -> TokenScores:
+        """See `ScoreTokens`; logits are contiguous.
+
+        Raises:
+            MemoryError: the engine may not, or cannot, have the workspace that this takes.
+        """
+        num_rows, vocab_size = logits.shape
+        assert logits.dtype is torch.float32
+        assert logits.is_contiguous()
+        assert targets.dtype is torch.int64
+        assert targets.is_contiguous()
+        assert len(targets) == num_rows
+        found = TokenScores(
+            torch.empty(num_rows),
+            torch.empty((num_rows, count)),
+            torch.empty((num_rows, count), dtype=torch.int64),
+        )
+        check(
+            self._engine.library.ap_score(
+                self._engine.handle,
+                logits.data_ptr(),
+                num_rows,
+                vocab_size,
+                targets.data_ptr(),
+                count,
+                *(tensor.data_ptr() for tensor in found),
+            )
+        )
+        return found
