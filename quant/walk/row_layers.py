@@ -1,4 +1,4 @@
-"""Layers that whole rows of text go through side by side, each read when it is their turn."""
+"""Runs whole rows of text through layers, each read when it is needed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RowLayers:
 
     Args:
         source: an opened model.
-        row_tokens: in a row.
-        backend: lays linears out so that they can be watched.
+        row_tokens: tokens per row.
+        backend: makes linears that can be observed.
         device: where layers compute.
 
     Attributes:
@@ -53,14 +53,14 @@ class RowLayers:
         return Block(self._builder.layer(weights, self._specs[index], norm), norm)
 
     def run(self, block: Block, stream: Tensor) -> Tensor:
-        """The stream after a layer, (num_rows * row_tokens, hidden_size) as it is before it."""
+        """Run a layer on a stream (num_rows * row_tokens, hidden_size); return the stream after."""
         norm = block.attention_norm
         hidden = self._backend.rms_norm(stream, norm.weight, norm.eps)
         step, cache = self._step(len(stream) // self._row_tokens, block)
         return block.layer(hidden, stream, step, cache, None)[1]
 
     def _step(self, count: int, block: Block) -> tuple[Step, LayerCache]:
-        """A step of whole rows, and blocks for one layer of them."""
+        """Return a step of whole rows, and a KV cache for them in one layer."""
         attention = block.layer.attention.spec
         cache = self._backend.allocate_cache(
             KVFormat.FP32,
