@@ -1,4 +1,4 @@
-"""A server as the dashboard knows it: where it is and how to ask it."""
+"""A server's address and credentials, as the dashboard uses them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONNECT_TIMEOUT = 5.0  # seconds
 
 
 def server_url(text: str) -> httpx.URL:
-    """The address of a server as people write it: with or without scheme, slash or `/v1`.
+    """Parse a server's address, with or without scheme, slash or `/v1`.
 
     Raises:
         ConfigError: it is no http address.
@@ -34,7 +34,7 @@ class Server:
 
     Attributes:
         url: its root, see `server_url`.
-        headers: that go with every request; the key is among them.
+        headers: sent with every request, including the key.
     """
 
     url: httpx.URL
@@ -42,10 +42,10 @@ class Server:
 
     @classmethod
     def at(cls, url: str, api_key: str | None) -> Server:
-        """The server at an address.
+        """Build the server at an address.
 
         Raises:
-            ConfigError: the address is none, or the key cannot be sent.
+            ConfigError: the address is invalid, or the key cannot be sent.
         """
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("the API key may hold printable ASCII characters only")
@@ -53,11 +53,11 @@ class Server:
         return cls(server_url(url), {"Cache-Control": "no-store", **key})
 
     def path(self, path: str) -> httpx.URL:
-        """The address of something on it."""
+        """Return the URL of a path on the server."""
         return self.url.copy_with(raw_path=(self.url.path.rstrip("/") + path).encode("ascii"))
 
     def client(self, read_timeout: float) -> httpx.AsyncClient:
-        """A client for it; close it after use."""
+        """Open a client for the server; close it after use."""
         return httpx.AsyncClient(
             headers=self.headers,
             timeout=httpx.Timeout(CONNECT_TIMEOUT, read=read_timeout),

@@ -146,7 +146,7 @@ class Tiers:
         self.counters.swaps += 1
 
     def begin_reading(self, sequence: Sequence) -> bool:
-        """Have the disk's part of a chain read; True if the sequence has to wait for that."""
+        """Start reading a chain's blocks from disk; return True if the sequence must wait."""
         if self.disk is None:
             return False
         num_blocks = (len(sequence.token_ids) - 1) // self._blocks.block_size
@@ -195,7 +195,7 @@ class Tiers:
         return found + (kept.last is not None)
 
     def choose(self, sequence: Sequence, prefix: Prefix) -> Prefix:
-        """A prefix that is in the cache, cut at its last full block if more is known from there."""
+        """Cut a cached prefix at its last full block if host memory continues it further."""
         num_full, num_last = divmod(prefix.num_tokens, self._blocks.block_size)
         if not num_last or self._continuation(sequence, num_full)[1] <= num_last:
             return prefix

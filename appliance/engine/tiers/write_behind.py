@@ -72,7 +72,7 @@ class WriteBehind:
         return bool(self._pending) and self._disk.is_writing
 
     def offer(self, hashes: list[bytes]) -> None:
-        """Have a chain's blocks written, or only its time noted where they are already."""
+        """Queue a chain's blocks for writing; only update the time of those already on disk."""
         begin, now = self._clock(), time.time_ns()
         known = []
         for depth, content in enumerate(hashes):
