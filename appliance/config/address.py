@@ -1,4 +1,4 @@
-"""Where a server is reached: from this machine, from others, and by commands that talk to it."""
+"""Addresses of a server: from this machine, from others, and for commands that talk to it."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from appliance.config.keys import api_key_from_environment, known_keys
 from appliance.config.sections import ServerConfig
 from appliance.config.sources import load_section
 
-_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # listened on, and as reached from here
+_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # address to listen on -> its loopback
 _ELSEWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # addresses for documentation
 
 
 def local_url(host: str, port: int) -> str:
-    """Where this machine reaches a server that listens on a host and port."""
+    """Return the URL by which this machine reaches a server on a host and port."""
     return _url(_EVERY_ADDRESS.get(host, host), port)
 
 
 def network_url(host: str, port: int) -> str | None:
-    """Where other machines reach it, if it listens on all addresses and this machine has one."""
+    """Return the URL for other machines, if the server listens on all addresses."""
     if host not in _ELSEWHERE:
         return None
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -37,17 +37,16 @@ def network_url(host: str, port: int) -> str | None:
 
 
 def server_to_watch(url: str | None, path: Path | None = None) -> tuple[str, str | None]:
-    """The address of the server that a command talks to, and the key to send there.
+    """Return the address of the server that a command talks to, and the key to send.
 
-    The key is that of the environment, else the configured one, which goes to the configured
-    server only.
+    The key is the environment's, else the configured one, which goes only to the configured server.
 
     Args:
         url: `TopConfig.url`; without one, where a server with these settings listens.
         path: configuration file; None means the usual place, if a file is there.
 
     Raises:
-        ConfigError: a setting of the server cannot be used.
+        ConfigError: a setting of the server is unusable.
     """
     key = api_key_from_environment()
     if url is not None and (key is not None or not _is_here(url)):
@@ -83,7 +82,7 @@ def _port_of(url: str) -> int | None:
 
 
 def _split(url: str) -> tuple[str, int | None]:
-    """Host and port; nothing of an address that is none, which is for the command to refuse."""
+    """Split off host and port; empty for an invalid address, which the command refuses."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)

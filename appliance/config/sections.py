@@ -1,4 +1,4 @@
-"""All settings, a frozen struct for each section of the configuration file.
+"""All settings: a frozen struct per section of the configuration file.
 
 This is the one place to add a setting: its flag, environment variable, key in the configuration
 file, help text and line of the reference come from its field here. Imports nothing heavy.
@@ -19,7 +19,7 @@ MOST_BYTES = 2**50
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the engine process needs to know.
+    """Settings of the engine process.
 
     Raises:
         ConfigError: a value is out of bounds, on construction.
@@ -182,7 +182,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the API process needs to know.
+    """Settings of the API process.
 
     Raises:
         ConfigError: a value is out of bounds, on construction.
@@ -329,7 +329,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TopConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the dashboard needs to know.
+    """Settings of the dashboard.
 
     Raises:
         ConfigError: a value is out of bounds, on construction.
@@ -366,7 +366,7 @@ class TopConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server needs to know."""
+    """All settings of a server."""
 
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)

@@ -1,32 +1,32 @@
-"""Stop strings in text that arrives in pieces."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
 
 class StopStringMatcher:
-    """Finds the first stop string to be complete, and lets nothing of it through.
+    """Finds the first stop string to complete, and emits no part of it.
 
-    The result does not depend on how the text is cut into pieces.
+    The result does not depend on how the text is split.
 
     Args:
-        stop: strings that end the text; none of them is empty.
+        stop: strings that end the text; none is empty.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         assert all(stop), stop
         self._stop = stop
         self._openings = {string[0] for string in stop}
-        self._held = ""  # a suffix of the text that could still become a stop string
+        self._held = ""  # a suffix that may still become a stop string
 
     def push(self, text: str) -> tuple[str, bool]:
         """Add text.
 
         Returns:
-            What is now certain to stand before any stop string, and whether one is complete. After
-            a match the rest of the text is dropped.
+            The text that certainly precedes any stop string, and whether one is complete. After a
+            match the rest of the text is dropped.
         """
         if not self._held and self._openings.isdisjoint(text):
-            return text, False  # as with most tokens
+            return text, False  # the usual case
         text = self._held + text
         self._held = ""
         found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
@@ -38,7 +38,7 @@ class StopStringMatcher:
         return text[: len(text) - held], False
 
     def flush(self) -> str:
-        """The text still held back, once it is known that no more will come."""
+        """Return the text still held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
