@@ -1,4 +1,4 @@
-"""`appliance evaluate`: the quality card of any checkpoint."""
+"""`appliance evaluate`: makes the quality card of any checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`appliance keys`: who is let in, and a key for one more."""
+"""`appliance keys`: lists API keys and makes new ones."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def _server(path: Path | None) -> ServerConfig:
 
 
 def _check_new(server: ServerConfig, present: dict[str, str], name: str, entry: str) -> None:
-    """Refuse what the server would refuse.
+    """Refuse an entry that the server would refuse.
 
     Raises:
-        ConfigError: the name cannot be used or has a key, or a limit is out of bounds.
+        ConfigError: the name is invalid or has a key, or a limit is out of bounds.
     """
     if name in present or name in server.api_keys:
         raise ConfigError(f"{name!r} has a key already; take its line out first")

@@ -1,4 +1,4 @@
-"""`appliance monitoring`: print a file for Prometheus or Grafana."""
+"""`appliance monitoring`: prints a file for Prometheus or Grafana."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.monitoring import path_of
 
 
 class MonitoringFile(Enum):
-    """What can be printed."""
+    """The files it can print."""
 
     GRAFANA = "grafana"
     ALERTS = "alerts"
@@ -36,5 +36,5 @@ def monitoring(
 
 
 def _target(server: ServerConfig) -> str:
-    """What Prometheus asks."""
+    """Return the host and port that Prometheus scrapes."""
     return local_url(server.host, server.port).removeprefix("http://")

@@ -1,4 +1,4 @@
-"""What a server says when it has stopped: what it did, and what it leaves behind."""
+"""The server's last line: what it served, and what it leaves on disk."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
 
 
-STOPPED = "stopped; "  # begins the line
+STOPPED = "stopped; "  # prefix of the line
 
 
 def parting(num_requests: int, config: EngineConfig) -> str:
-    """One line.
+    """Format the line.
 
     Args:
-        num_requests: that came to their end.
-        config: of the engine, with the folder that it used.
+        num_requests: number of finished requests.
+        config: of the engine, with the folder it used.
     """
     served = f"{num_requests:,} request{'' if num_requests == 1 else 's'} served"
     return f"{STOPPED}{served}; {_kept(config)}"

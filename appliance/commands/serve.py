@@ -1,4 +1,4 @@
-"""`appliance serve`: a model behind an OpenAI-compatible endpoint."""
+"""`appliance serve`: serves a model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -124,9 +124,9 @@ def banner(
     chats: bool = True,
     network: str | None = None,
 ) -> str:
-    """What a person needs to know once the server is ready; of keys their names.
+    """Format what the user needs to know once the server is ready; keys by name only.
 
-    The URL is one that this machine can open, `network` the one for others.
+    `url` is for this machine, `network` for others.
     """
     names = ", ".join(keys)
     tokens = info.num_blocks * info.block_size
@@ -159,7 +159,7 @@ def _sampling_in_words(sampling: SamplingDefaults) -> str:
 
 
 def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
-    """What the engine takes when its KV cache is full, and what else of memory is taken."""
+    """List the engine's memory with a full KV cache, and the server's."""
     parts = {"weights": info.weight_bytes, "KV cache": info.kv_bytes}
     parts |= {"workspace": info.workspace_bytes, "Python and PyTorch": info.process_bytes}
     mib = 2**20

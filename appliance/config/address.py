@@ -61,7 +61,7 @@ def server_to_watch(url: str | None, path: Path | None = None) -> tuple[str, str
 
 
 def _key_to_watch(server: ServerConfig) -> str | None:
-    """The key that manages everything, or the only one; of several with names a person chooses."""
+    """Return the key without a name, or the only key; None if there are several named ones."""
     keys = known_keys(server)
     key = next(iter(keys.values())) if len(keys) == 1 else keys.get(BARE_NAME)
     return None if key is None else key.secret

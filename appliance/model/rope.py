@@ -41,7 +41,7 @@ class Rope:
         return cls(_frequencies(spec, context_length).to(device), spec.attention_factor)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each position (num_tokens,): (num_tokens, rotary_dim / 2) float32."""
+        """Return cosine and sine, both (num_tokens, rotary_dim / 2) float32, of (num_tokens,)."""
         angles = positions.to(torch.float32).unsqueeze(1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.amplitude == 1.0 else (cos * self.amplitude, sin * self.amplitude)

@@ -226,7 +226,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, control tokens included; none for an id outside the vocabulary."""
+        """Return a token's bytes, control tokens included; empty outside the vocabulary."""
         if (cached := self._bytes.get(token_id)) is None:
             cached = self._bytes[token_id] = self._find_bytes(token_id)
         return cached
