@@ -121,10 +121,6 @@ def show_limits(limits: KeyLimits) -> str:
 def check_key(key: str, what: str) -> None:
     """Check that a key is usable and hard to guess.
 
-    Args:
-        key: as a client sends it.
-        what: names it in messages.
-
     Raises:
         ConfigError: it is not; the message has its length, and never the key.
     """

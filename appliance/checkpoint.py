@@ -177,7 +177,6 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _check_index(path: Path, entries: Mapping[str, _Entry]) -> None:
-    """Check that every tensor of the index is in the shard that the index names."""
     if (path / WEIGHTS_NAME).is_file():
         return
     for name, shard in _weight_map(path).items():
@@ -235,7 +234,6 @@ def _entry(path: Path, identity: FileIdentity, data_start: int, name: str, field
 
 
 def _check_extents(path: Path, size: int, data_start: int, entries: Mapping[str, _Entry]) -> None:
-    """Check that tensors fill the rest of the file without gaps."""
     expected = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start != expected:

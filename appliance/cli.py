@@ -71,7 +71,6 @@ def version() -> None:
 
 
 def _as_paragraphs(docstring: str | None) -> str:
-    """Join the lines of each paragraph, so that the terminal wraps them."""
     paragraphs = (docstring or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 

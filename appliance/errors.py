@@ -134,11 +134,7 @@ class RequestAbortedError(RequestError):
 
 
 class QuarantinedError(RequestError):
-    """Engines died while they worked on this request; it is refused for a while.
-
-    Args:
-        seconds: remaining time of the refusal.
-    """
+    """Engines died while they worked on this request; it is refused for a while."""
 
     status = 500
     type = "server_error"

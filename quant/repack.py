@@ -158,13 +158,11 @@ def _kv_scales(source: ModelSource) -> dict[str, torch.Tensor]:
 
 
 def _kv_scheme(source: ModelSource) -> dict[str, Any]:
-    """Return config.json's scheme of those scales."""
     scheme = source.config.get("quantization_config", {}).get("kv_cache_scheme")
     return {} if scheme is None else {"kv_cache_scheme": scheme}
 
 
 def _scheme(source: ModelSource, slot: TensorSlot) -> WeightScheme:
-    """Determine how a weight is quantized."""
     weight = source.weights.load(slot.name)
     assert isinstance(weight, PackedWeight), slot.name
     if weight.input_order is not None:

@@ -180,7 +180,6 @@ class DashboardApp(App[None]):
         self.paint(panels=panels)
 
     async def _watch_table(self, controls: Controls) -> None:
-        """Keep the block table of the focused sequence up to date."""
         while True:
             await asyncio.sleep(TABLE_SECONDS)
             session = self.session
@@ -194,7 +193,6 @@ class DashboardApp(App[None]):
                 continue
 
     def _use_scheme(self, name: str) -> None:
-        """Use the colours of a theme, as far as the terminal has them."""
         ours: list[LineFilter] = [OnlyAscii()] if self._display_of.ascii else []
         if self.depth is None:
             ours.append(Colorless())

@@ -73,7 +73,6 @@ class EventFeed:
     """One server's feed.
 
     Args:
-        server: the server.
         first_retry: seconds before the first new attempt.
     """
 
@@ -210,7 +209,6 @@ def _in_words(error: httpx.RequestError, *, answered: bool) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and all its causes, including those in groups."""
     while error is not None:
         yield error
         if isinstance(error, BaseExceptionGroup):

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class PrivateConsole(Console):
-    """Hides local values in tracebacks, since a prompt or a key may be among them.
-
-    Args:
-        system: the colours to send.
-    """
+    """Hides local values in tracebacks, since a prompt or a key may be among them."""
 
     def __init__(self, system: ColorSystem) -> None:
         (name,) = (name for name, one in COLOR_SYSTEMS.items() if one is system)

@@ -132,7 +132,6 @@ class MetricsReader:
 
 
 def _info(samples: Samples) -> Info:
-    """Build the server's info from labels."""
     names = (
         sample.labels["model_name"]
         for of_name in samples.values()
@@ -152,7 +151,6 @@ def _total(samples: Samples, *names: str) -> float:
 
 
 def _buckets(samples: Samples, name: str) -> dict[float, float]:
-    """Return cumulative counts by upper limit, over all labels."""
     counts: dict[float, float] = {}
     for sample in samples.get(f"{name}_bucket", ()):
         try:

@@ -140,7 +140,6 @@ class ReplayFeed:
     """Plays a recording as if its server were running.
 
     Args:
-        path: the file.
         speed: factor on the original speed; infinite does not wait.
 
     Raises:

@@ -23,7 +23,6 @@ _WORDS = (palette.TEXT, palette.MUTED, palette.NOTE, palette.FAINT, palette.BRIG
 
 
 def _with_dimmed(colors: dict[str, str], ground: str) -> dict[str, str]:
-    """Add the dimmed form of each colour to a mapping."""
     mapping = {palette.BACKGROUND: ground, **colors}
     for color in (*_STATES, *palette.OWNER_HUES, *palette.REFERENCE_STEPS, palette.WRITING,
                   palette.SWAPPED):  # fmt: skip

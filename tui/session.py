@@ -37,7 +37,6 @@ class Session:
     Attributes:
         controls: as given.
         state: the latest state of the server.
-        look: the user's view settings.
         timeline: earlier states.
         changed: called when the view settings change.
     """

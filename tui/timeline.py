@@ -79,13 +79,7 @@ class Timeline:
         return self._closed_bytes + (last.open_bytes if last else 0)
 
     def add(self, item: FeedItem, before: DashboardState, now: float) -> None:
-        """Add an item.
-
-        Args:
-            item: the item.
-            before: the state without it.
-            now: its time of arrival.
-        """
+        """Add an item."""
         last = self._segments[-1] if self._segments else None
         if last is None or now - last.begin >= SEGMENT_SECONDS or last.open_bytes > self._most_open:
             if last is not None:

@@ -91,7 +91,6 @@ class TerminalMemory:
         return end
 
     def _mark(self, parameters: str) -> str:
-        """Return the letter that stands for a style."""
         mark = self._styles.get(parameters)
         if mark is None:
             mark = self._styles[parameters] = chr(1 + len(self._styles))

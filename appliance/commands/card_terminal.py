@@ -63,7 +63,6 @@ def _pairs(rows: Sequence[Sequence[str]]) -> Table:
 def _numbers(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], values: Sequence[float]
 ) -> Group:
-    """Build a table with a bar for each row's value."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, name in enumerate(header):
         table.add_column(name, justify="right" if index else "left", no_wrap=index > 0)

@@ -36,5 +36,4 @@ def monitoring(
 
 
 def _target(server: ServerConfig) -> str:
-    """Return the host and port that Prometheus scrapes."""
     return local_url(server.host, server.port).removeprefix("http://")

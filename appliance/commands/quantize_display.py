@@ -81,11 +81,7 @@ class Lines:
 
 
 class TerminalDisplay:
-    """A table of the latest layers with a bar below.
-
-    Args:
-        console: a terminal.
-    """
+    """A table of the latest layers with a bar below."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -170,7 +166,6 @@ def describe_plan(plan: Plan) -> list[str]:
 
 
 def _losses(unit: Unit) -> str:
-    """Format the mean and the worst loss of a unit's weights."""
     if not unit.losses:
         return ""
     worst = max(unit.losses.values())

@@ -159,7 +159,6 @@ def _sampling_in_words(sampling: SamplingDefaults) -> str:
 
 
 def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
-    """List the engine's memory with a full KV cache, and the server's."""
     parts = {"weights": info.weight_bytes, "KV cache": info.kv_bytes}
     parts |= {"workspace": info.workspace_bytes, "Python and PyTorch": info.process_bytes}
     mib = 2**20

@@ -75,6 +75,5 @@ def _is_choice(sequence: Sequence) -> bool:
 
 
 def _waited(sequence: Sequence) -> float:
-    """Return the seconds from arrival to the first step."""
     first = sequence.first_scheduled
     return 0.0 if first is None else first - sequence.arrival

@@ -45,9 +45,7 @@ class LLMEngine:
     """A loaded model with its cache and its queue, driven by one thread.
 
     Args:
-        scheduler: plans steps.
         tiers: keep content that leaves the cache.
-        runner: runs steps.
         info: facts about the loaded model and cache.
         matchers: the grammars' states, shared with the runner.
         clock: monotonic seconds.

@@ -361,7 +361,6 @@ def why_not_native(config: EngineConfig, source: ModelSource) -> str | None:
 
 
 def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
-    """Refuse a layer that no GPU kernel covers, before loading anything."""
     from appliance.kernels.norm_rope.launch import check_supported as check_norm
     from appliance.kernels.paged_attention.launch import check_supported
     from appliance.kernels.sampling.launch import check_vocabulary

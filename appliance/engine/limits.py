@@ -39,7 +39,6 @@ class Bounds:
 
     Attributes:
         limits: of what runs at once, and of one sequence's length.
-        num_blocks: of the KV cache.
         block_size: token slots per block.
         eos_token_ids: tokens that end an answer, unless its request ignores them.
         max_tokens: most tokens of one sequence, prompt and answer together.

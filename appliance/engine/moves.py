@@ -27,7 +27,6 @@ class BlockSave:
     """Copy the content of one block, in every layer, out of the cache.
 
     Attributes:
-        block: in the cache.
         open_page: the block's, if it is partial and layers are sealed.
     """
 
@@ -40,7 +39,6 @@ class BlockLoad:
     """Write content into one block, in every layer.
 
     Attributes:
-        block: in the cache.
         source: the content, or its place among the same plan's saves.
         open_page: the block's, if it is partial and layers are sealed.
     """

@@ -21,9 +21,7 @@ class ScheduledSequence(NamedTuple):
     """Rows [start, start + num_tokens) of a sequence's token ids run in this step.
 
     Attributes:
-        sequence: the sequence.
         start: its num_computed once all earlier plans are committed.
-        num_tokens: number of rows.
         samples: the last row yields a new token.
         follows: the only row's token is sampled by the plan before and still unknown; if that token
             ends the sequence, the row is wasted.

@@ -129,16 +129,7 @@ def make_runner(
     rates: Rates,
     matchers: Matchers,
 ) -> tuple[ModelRunner[Any], BlockMoves]:
-    """Allocate the cache and build the runner.
-
-    Args:
-        steps: the loaded model and its limits.
-        plan: gives the number of blocks.
-        graph_bytes: bound on the memory of graphs.
-        eos_token_ids: tokens that end an answer.
-        rates: record the speed of moved blocks.
-        matchers: the grammars' states.
-    """
+    """Allocate the cache and build the runner."""
     num_open = steps.num_open
     cache = steps.executor.allocate_cache(
         steps.kv_layers,
@@ -182,7 +173,6 @@ def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
 
 @contextmanager
 def _refusals(limits: SchedulerLimits) -> Iterator[None]:
-    """Turn errors of a device's first steps into advice."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -29,7 +29,6 @@ class Sequence:
     """Prompt and answer of one choice of a request.
 
     Attributes:
-        request: the client's.
         index: its number among the request's choices.
         token_ids: prompt, then answer.
         num_computed: leading tokens whose keys and values are in the cache.

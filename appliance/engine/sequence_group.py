@@ -20,11 +20,6 @@ if TYPE_CHECKING:
 class SequenceGroup:
     """A sequence, or `n` siblings that share a prompt; each is scheduled on its own.
 
-    Args:
-        request: the client's.
-        members: one per choice, by index.
-        bounds: limits where answers end.
-
     Attributes:
         live: members that have not ended.
     """

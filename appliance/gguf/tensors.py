@@ -112,8 +112,6 @@ def _put(whole: PackedWeight, start: int, piece: PackedWeight) -> None:
 
 
 def _room_for(num_rows: int, piece: PackedWeight) -> PackedWeight:
-    """Allocate an empty weight of the same kind as a piece."""
-
     def more(part: Tensor) -> Tensor:
         return part.new_empty(num_rows, *part.shape[1:])
 

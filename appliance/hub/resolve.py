@@ -22,7 +22,6 @@ class ResolvedModel:
 
     Attributes:
         path: a Hugging Face folder, or a GGUF file.
-        name: its display name.
         sampling: recommended values, where the model has none itself.
     """
 
@@ -68,7 +67,6 @@ def resolve_model(
 
 
 def _folder(path: Path) -> ResolvedModel:
-    """Accept a folder of safetensors, or with a single GGUF file."""
     name = path.resolve().name
     ggufs = sorted(path.glob("*.gguf"))
     if any(path.glob("*.safetensors")):
@@ -94,7 +92,6 @@ def _file(path: Path) -> ResolvedModel:
 
 
 def _near(path: Path) -> str:
-    """Suggest existing names similar to a missing path."""
     try:
         names = [entry.name for entry in path.parent.iterdir()]
     except OSError:

@@ -34,9 +34,7 @@ class Decoder:
     """A model whose weights are laid out for one backend; it holds no cache.
 
     Attributes:
-        spec: the architecture.
         dtype: of activations.
-        device: where the weights are.
         ropes: the distinct kinds of RoPE, in the order of the layers' indices.
         first_norm: of the embedding, before the first layer.
         weight_bytes: bytes of the weights as laid out.

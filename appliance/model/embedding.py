@@ -24,7 +24,6 @@ class Embedding:
     Attributes:
         weight: (vocab_size, hidden_size), of type `dtype` or packed.
         scale: multiplies the rows, rounded to `dtype` as in training.
-        dtype: of the result.
     """
 
     weight: Tensor | PackedWeight

@@ -59,7 +59,6 @@ class Executor(Protocol[AnyCache]):
     """A loaded model; it holds no cache.
 
     Attributes:
-        spec: the architecture.
         dtype: of activations, and of weights that are not packed.
         device: where a step's tensors go.
         backend_name: for people.

@@ -64,11 +64,7 @@ def prepare_fused(parts: list[LinearPart], backend: Backend, dtype: torch.dtype)
 
 
 def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:
-    """Stack the same output rows into as few parts as packing allows.
-
-    Args:
-        parts: weights of equal in_features.
-    """
+    """Stack the same output rows into as few parts as packing allows."""
     runs: list[list[LinearPart]] = []
     for part in parts:
         if runs and _stacks(runs[-1][-1].weight, part.weight):

@@ -33,11 +33,9 @@ class NativeDecoder:
     """A model in the library's layout; activations are float32 throughout.
 
     Attributes:
-        spec: the architecture.
         dtype: of weights that are not packed.
         engine: threads and workspace.
         model: points into `arena`.
-        arena: the weights.
         weight_format: in words.
     """
 

@@ -47,8 +47,6 @@ class ModelReader:
     """Reads parts of one source and counts their formats.
 
     Args:
-        source: an opened and checked model.
-        device: where tensors go.
         dtype: the type to hold weights in that are not packed.
     """
 
@@ -104,7 +102,6 @@ class ModelReader:
         return f"{' + '.join(formats)}, head {head}"
 
     def _parts(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
-        """Read the weights of one of a layer's linears."""
         parts = []
         for source in sources:
             name = self._names.in_layer(index, source)
@@ -130,7 +127,6 @@ class ModelReader:
         return tensor
 
     def _load(self, name: str) -> Weight:
-        """Read one tensor onto the device and check it."""
         tensor = self._source.weights.load(name)
         if isinstance(tensor, PackedWeight):
             tensor = tensor.to(self._device)

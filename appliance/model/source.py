@@ -32,7 +32,6 @@ class ModelSource:
         path: the folder or file.
         family: the names of its tensors.
         config: its Hugging Face config; for a GGUF file, the equivalent one.
-        spec: the architecture.
         weights: tensors by their Hugging Face names, packed ones in their own codes.
     """
 
@@ -86,7 +85,6 @@ def _open_gguf(path: Path) -> ModelSource:
 
 
 def _check(source: ModelSource) -> None:
-    """Compare the stored tensors with those that the spec needs."""
     present = set(source.weights.tensor_names())
     where = f"{source.path.name}: "
     for slot in source.slots():

@@ -131,7 +131,6 @@ def _compile(source: str) -> Template:
 
 
 def _text_length(value: Any, nesting: int = 0) -> int:
-    """Count the characters of all strings in messages or tools, and one for every other value."""
     if nesting > MAX_NESTING:
         raise ValueError(f"they are nested more than {MAX_NESTING} deep")
     if isinstance(value, str):

@@ -105,7 +105,6 @@ def _ensure_bos(backend: tokenizers.Tokenizer, content: str, bos: int) -> None:
 def _chat_template(
     path: Path, config: dict[str, Any], variables: dict[str, str]
 ) -> ChatTemplate | None:
-    """Read chat_template.jinja, or the configuration's entry: one text or named texts."""
     file = path / "chat_template.jinja"
     entry = config.get("chat_template")
     named: dict[str, str] = {}

@@ -170,7 +170,6 @@ class _GGUFTokenizer:
             raise self._damaged(str(error)) from error
 
     def _add_tokens(self, backend: Tokenizer) -> None:
-        """Make control tokens special, and keep user-defined ones whole."""
         swallow_space = self._kind == "llama" and self._architecture() == "phi3"
         control, user_defined = [], []
         for content, kind in zip(self._tokens, self._types, strict=True):

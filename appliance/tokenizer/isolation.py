@@ -42,9 +42,6 @@ class IsolatedTemplate:
 
     The sandbox bounds a template step by step; this bounds single steps that ask for gigabytes or
     minutes, such as a filter on a long text.
-
-    Args:
-        template: the template.
     """
 
     def __init__(self, template: ChatTemplate) -> None:

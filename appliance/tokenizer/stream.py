@@ -17,7 +17,6 @@ class DecodeStream:
     arrives, never in parts. Most tokens are whole characters, whose text is cached.
 
     Args:
-        tokenizer: the model's.
         shown: control tokens to emit as text.
     """
 

@@ -295,7 +295,6 @@ class Tokenizer:
 
 
 def _split(text: str, occurrences: list[Occurrence]) -> list[str]:
-    """Split a text at control tokens."""
     starts = [0, *(occurrence.end for occurrence in occurrences)]
     ends = [*(occurrence.start for occurrence in occurrences), len(text)]
     return [text[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -313,7 +312,6 @@ def _valid(text: str) -> str:
 
 
 def _spelling(decoder: Any) -> Spelling:
-    """Determine the vocabulary's spelling from the decoder that reverses it."""
     steps = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()))
     if '"Regex"' in steps:  # it would run on every answer
         raise ModelError("the tokenizer's decoder has a regular expression; use another model")

@@ -69,11 +69,6 @@ class Worker:
     ) -> Any:
         """Send a request and return the answer.
 
-        Args:
-            request: JSON.
-            cpu_seconds: limit of CPU time.
-            wall_seconds: extra wall time.
-
         Raises:
             WorkerEndedError: it exceeded a limit; do not use the worker again.
         """
@@ -112,8 +107,6 @@ class Workers:
     Args:
         setup: see `Worker`.
         cpu_seconds: limit for the setup.
-        memory_bytes: limit of each address space.
-        most: number of processes.
     """
 
     def __init__(

@@ -101,7 +101,6 @@ def _check(options: QuantizeOptions) -> WeightScheme:
 def _report(
     out: Path, options: QuantizeOptions, method: Method, seconds: float, engine: str
 ) -> QuantizeReport:
-    """Describe the finished folder."""
     source, folder = open_model(out), SafetensorsFolder(out)
     sizes = {
         name: math.prod(folder.shape(name)) * folder.dtype(name).itemsize

@@ -34,7 +34,6 @@ class KVLayer:
     """One layer of a plan.
 
     Attributes:
-        format: the recommended cache format.
         head_scales: (2, num_kv_heads) float32, FP8 scales of keys and values.
         plain_scales: the same for readers that do not subtract the mean from the keys.
         key_mean: (num_kv_heads, head_dim) float32; None where subtracting it gains nothing.

@@ -52,10 +52,6 @@ class WordPackedWeights:
     """Reads a folder of word-packed weights, one tensor at a time.
 
     A module without a qweight is dense, whatever the config says.
-
-    Args:
-        folder: an opened folder.
-        words: the layout of its weights.
     """
 
     def __init__(self, folder: SafetensorsFolder, words: WordLayout) -> None:

@@ -33,11 +33,7 @@ Weights = dict[str, tuple[tuple[int, int], WeightScheme]]  # shape and scheme by
 
 @dataclass(frozen=True, slots=True)
 class WordWriter:
-    """A `WeightStore` for AWQ or GPTQ.
-
-    Attributes:
-        words: the layout of its weights.
-    """
+    """A `WeightStore` for AWQ or GPTQ."""
 
     words: AwqLayout | GptqLayout
 

@@ -320,7 +320,6 @@ def measure_kv(
 
 
 def _projection(block: Block) -> Callable[[Tensor], Tensor]:
-    """Return the map from heads to what the layer adds to the residual stream."""
     layer, norm = block.layer, block.layer.attention_post_norm
 
     def project(heads: Tensor) -> Tensor:

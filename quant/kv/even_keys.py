@@ -93,7 +93,6 @@ class ScaledRows:
     """A `WeightReader` that scales rows of some tensors, which load as dense.
 
     Attributes:
-        weights: the reader below.
         factors: one factor per row, by tensor name.
     """
 

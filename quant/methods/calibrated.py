@@ -37,7 +37,6 @@ class QuantizedLayer:
     """All tensors of one layer, by their names in the model.
 
     Attributes:
-        index: the layer's.
         tensors: packed if quantized, else float32.
         losses: of each quantized linear's outputs, as a share of their energy.
         notes: what the user should know.
@@ -149,7 +148,6 @@ def _quantize(
 
 
 def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:
-    """Return, for each of a layer's four linears, the stored weights and their rows in it."""
     lengths = {slot.name: slot.shape[0] for slot in source.slots()}
     found = []
     for stored in source.family.names.linears(index):

@@ -136,7 +136,6 @@ def _fitted(scheme: WeightScheme, in_features: int) -> WeightScheme | None:
 
 
 def _candidates(scheme: WeightScheme, in_features: int) -> list[WeightScheme]:
-    """List the integer precisions to try for a linear of this width."""
     wanted = [replace(scheme, bits=bits) for bits in (3, 4, 8)]
     wanted += [replace(scheme, bits=bits, group_size=32) for bits in (3, 4)]
     fitted = [_fitted(candidate, in_features) for candidate in (scheme, *wanted)]

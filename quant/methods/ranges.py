@@ -32,7 +32,6 @@ class Steps:
     Attributes:
         scale: (out_features, groups) float32, values that the stored type holds exactly.
         zero_point: same shape and type; whole numbers in the range of the codes.
-        scheme: bits, group size, symmetry.
         dtype: stored type of scales.
     """
 
@@ -60,7 +59,6 @@ class Steps:
         return rtn.pack(codes, self.scale, self.zero_point, self.scheme, self.dtype)
 
     def _all(self, columns: Tensor) -> Tensor:
-        """Return the group of every column of a whole weight."""
         count = columns.shape[1]
         return torch.arange(count, device=columns.device) // (self.scheme.group_size or count)
 

@@ -29,7 +29,6 @@ class Variants:
     """The residual streams of one set of rows under changes of a model.
 
     Args:
-        source: an opened model.
         rows: (num_rows, row_tokens) int64.
     """
 

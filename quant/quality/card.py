@@ -74,7 +74,6 @@ class ModelFacts:
 
     Attributes:
         name: of its file or folder.
-        architecture: the model family.
         weights: how its linear weights are stored, in words.
         parameters: numbers in the whole model.
         stored_bytes: all tensors, scales and zero points included.
@@ -174,7 +173,6 @@ class QuantizeFacts:
     """The run that made the checkpoint.
 
     Attributes:
-        method: the quantization method.
         scheme: the requested scheme, in words.
         calibration: text and rows, in words; "" without one.
         calibration_fingerprint: of all its tokens.
@@ -212,9 +210,7 @@ class TaskScore:
     """One score of lm-evaluation-harness.
 
     Attributes:
-        task: its name.
         metric: the harness's name of the measure.
-        value: the score.
         error: its standard error; None where the harness has none.
         questions: how many were asked; 0 if unknown.
     """

@@ -50,7 +50,6 @@ class What:
         kv: caches by name, each a precision per layer; see `kv_caches.caches_of`.
         kv_windows: number of windows that caches are measured on; None is all.
         folder: for files of some bytes per token and hidden element; None is the system's.
-        device: where layers compute.
     """
 
     base: ModelSource | None = None

@@ -63,12 +63,9 @@ class CardOptions:
     """Settings of a card.
 
     Attributes:
-        text: the text to measure on.
-        kv: caches to measure.
         kv_tokens: most tokens to measure them on.
         rounding: measure rounding to nearest as a yardstick, where the weights are packed.
         compare: folders whose cards are shown as alternatives.
-        device: where layers compute.
     """
 
     text: HeldOutText = field(default_factory=HeldOutText)

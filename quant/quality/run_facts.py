@@ -25,7 +25,6 @@ class Run:
 
     Attributes:
         weights: fingerprint of the weight files that the run made.
-        facts: the run's.
     """
 
     weights: str

@@ -47,7 +47,6 @@ class Variant:
 
     Attributes:
         name: unique, for people and for the name of a file.
-        weights: the weights it uses.
         kv: per layer, the storage of its keys and values; None is float32.
         num_windows: number of first windows to run on; None is all.
         is_traced: compare its layers with those of the first variant.
@@ -83,7 +82,6 @@ class Streams:
         variants: the first is the base of all layer errors.
         windows: (num_windows, window) int64.
         folder: for files; 4 bytes per token and hidden element, for each variant and two more.
-        device: where layers compute.
     """
 
     def __init__(
@@ -184,7 +182,6 @@ class Streams:
     def _step(
         self, variant: Variant, kv: LayerPrecision, layer: DecoderLayer, count: int
     ) -> tuple[Step, AnyLayerCache]:
-        """Build one step of some windows as prompts, and an empty cache that holds them."""
         steps = self._steps[id(variant.weights)]
         num_blocks = count * steps.row_blocks
         spec = layer.attention.spec

@@ -154,7 +154,6 @@ class RoundedWeights:
 
 
 def _dense_parts(weights: LayerWeights) -> LayerWeights:
-    """Stack the weights that share an input."""
     return replace(
         weights,
         qkv=stack_neighbours(weights.qkv),

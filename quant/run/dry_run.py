@@ -180,7 +180,6 @@ def _calibrate_largest(
 
 
 def _classes(source: ModelSource, plan: QuantizePlan) -> Iterator[TensorClass]:
-    """Count tensors by kind and target form."""
     words = {Role.EMBEDDING: "embedding", Role.HEAD: "head"}
     slots = {slot.name: slot for slot in source.slots()}
     counts: Counter[tuple[str, str]] = Counter()

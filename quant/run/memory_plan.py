@@ -46,7 +46,6 @@ class MemoryPlan:
     Attributes:
         program: libraries, tokenizer and rows, in memory already.
         parts: the rest by purpose.
-        vram: on the GPU.
         free: left by other programs.
         workers: number of threads that round pieces of a weight.
     """
@@ -126,12 +125,6 @@ def check_mixed(source: ModelSource, options: QuantizeOptions, tokens: int, use:
 
     One residual stream per linear of the model is in memory beside one layer, then beside the head.
 
-    Args:
-        source: an opened model.
-        options: the run's.
-        tokens: number of tokens to measure on.
-        use: present memory use.
-
     Raises:
         MemoryPlanError: it takes more.
     """
@@ -159,7 +152,6 @@ def _advice(flag: str, least: int, options: QuantizeOptions) -> str:
 def _layer_parts(
     source: ModelSource, options: QuantizeOptions, row_tokens: int, tokens: int
 ) -> dict[str, int]:
-    """Return the bytes of the largest layer while so many tokens pass through it."""
     found = [
         _parts_of(layer, source.spec.hidden_size, options, row_tokens, tokens)
         for layer in set(source.spec.layers)

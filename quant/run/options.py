@@ -173,7 +173,6 @@ class QuantizeOptions:
         engine: another library may do the work, if it is installed.
         overwrite: replace an older model folder at the destination.
         restart: discard what an unfinished run left for this destination.
-        device: where layers compute.
         max_ram: most bytes of memory the process may use, libraries included; None takes what is
             free.
         max_vram: most bytes torch may allocate on the GPU; None takes what is free.

@@ -148,7 +148,6 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
 
 
 def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started: float) -> Run:
-    """Check the request and plan the run."""
     if options.max_ram is not None:
         return_large_blocks()
     # A run that was killed after renaming its result has only its own traces to remove.
@@ -190,7 +189,6 @@ def _quantize(run: Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
 
 
 def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> QuantizeReport:
-    """Do the units that the journal lacks."""
     resumes = bool(journal.records)
     events = EventLog(staging.state, on_event)
     calibration = _calibration(run, staging.state, events, resumes=resumes)
@@ -252,7 +250,6 @@ def _fill(
     events: EventLog,
     workers: int,
 ) -> None:
-    """Write all tensors that are not written yet."""
     options, plan = run.options, run.plan
     finished = {record.unit for record in journal.records}
     done = [unit for unit in units if unit.name in finished]
@@ -285,7 +282,6 @@ def _fill(
 
 
 def _finish(run: Run, result: Path) -> None:
-    """Write the remaining files and flush everything to disk."""
     model_config = with_kv_scheme(run.plan.model_config(run.source.config), run.kv)
     config = json.dumps(model_config, indent=2, ensure_ascii=False)
     if run.kv is not None:

@@ -34,8 +34,6 @@ class PlannedTensor:
     """One tensor of the model and how it will be stored.
 
     Attributes:
-        name: in the model.
-        role: its part in the decoder.
         shape: (out_features, in_features) of a linear weight.
         scheme: its quantization; None keeps it in 16 bits.
         stored: the tensors it becomes.
@@ -62,7 +60,6 @@ class QuantizePlan:
         tensors: in the order in which the model needs them.
         kept: modules of linear weights that no group divides.
         notes: one line for each reason why weights do not get the requested scheme.
-        store: turns quantized weights into tensors.
     """
 
     dtype: torch.dtype

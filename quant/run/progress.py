@@ -48,13 +48,7 @@ class UnitLog:
     """Commits units.
 
     Args:
-        journal: of the run.
-        on_event: called with every unit.
-        total_units: in the model.
-        total_layers: of these.
-        total_bytes: of the result.
         bytes_done: bytes of units that an earlier run finished.
-        device: its memory is reported.
     """
 
     def __init__(

@@ -14,17 +14,12 @@ class QuantizeReport:
     """Sizes of the result, and whatever differs from the request.
 
     Attributes:
-        out: the written folder.
-        architecture: family of the model.
-        method: the quantization method.
         scheme: the requested scheme, in words.
         num_quantized: linear weights that were quantized.
         quantized_parameters: numbers in them.
         quantized_bytes: their codes, scales and zero points.
-        parameters: numbers in the whole model.
         weight_bytes: all tensors.
         seconds: from opening the model to the finished folder, over all runs.
-        notes: one line each.
         losses: of each quantized linear's outputs, as a share of their energy; none by rounding.
         peak_ram: peak bytes of memory over all runs.
         peak_vram: peak bytes that torch had on the GPU.

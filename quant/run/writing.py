@@ -73,16 +73,7 @@ def units_of(source: ModelSource, plan: QuantizePlan) -> list[Unit]:
 
 @dataclass(frozen=True, slots=True)
 class UnitWriter:
-    """Writes units.
-
-    Attributes:
-        source: an opened model.
-        plan: the form of each tensor.
-        shards: the files.
-        log: records finished units.
-        device: where numbers are computed.
-        workers: threads that round pieces in parallel.
-    """
+    """Writes units."""
 
     source: ModelSource
     plan: QuantizePlan
@@ -144,7 +135,6 @@ class UnitWriter:
             )
 
     def _write(self, tensor: PlannedTensor, value: Weight) -> None:
-        """Write one tensor from memory."""
         if isinstance(value, Tensor):
             assert tensor.scheme is None, tensor.name
             self.shards.write(tensor.name, [value.to(self.plan.dtype).cpu()])
@@ -154,7 +144,6 @@ class UnitWriter:
                 self.shards.write(name, [stored.cpu()])
 
     def _round(self, rounding: Rounding, tensor: PlannedTensor) -> None:
-        """Read, round and write one tensor, some rows at a time."""
         if tensor.scheme is None:
             self.shards.write(tensor.name, rounding.in_16_bits(tensor))
         else:
@@ -166,13 +155,6 @@ class Rounding:
 
     Torch's own threads wait for each other after every operation, which takes ten times as long as
     the work itself while another program uses the cores.
-
-    Args:
-        weights: the reader.
-        dtype: of scales and unquantized tensors.
-        method: the quantization method.
-        workers: number of threads.
-        device: where numbers are rounded.
     """
 
     def __init__(

@@ -74,7 +74,6 @@ class CalibrationText:
 
     Attributes:
         path: a text file, or a folder of them; None takes `default_rows`.
-        num_tokens: in all rows together.
         row_tokens: tokens per row.
         seed: decides the rows and their order.
         dataset: of a hub, in place of a path: org/name[:split[:column]].

@@ -38,7 +38,6 @@ class WeightPieces:
 
     Args:
         weights: the reader; one that cannot read rows loads the whole tensor once.
-        name: the tensor's.
     """
 
     def __init__(self, weights: WeightReader, name: str) -> None:
@@ -83,12 +82,7 @@ def row_ranges(shape: tuple[int, ...], elements: int) -> list[slice]:
 
 
 class FloatReader(ModelReader):
-    """Reads layers in float32 and stacks weights of one input, with no extra memory.
-
-    Args:
-        source: an opened and checked model.
-        device: where tensors go.
-    """
+    """Reads layers in float32 and stacks weights of one input, with no extra memory."""
 
     def __init__(self, source: ModelSource, device: torch.device) -> None:
         super().__init__(source, device, torch.float32)
@@ -142,7 +136,6 @@ def pieces_of(
 
 
 def _runs(numbers: list[int]) -> Iterator[slice]:
-    """Split rising numbers into ranges without gaps."""
     start = previous = numbers[0]
     for number in numbers[1:]:
         if number != previous + 1:

@@ -23,17 +23,7 @@ if TYPE_CHECKING:
 
 
 class RowLayers:
-    """A model's layers in float32, for rows of one length.
-
-    Args:
-        source: an opened model.
-        row_tokens: tokens per row.
-        backend: makes linears that can be observed.
-        device: where layers compute.
-
-    Attributes:
-        reader: of the source's weights.
-    """
+    """A model's layers in float32, for rows of one length."""
 
     def __init__(
         self, source: ModelSource, row_tokens: int, backend: Backend, device: torch.device
@@ -60,7 +50,6 @@ class RowLayers:
         return block.layer(hidden, stream, step, cache, None)[1]
 
     def _step(self, count: int, block: Block) -> tuple[Step, LayerCache]:
-        """Return a step of whole rows, and a KV cache for them in one layer."""
         attention = block.layer.attention.spec
         cache = self._backend.allocate_cache(
             KVFormat.FP32,

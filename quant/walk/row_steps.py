@@ -20,12 +20,6 @@ BLOCK_SIZE = 32  # supported by every backend and every KV format
 class RowSteps:
     """Builds steps of rows of one length, from their first token on.
 
-    Args:
-        spec: the decoder's.
-        row_tokens: tokens per row.
-        backend: plans attention.
-        device: where layers compute.
-
     Attributes:
         row_blocks: blocks of the cache per row; a step's blocks begin with block 0.
     """

@@ -38,11 +38,9 @@ class Walk:
     """Runs calibration rows through a model, layer by layer.
 
     Args:
-        source: an opened model.
         rows: (num_rows, row_tokens) int64.
         folder: for the residual stream, 4 bytes per token and hidden element, twice while it
             advances; created if missing.
-        device: where layers compute.
         layer: the layer that the rows have reached; its stream is in the folder, unless it is 0.
         watch: observes every layer's attention, for `kv`.
 
@@ -120,7 +118,6 @@ class Walk:
         return torch.cat([rows.square().mean(-1) for rows in portions]).to(self._device)
 
     def _portions(self) -> Iterator[slice]:
-        """Yield the rows that pass through a layer together."""
         at_once = tokens_at_once(self._row_tokens) // self._row_tokens
         for start in range(0, self._num_rows, at_once):
             yield slice(start, min(start + at_once, self._num_rows))

@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """A question over the page; only `y` confirms.
-
-    Args:
-        question: in one line.
-        consequence: of a yes, in one line.
-    """
+    """A question over the page; only `y` confirms."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("y", "dismiss(True)", "Yes"),

@@ -53,11 +53,7 @@ _COLORS = (
 
 
 class HelpScreen(ModalScreen[None]):
-    """A box over the dashboard; each of its keys closes it.
-
-    Args:
-        lettered: the map shows letters.
-    """
+    """A box over the dashboard; each of its keys closes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,question_mark,enter,q", "dismiss", "Close"),

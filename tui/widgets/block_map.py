@@ -102,7 +102,6 @@ class BlockMap(Lines):
         return strips
 
     def _sequence(self, regions: list[Region]) -> str:
-        """Return the escape sequence that updates some parts of lines on a terminal."""
         (left, top), console = self.content_region.offset, self.app.console
         strips = self._filtered([self._span(region) for region in regions])
         return "".join(
@@ -196,7 +195,6 @@ class BlockMap(Lines):
 
 
 def _ink_on(color: str) -> Color:
-    """Return black or white, whichever is readable on a colour."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     light = 0.299 * red + 0.587 * green + 0.114 * blue > 110
     return _PAPER if light else Color.parse(palette.TEXT)

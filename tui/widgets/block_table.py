@@ -62,7 +62,6 @@ def _facts(view: View, sequence: SequenceView, width: int) -> list[Text]:
 
 
 def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]:
-    """Draw a heading and the last blocks, or those around the cursor."""
     info = view.state.info
     names = info.precisions if info else ()
     num_full = table.num_tokens // info.block_size if info and info.block_size else 0

@@ -56,7 +56,6 @@ def _prefix_hits(engine: EngineStats, width: int) -> Text:
 
 
 def _bar(engine: EngineStats, width: int) -> Text:
-    """Draw shared, active, cached and free blocks to scale."""
     line = Text()
     seen = drawn = 0
     for blocks, color in (

@@ -54,7 +54,6 @@ class Engine(Panel):
 
 
 def _steps(view: View, engine: EngineStats, width: int) -> list[Text]:
-    """Draw the composition of batches, now and over the last minutes, and the time of a step."""
     history = view.state.history
     inside = engine.model_seconds / engine.step_seconds if engine.step_seconds else 0.0
     decode = history.decode_rows.columns(width, GRAPH_SECONDS)

@@ -56,7 +56,6 @@ class Header(Lines):
 
 
 def _facts(info: Info) -> list[tuple[str, str]]:
-    """List facts about the model with their colours, the most important first."""
     facts = [("its metrics only", palette.WARNING)] if info.protocol == 0 else []
     if info.state != "ready":
         facts.append((info.state, palette.BAD if info.state == "failed" else palette.WARNING))

@@ -80,7 +80,6 @@ def _quality(facts: tuple[QualityFact, ...], width: int) -> list[Text]:
 
 
 def _job(job: Job, width: int) -> list[Text]:
-    """Draw the progress of a long job."""
     share = min(1.0, job.done / job.total) if job.total else 0.0
     done = round(width * share)
     left = "" if job.seconds_left is None else f"{numbers.clock(job.seconds_left)} left"

@@ -125,7 +125,6 @@ def _room(view: View, height: int) -> int:
 
 
 def _first_shown(view: View, room: int) -> int:
-    """Return the index of the first visible sequence."""
     for index, sequence in enumerate(view.listed):
         if SequenceKey.of(sequence) == view.focus:
             return max(0, index - room + 1)
@@ -133,7 +132,6 @@ def _first_shown(view: View, room: int) -> int:
 
 
 def _sort_at(x: int, width: int) -> Sort | None:
-    """Return the column under a cell of the heading."""
     right = _MARK
     for column in columns_for(width):
         right += column.width
@@ -198,7 +196,6 @@ def _fitted(words: str, column: Column) -> str:
 
 
 def _bar(sequence: SequenceView, width: int, longest: int, hue: str) -> Text:
-    """Draw the sequence's tokens to scale: cached, computed, generated."""
     line = Text()
     seen = drawn = 0
     for tokens, color in (

@@ -29,10 +29,7 @@ class BeamGroup(SequenceGroup):
     """The beams of one request.
 
     Args:
-        request: the client's.
         members: one per beam; the first leads.
-        bounds: limits where answers end.
-        blocks: the KV cache's block manager.
 
     Attributes:
         beams: the beam of each member that has one; all have the same number of tokens.
@@ -193,6 +190,5 @@ class BeamGroup(SequenceGroup):
 
 
 def _num_common(one: Sequence, other: Sequence) -> int:
-    """Count the leading tokens that two sequences share."""
     pairs = zip(one.token_ids, other.token_ids, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -35,7 +35,6 @@ class Beam:
 
     Attributes:
         score: sum of the log probabilities that rank beams, `logit_bias` included.
-        num_tokens: of the answer.
         token_id: the last one.
         logprob: the model's log probability of that token, without bias.
         top: the likeliest tokens in its place, if they are reported.
@@ -90,7 +89,6 @@ class BeamSearch:
     """The search for one request.
 
     Args:
-        request: the client's.
         eos_token_ids: tokens that end an answer, unless the request ignores them.
         max_tokens: most tokens of an answer.
 
@@ -152,7 +150,6 @@ class BeamSearch:
         self.over = True
 
     def _extend(self, beam: Beam, continuations: Continuations, rank: int) -> tuple[Beam, bool]:
-        """Return a beam grown by one of its continuations, and whether that ends it."""
         candidate = continuations.candidates[rank]
         token_id, num_before = candidate.token_id, beam.num_tokens
         tail, ends = self._extend_tail(beam.tail, token_id)

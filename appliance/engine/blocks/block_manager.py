@@ -39,7 +39,6 @@ class BlockManager:
     Nobody writes to a full one, not even to a copy: its first tokens cannot be read alone.
 
     Args:
-        num_blocks: physical blocks.
         block_size: token slots per block.
         metadata: records the state of blocks; None keeps a private record.
         prefix_caching: keep and find the content of full blocks.
@@ -49,7 +48,6 @@ class BlockManager:
     Attributes:
         metadata: the state of each block.
         index: maps content to blocks.
-        pool: the blocks themselves.
     """
 
     def __init__(

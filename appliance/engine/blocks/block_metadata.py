@@ -62,7 +62,6 @@ class BlockMetadata:
 
     Args:
         buffer: at least 8 * num_blocks writable bytes, cleared here; None allocates private ones.
-        num_blocks: physical blocks.
 
     Attributes:
         words: the same memory as a read-only array, (num_blocks,) uint64.

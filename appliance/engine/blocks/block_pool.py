@@ -22,7 +22,6 @@ class BlockPool:
     """Free, cached and active blocks; `BlockManager` defines them.
 
     Args:
-        num_blocks: physical blocks.
         block_size: token slots per block.
         metadata: records the state of blocks.
         index: maps content to blocks.
@@ -31,7 +30,6 @@ class BlockPool:
     Attributes:
         references: of each block, from block tables.
         filled: slots of each block that hold a token.
-        open: maps blocks to open pages.
         loading: active blocks whose content has not arrived.
         kv_tokens: slots of active blocks that hold a token.
         num_shared: blocks in more than one block table.
@@ -172,7 +170,6 @@ class BlockPool:
             self._metadata.write(block, BlockState.FREE)
 
     def _evict(self, block: int) -> None:
-        """Discard the content of a cached block."""
         del self._cached[block]
         self._cached_open.pop(block, None)
         content = self._index.remove(block)

@@ -197,7 +197,6 @@ class PrefixCache:
 
 
 def _num_common(a: bytes, b: bytes) -> int:
-    """Count equal leading bytes."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length

@@ -53,7 +53,6 @@ class Compiled:
     """A request whose grammar was compiled.
 
     Attributes:
-        request: the waiting request.
         matcher: in its first state, to be copied; None after an error.
         error: the reason, if compiling failed.
     """
@@ -79,16 +78,7 @@ class CompileTimes:
 
 
 class GrammarCompiler:
-    """Compiles grammars one at a time and keeps the latest.
-
-    Args:
-        vocab_size: logits per row.
-        eos_token_ids: tokens that end an answer.
-        vocabulary: the model's tokens.
-
-    Attributes:
-        times: statistics so far.
-    """
+    """Compiles grammars one at a time and keeps the latest."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: tuple[int, ...], vocabulary: Vocabulary

@@ -33,7 +33,6 @@ class Grammars:
         scheduler: gets requests once their grammar is compiled.
         matchers: the grammars' states, shared with the sampler; None where no request has a
             grammar.
-        info: of the loaded model.
     """
 
     def __init__(self, scheduler: Scheduler, matchers: Matchers | None, info: EngineInfo) -> None:

@@ -56,10 +56,6 @@ class Matchers:
 
     Other threads make the masks, without Python's lock, while the step runs whose tokens they are
     for: between `begin` and the masks' arrival, call nothing else.
-
-    Args:
-        vocab_size: logits per row.
-        eos_token_ids: tokens that end an answer.
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:

@@ -53,9 +53,7 @@ class EngineClient:
     """The engine process and the open requests.
 
     Args:
-        config: the settings to load.
         command: starts the process; tests use another one.
-        limits: of the supervision.
     """
 
     def __init__(

@@ -72,7 +72,6 @@ class Deaths:
     """Counts recent deaths and sets the delay before the next start.
 
     Attributes:
-        limits: of the supervision.
         clock: monotonic seconds.
     """
 
@@ -95,7 +94,6 @@ class Supervisor:
 
     Args:
         command: starts a process; `entry.run_engine_process` lists the added arguments.
-        limits: when to give up.
         on_report: called with every report of the engine.
         on_death: called when a process ended; the error says how. Another follows.
         on_ready: called when a restarted engine accepts requests.
@@ -220,7 +218,6 @@ class Supervisor:
             self._on_ready()
 
     async def _restart(self, load: Load, error: Exception) -> None:
-        """Start processes until one is ready."""
         while True:
             delay = self._deaths.count()
             self._next_start = time.monotonic() + delay
@@ -251,7 +248,6 @@ class Supervisor:
         )
 
     async def _load_watched(self, load: Load) -> None:
-        """Load again, under the watchdog."""
         await self.prepare()
         assert self.process is not None
         self._verdict = Verdict.ALIVE
@@ -263,7 +259,6 @@ class Supervisor:
             watch.cancel()
 
     async def _serve(self) -> EngineDiedError:
-        """Pass on reports until the process ends."""
         assert self.process is not None
         self._verdict = Verdict.ALIVE
         watching = self._watch(self.process, busy=self._is_busy, look=self._limits.look)
@@ -295,7 +290,6 @@ class Supervisor:
     async def _watch(
         self, process: EngineProcess, *, busy: Callable[[], bool], look: float
     ) -> None:
-        """Kill a process that hangs."""
         watch = Watch(patience=round(self._limits.step_timeout / self._limits.look))
         read = partial(read_signs, process.pid, process.beacon)
         while self._verdict in (Verdict.ALIVE, Verdict.DOUBTFUL):
@@ -317,7 +311,6 @@ def _when(delay: float) -> str:
 
 
 def _failure(text: str, exit_code: int) -> ApplianceError:
-    """Build the error that has this exit code."""
     for kind in (ConfigError, ModelError, MemoryPlanError):
         if kind.exit_code == exit_code:
             return kind(text)

@@ -31,7 +31,6 @@ class Signs(NamedTuple):
     Attributes:
         stopped: by a signal or a debugger.
         working: a thread of it or of its children runs or waits for a disk.
-        progress: of its beacon.
         waits_for_device: it does nothing because a GPU is computing.
     """
 
@@ -122,5 +121,4 @@ def _state(stat: Path) -> str:
 
 
 def _children(pid: int) -> list[int]:
-    """List its descendants, such as compilers, for which it waits."""
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]

@@ -59,12 +59,7 @@ class BlockMoves(Protocol):
 
 
 class HostMoves:
-    """Moves blocks of a cache in host memory.
-
-    Args:
-        cache: the cache.
-        rates: record the speed.
-    """
+    """Moves blocks of a cache in host memory."""
 
     def __init__(self, cache: Cache, rates: Rates) -> None:
         self.block_bytes = cache.block_bytes
@@ -112,8 +107,6 @@ def _buffer_bytes(largest: int) -> int:
 
 @dataclass(slots=True)
 class _Buffer:
-    """An intermediate buffer on the device."""
-
     memory: Tensor  # (num_bytes,) uint8
     over: _Noted | None = None  # the copy that used it last
 
@@ -127,8 +120,6 @@ class DeviceMoves:
 
     Args:
         mover: for the blocks.
-        device: where they are.
-        rates: record the speed.
         open_mover: for the open pages, where layers are sealed.
     """
 

@@ -36,7 +36,6 @@ class GraphCache:
     """Graphs by batch size, under a bound on their memory.
 
     Args:
-        device: captures and replays.
         sizes: buckets, rising.
         limit_bytes: no graph is captured once they take this much; 0 turns graphs off.
     """

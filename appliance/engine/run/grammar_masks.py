@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 
 class GrammarMasks:
-    """Supplies the sampler with masks.
-
-    Args:
-        matchers: states of the running sequences.
-        mask_tokens: applies masks.
-        device: where the logits are.
-    """
+    """Supplies the sampler with masks."""
 
     def __init__(self, matchers: Matchers, mask_tokens: MaskTokens, device: Device) -> None:
         self.matchers = matchers

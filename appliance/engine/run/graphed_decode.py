@@ -30,10 +30,8 @@ class GraphedDecode(Generic[AnyCache]):
     """Runs decode steps on a device whose work can be captured.
 
     Args:
-        executor: the model.
         cache: the KV cache, including the spare block.
         sampler: draws tokens inside the graph.
-        device: captures and replays.
         staging: holds the inputs of a step.
         spare: where padding rows write.
         num_seqs: most rows of a decode step.
@@ -77,13 +75,7 @@ class GraphedDecode(Generic[AnyCache]):
     def run(
         self, geometry: Geometry, shape: StepShape, tensors: StepTensors
     ) -> tuple[Tensor, Tensor]:
-        """Return logits (num_seqs, vocab_size) float32 and tokens (num_seqs,) int64 drawn from it.
-
-        Args:
-            geometry: of the step, padded.
-            shape: of its inputs.
-            tensors: the inputs on the device.
-        """
+        """Return logits (num_seqs, vocab_size) float32 and drawn tokens (num_seqs,) int64."""
         self._geometry = geometry
         self._place_tables(shape, tensors)
         rows = shape.num_seqs

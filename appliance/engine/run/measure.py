@@ -146,7 +146,6 @@ def _penalize(logits: Tensor, penalize: Penalize) -> None:
 
 
 def _mask(logits: Tensor, mask_tokens: MaskTokens) -> None:
-    """Run the mask kernel with masks that allow all tokens."""
     num_rows, vocab_size = logits.shape
     rows = torch.arange(num_rows, device=logits.device)
     shape = (num_rows, num_words(vocab_size))

@@ -48,8 +48,6 @@ def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that was enqueued."""
-
     rows: SampledRows | None
     over: Event
     begin: float
@@ -59,14 +57,10 @@ class ModelRunner(Generic[AnyCache]):
     """Owns the KV cache and runs steps on one device.
 
     Args:
-        executor: the model.
-        cache: the KV cache.
         sampler: chooses tokens.
-        device: does the work.
         limits: bound the size of a step.
         moves: copies blocks out of the cache and back.
         spare: where padding rows write; None neither pads nor captures.
-        is_sealed: there are open pages.
         graph_bytes: bound on the memory of graphs.
 
     Attributes:

@@ -19,10 +19,6 @@ class PinnedRows:
 
     Torch rounds each pinned size up to a power of two, and pinning takes milliseconds. So rows are
     cut out of pieces of about such a size, which are kept.
-
-    Args:
-        device: pins the memory.
-        num_bytes: of a row.
     """
 
     def __init__(self, device: Device, num_bytes: int) -> None:

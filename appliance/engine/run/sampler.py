@@ -128,7 +128,6 @@ class SampledRows:
         return results
 
     def _reason(self, row: int) -> Sampled:
-        """Say why a row has no token."""
         if row in self.errors:
             return Sampled(error=self.errors[row])
         if row in self.banned:
@@ -143,9 +142,7 @@ class Sampler:
 
     Args:
         eos_token_ids: tokens that end an answer.
-        sample_tokens: draws from the adjusted logits.
         penalize: lowers the logits of seen tokens.
-        device: where the logits are.
         num_slots: sequences that run at once.
         vocab_size: number of tokens.
         grammars: makes token masks; None if no sequence has a grammar.

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 class SeenTokens:
     """A row of counts per slot; rows of sequences without penalties are undefined.
 
-    Args:
-        device: where they are.
-        num_slots: sequences that run at once.
-        vocab_size: number of tokens.
-
     Attributes:
         table: (num_slots, vocab_size) int32, as `kernels.penalties.reference` reads it.
     """
@@ -70,7 +65,6 @@ class SeenTokens:
             self._count(fresh)
 
     def _count(self, fresh: dict[int, ScheduledSequence]) -> None:
-        """Count all tokens of these sequences, given by place."""
         parts = []
         for place, entry in fresh.items():
             assert not entry.follows, "a token that nobody has counted"

@@ -60,11 +60,7 @@ class StepSettings(NamedTuple):
 
 
 class SlotSettings:
-    """One `ROW` per slot, written when a sequence takes the slot; slot 0 is greedy.
-
-    Args:
-        num_slots: sequences that run at once.
-    """
+    """One `ROW` per slot, written when a sequence takes the slot; slot 0 is greedy."""
 
     def __init__(self, num_slots: int) -> None:
         self._rows = np.zeros(num_slots + 1, dtype=ROW)

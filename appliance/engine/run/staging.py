@@ -151,15 +151,10 @@ class _HostBuffer:
 class Staging:
     """Buffers for steps up to a size.
 
-    Args:
-        device: where the inputs go.
-        largest: the largest step.
-
     Attributes:
         latest: (num_samples,) int64 on the device: the tokens sampled by the step before, negative
             codes as 0. It lies before the token ids of the step, so that one lookup finds a row's
             token, whether the host knows it or not.
-        num_bytes: of device memory.
     """
 
     def __init__(self, device: Device, largest: StepShape) -> None:

@@ -52,7 +52,6 @@ def start_next(state: State, draft: Draft, lane: Lane) -> Sequence | None:
 
 
 def _num_cached(state: State, sequence: Sequence) -> int:
-    """Count the tokens that a waiting sequence would not have to compute."""
     if _can_fork(state, sequence):
         return sequence.num_prompt_tokens
     num_tokens = state.blocks.find_prefix(sequence).num_tokens

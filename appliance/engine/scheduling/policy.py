@@ -52,10 +52,6 @@ def turn(priority: int, account: Account) -> tuple[int, int, int]:
 
     `served` grows with every token computed for an owner, so the one furthest behind goes next, and
     no two that always want more drift apart by more than one request and one step.
-
-    Args:
-        priority: the best of the owner's prompts.
-        account: the owner's.
     """
     return (priority, account.served, account.num_running)
 

@@ -45,7 +45,6 @@ class Scheduler:
 
     Args:
         blocks: the KV cache's block manager; nobody else changes it.
-        limits: of what runs at once.
         eos_token_ids: tokens that end an answer, unless the request ignores them.
         look_ahead: the runner can feed a sampled token to the next plan by itself.
         tiers: keep content that leaves the cache; None keeps nothing.

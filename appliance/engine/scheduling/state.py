@@ -35,7 +35,6 @@ class State:
     """The scheduler's memory.
 
     Attributes:
-        blocks: the KV cache's block manager.
         tiers: keep content that leaves the cache.
         bounds: limits of what runs at once, and where answers end.
         in_flight: entries of plans not yet committed.
@@ -44,10 +43,8 @@ class State:
         waiting: sequences without blocks that could start, and their parked siblings.
         running: those with a slot, in rank order.
         slots: free ones; each running sequence has one, 0 is nobody's.
-        deadlines: of live sequences.
         budget: sizes the prompt rows beside answers.
         stalls: saved-up steps that prompts may have for themselves.
-        counters: totals.
     """
 
     blocks: BlockManager

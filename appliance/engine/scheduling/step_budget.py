@@ -41,7 +41,6 @@ _YOUNG = 64  # steps in which it is fitted on every query: later a fit takes lon
 
 
 def _features(load: StepLoad) -> tuple[float, ...]:
-    """Return the factors of the model's coefficients."""
     return (
         1.0,
         float(load.num_answers),

@@ -59,7 +59,6 @@ def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]
 
 
 def _rows(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> int:
-    """Return the number of rows for prompts in this step."""
     if not draft.entries:
         return draft.budget
     context = sum([entry.start for entry in draft.entries.values()])

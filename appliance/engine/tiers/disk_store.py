@@ -66,7 +66,6 @@ class DiskStore:
     Attributes:
         root: folder of all models.
         fingerprint: 16 bytes; everything besides the tokens that decides a block's bytes.
-        block_bytes: of one block.
         capacity: bytes of all files of all models.
         about: description of the model, for people.
     """

@@ -32,8 +32,6 @@ class ReadJob:
     """Blocks of one sequence's chain, to be read in order.
 
     Attributes:
-        hashes: of the blocks.
-        sequence: the one that waits.
         found: hash and bytes of what was read, up to the first failure.
         cancelled: nobody waits any more.
     """
@@ -46,9 +44,6 @@ class ReadJob:
 
 class DiskTier:
     """A store of files, used from the engine's thread without waiting.
-
-    Args:
-        store: the open store.
 
     Attributes:
         trouble: why nothing is written; empty if all is well.

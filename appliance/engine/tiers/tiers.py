@@ -76,9 +76,7 @@ class Tiers:
     """Host memory and disk behind one cache.
 
     Args:
-        blocks: the cache's block manager.
         sizes: of a block and of host memory.
-        rates: measured elsewhere.
         disk: files; None keeps nothing there.
         writes: blocks to be written there.
     """

@@ -35,8 +35,6 @@ class WriteBehind:
     """The blocks that are still to be written.
 
     Args:
-        blocks: the cache's block manager.
-        disk: their destination.
         save: copies content out of the cache.
         clock: seconds that measure steps and handing over. Where processors compute steps, the
             processor time of the calling thread: beside other processes a step takes longer, but
