@@ -67,9 +67,7 @@ class ApiKey:
     def parse(cls, entry: str, what: str) -> ApiKey:
         """Parse an entry.
 
-        Args:
-            entry: as in the module's docstring.
-            what: names it in messages, which never contain the key.
+        `what` names the entry in messages, which never contain the key.
 
         Raises:
             ConfigError: a part of it is invalid.
@@ -135,10 +133,6 @@ def check_key(key: str, what: str) -> None:
 
 def check_private(path: Path, mode: int) -> None:
     """Check that nobody else may read a file that holds keys.
-
-    Args:
-        path: of the file, for the message.
-        mode: of the file when it was read.
 
     Raises:
         ConfigError: it is open to others; the message has the command that fixes it.

@@ -23,11 +23,7 @@ SECRETS = frozenset({"APPLIANCE_API_KEY"})
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Return the environment for a child process, without API keys.
-
-    Args:
-        more: variables to add or override.
-    """
+    """Return the environment for a child process, without API keys."""
     return {name: text for name, text in os.environ.items() if name not in SECRETS} | more
 
 

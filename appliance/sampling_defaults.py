@@ -80,13 +80,7 @@ NOTHING_RECOMMENDED = SamplingDefaults()
 def choose_defaults(
     setting: str, own: SamplingDefaults, known: SamplingDefaults
 ) -> SamplingDefaults:
-    """Choose the defaults to use.
-
-    Args:
-        setting: `EngineConfig.generation_config`.
-        own: the checkpoint's.
-        known: from elsewhere, for a checkpoint without any.
-    """
+    """Choose the defaults to use."""
     return NOTHING_RECOMMENDED if setting == "off" else own or known
 
 

@@ -158,11 +158,7 @@ class DashboardApp(App[None]):
             self.notify(warning, severity="warning", markup=False)
 
     def paint(self, *, panels: bool = True) -> None:
-        """Update the screen.
-
-        Args:
-            panels: update the numbers too, not only the map.
-        """
+        """Update the screen."""
         page = self.screen_stack[0] if self.is_running and self.screen_stack else None
         if isinstance(page, Page):  # otherwise before the start or after the end
             page.paint(self.session.view(), panels=panels, terminal=self.terminal)

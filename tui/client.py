@@ -60,9 +60,7 @@ class Lateness:
     def of(self, stats: Stats, now: float) -> float:
         """Return the delay in seconds; the two clocks need not agree.
 
-        Args:
-            stats: the numbers that arrived.
-            now: Unix seconds here.
+        `now` is in Unix seconds.
         """
         way = now - stats.time
         self._least = min(self._least, way)

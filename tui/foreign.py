@@ -68,9 +68,7 @@ class MetricsReader:
     def read(self, text: str, now: float) -> list[Event]:
         """Return the events of one scrape; none if it has no known name.
 
-        Args:
-            text: the body of GET /metrics.
-            now: Unix seconds.
+        `text` is the body of GET /metrics, `now` in Unix seconds.
         """
         samples = parse(text)
         if not any(name.startswith("vllm:") for name in samples):

@@ -154,11 +154,7 @@ def letters(
 ) -> NDArray[np.uint32]:
     """Return a letter for each pixel, for maps without half blocks; by owner, its slot's letter.
 
-    Args:
-        picture: (grid.height, grid.width) indices into `PAINT`, of these blocks.
-        blocks: the blocks.
-        grid: the place of each block.
-        mode: the picture's mode.
+    `picture` is (grid.height, grid.width) indices into `PAINT`, of these blocks.
 
     Returns:
         (grid.height, grid.width) code points.

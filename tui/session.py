@@ -130,11 +130,7 @@ class Session:
             self.change(focus=keys[0] if step > 0 else keys[-1])
 
     def why_not_abort(self, sequence: SequenceView | None) -> str:
-        """Say why the focused sequence cannot be aborted, and what to do; "" if it can.
-
-        Args:
-            sequence: the focused one, or None.
-        """
+        """Say why the focused sequence cannot be aborted, and what to do; "" if it can."""
         if self.controls is None:
             return "A recording: nothing can be aborted in it."
         if self.state.reduced:

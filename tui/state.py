@@ -138,10 +138,7 @@ class DashboardState:
 def reduce(state: DashboardState, item: FeedItem, now: float = 0.0) -> DashboardState:
     """Return the state after one more item of the feed.
 
-    Args:
-        state: the state so far.
-        item: the item.
-        now: time of arrival, in seconds of the clock that counts the ages of blocks.
+    `now` is on the clock that counts the ages of blocks.
 
     Raises:
         ValueError: the item contradicts itself or the map it changes.

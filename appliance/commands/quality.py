@@ -33,10 +33,6 @@ class Quality:
 def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality:
     """Read a model's card and check it against conditions.
 
-    Args:
-        model: folder or file.
-        conditions: the user's; None checks nothing.
-
     Raises:
         QualityError: a condition that refuses is not met, or cannot be judged.
     """

@@ -27,10 +27,6 @@ _PATIENCE = 45.0  # seconds; a server lets open streams end for a while
 def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
     """Serve while the dashboard is shown.
 
-    Args:
-        server: the address to listen on.
-        arguments: of `appliance`, to serve without a dashboard.
-
     Returns:
         The exit code for the process.
 

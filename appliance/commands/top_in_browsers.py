@@ -14,13 +14,6 @@ def show_in_browsers(
 ) -> None:
     """Serve the dashboard until a signal ends it.
 
-    Args:
-        url: the server to watch.
-        key: the server's, which browsers need too.
-        host: address for browsers.
-        port: likewise.
-        extra: further arguments of `appliance top`.
-
     Raises:
         ConfigError: the extra is not installed, or the address is not available.
     """

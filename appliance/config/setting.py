@@ -109,9 +109,7 @@ class Field:
     def read(self, value: object, origin: str) -> object:
         """Parse a written value: text, or a value of TOML or Python.
 
-        Args:
-            value: the written value.
-            origin: its source, for messages.
+        `origin` names the value's source in messages.
 
         Raises:
             ConfigError: it is of the wrong type or out of bounds.

@@ -23,9 +23,7 @@ def deltas_of(updates: Iterable[Update]) -> tuple[SequenceDelta, ...]:
 def overdue(updates: Iterable[Update], now: float) -> list[SequenceDelta]:
     """Return the ends of expired sequences: errors for requests that were never started.
 
-    Args:
-        updates: the final update of each.
-        now: seconds of the clock of their arrival.
+    `now` is on the clock of their arrival.
     """
     return [
         _delta(update) if update.token_ids else _late(update.sequence, now)

@@ -36,15 +36,6 @@ def load_tiers(
 ) -> tuple[Tiers, tuple[str, ...]]:
     """Set up host memory and disk.
 
-    Args:
-        config: the settings.
-        blocks: the cache's block manager.
-        moves: copies blocks out of the cache.
-        rates: measured by `moves`.
-        info: of the engine.
-        precision: of the cache.
-        host_bytes: host memory for content outside the cache.
-
     Returns:
         The tiers, and notes for the user.
     """

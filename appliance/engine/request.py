@@ -245,9 +245,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def bias_at(self, num_output_tokens: int, output: Sequence[int] = ()) -> dict[int, float]:
         """Return the values added to the logits of the token after `num_output_tokens`.
 
-        Args:
-            num_output_tokens: tokens of the answer so far.
-            output: the known ones, which a thought budget needs.
+        A thought budget needs `output`, the known tokens of the answer.
         """
         if num_output_tokens < len(self.forced):
             return {self.forced[num_output_tokens]: FORCE}

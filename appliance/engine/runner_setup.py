@@ -65,11 +65,6 @@ def plan_measured(
 ) -> tuple[MemoryPlan, int]:
     """Run the largest steps on an asynchronous device, and divide the memory left by the weights.
 
-    Args:
-        steps: the loaded model and its limits.
-        request: the memory request from before loading.
-        on_progress: called with stage, done, total while kernels are compiled.
-
     Returns:
         The plan, and the bytes that graphs may take.
 

@@ -50,11 +50,6 @@ class SequenceGroup:
     ) -> FinishReason | None:
         """Append the sample of a member whose tokens are all computed.
 
-        Args:
-            sequence: the member.
-            sampled: the result of its last row.
-            updates: receives the updates for clients.
-
         Returns:
             Why the member ends now, with its unit, or None.
         """

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[SequenceView, ...]:
     """Describe all waiting and running sequences, by request in the order of arrival.
 
-    Args:
-        scheduler: holds them.
-        tiers: content kept for them outside the cache.
-        now: seconds of the clock of their arrival.
+    `now` is on the clock of their arrival.
     """
     reading = frozenset(tiers.reading)
     return tuple(

@@ -72,10 +72,9 @@ _EXACT: dict[str, Callable[[Tensor], PackedWeight]] = {
 
 
 def requantize(values: Tensor) -> PackedWeight:
-    """Quantize to 8-bit codes around 128, with 127 steps to each group's largest weight.
+    """Quantize (out_features, in_features) float32 to 8-bit codes in groups of 32.
 
-    Args:
-        values: (out_features, in_features) float32.
+    Codes are around 128, with 127 steps to each group's largest weight.
     """
     groups = values.unflatten(1, (-1, GROUP_SIZE))
     scale = (groups.abs().amax(dim=-1) / LARGEST_CODE).half()

@@ -51,11 +51,6 @@ def prepare_fused(parts: list[LinearPart], backend: Backend, dtype: torch.dtype)
     """Prepare one linear whose output rows are those of the parts in order.
 
     Neighbours with the same packing are stacked; if several remain, they are called in turn.
-
-    Args:
-        parts: weights of equal in_features.
-        backend: lays out the weights.
-        dtype: of activations.
     """
     linears = [
         backend.prepare_linear(part.weight, part.bias, dtype) for part in stack_neighbours(parts)

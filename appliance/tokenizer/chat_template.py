@@ -91,11 +91,6 @@ class ChatTemplate:
 def check_nesting(value: Any, param: str, nesting: int = 0) -> None:
     """Refuse messages or tools that are nested too deeply to walk safely.
 
-    Args:
-        value: of the field.
-        param: its name.
-        nesting: depth of the value in the field.
-
     Raises:
         RequestError: they are.
     """

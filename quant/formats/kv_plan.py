@@ -59,9 +59,7 @@ class KVLayer:
 def to_json(layers: Sequence[KVLayer], bits: float) -> dict[str, Any]:
     """Build the content of `kv_cache.json`.
 
-    Args:
-        layers: all layers of the model.
-        bits: mean bits per element, scales included.
+    `bits` is the mean per element, scales included.
     """
     return {
         "version": VERSION,
@@ -84,9 +82,7 @@ def to_json(layers: Sequence[KVLayer], bits: float) -> dict[str, Any]:
 def read_plan(folder: Path, heads: Sequence[tuple[int, int]]) -> tuple[KVLayer, ...] | None:
     """Read the plan of a model folder; None if there is none.
 
-    Args:
-        folder: the model's.
-        heads: (num_kv_heads, head_dim) of each layer.
+    `heads` lists (num_kv_heads, head_dim) of each layer.
 
     Raises:
         CheckpointError: the file is damaged, of a later version, or of another model.

@@ -208,9 +208,7 @@ def choose_formats(layers: Sequence[MeasuredLayer], budget: float) -> list[KVFor
     Every layer starts with the fewest bits; then bits go step by step to where each removes the
     most error, until no step fits any more.
 
-    Args:
-        layers: the measured layers.
-        budget: mean bits per element, scales included.
+    `budget` is in mean bits per element, scales included.
 
     Returns:
         None if not even the fewest bits fit.

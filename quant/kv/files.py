@@ -35,12 +35,7 @@ def kept_kv_plan(
 ) -> KVPlan:
     """Return the plan that an earlier run kept, or make one with `calibrate_kv` and keep it.
 
-    Args:
-        source: an opened model.
-        calibration: the rows.
-        state: folder of this run's state.
-        device: where layers compute.
-        budget: mean bits per element.
+    `budget` is in mean bits per element; `state` is the folder of this run's state.
 
     Raises:
         QuantizeError: even the fewest bits are above the budget.

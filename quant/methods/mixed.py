@@ -101,9 +101,7 @@ def choose_precisions(
 def spend(choices: Sequence[Sequence[Choice]], bits_per_weight: float) -> list[Choice]:
     """Return the choices of least loss within a budget, found by taking the steepest step first.
 
-    Args:
-        choices: of each linear; the largest of each is 16 bits wide.
-        bits_per_weight: mean over all weights.
+    The largest choice of each linear is 16 bits wide.
 
     Raises:
         ConfigError: even the smallest choices exceed the budget.

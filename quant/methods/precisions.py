@@ -47,12 +47,7 @@ def kept_schemes(
 ) -> Schemes:
     """Return the schemes that an earlier run kept, or choose with `mixed_schemes` and keep them.
 
-    Args:
-        source: an opened model.
-        options: the run's; `mixed` is not None.
-        calibration: the rows.
-        dtype: type of stored scales.
-        state: folder of this run's state.
+    `state` is the folder of this run's state.
 
     Raises:
         ConfigError: see `mixed_schemes`.

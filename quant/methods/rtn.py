@@ -59,11 +59,7 @@ def steps_over(
 ) -> tuple[Tensor, Tensor]:
     """Return scale and zero point of groups whose weights span `low` to `high`; see `quantize`.
 
-    Args:
-        low: (out_features, groups) float32.
-        high: same shape and type.
-        scheme: bits and symmetry.
-        scale_dtype: type of stored scales.
+    `low` and `high` are (out_features, groups) float32.
 
     Returns:
         Both float32: scales that the stored type holds exactly, and whole numbers.

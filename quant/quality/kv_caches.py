@@ -53,9 +53,7 @@ def caches_of(source: ModelSource, formats: Iterable[KVFormat]) -> tuple[Caches,
     Every format takes the checkpoint's scales and means for it; FP8 without scales has the scale 1.
     The checkpoint's declared cache comes last, unless it is one of the formats.
 
-    Args:
-        source: an opened model.
-        formats: each is used for all layers.
+    Each format is used for all layers.
 
     Returns:
         The caches by name, and the name of the declared one, if any.

@@ -167,11 +167,6 @@ def make_card(
 def write_card(card: Card, model: Path, out: Path | None = None) -> Path:
     """Write JSON, Markdown and HTML atomically; return the path of the JSON.
 
-    Args:
-        card: the model's.
-        model: the folder or the file; the card goes beside its weights.
-        out: another folder for the card.
-
     Raises:
         QuantizeError: they cannot be written.
     """

@@ -83,11 +83,7 @@ def judge(
 ) -> list[Verdict]:
     """Return a verdict for each condition that a model fails.
 
-    Args:
-        conditions: to check.
-        card: the model's, if it has one.
-        model: its name.
-        is_quantized: a model that is not has lost nothing and needs no card.
+    An unquantized model has lost nothing and needs no card.
     """
     if card is None or card.comparison is None:
         if card is None and not is_quantized:

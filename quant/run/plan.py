@@ -97,11 +97,7 @@ def make_plan(
 ) -> QuantizePlan:
     """Plan a model: quantize the layers' linear weights, and embedding and head on request.
 
-    Args:
-        source: an opened model.
-        options: the run's.
-        dtype: of scales and unquantized tensors.
-        chosen: schemes of linear weights that differ from the rest, by name.
+    `chosen` has the linear weights whose scheme differs from the rest, by name.
 
     Raises:
         ConfigError: the format cannot hold the weights, or the bits of embedding or head are not

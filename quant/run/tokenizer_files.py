@@ -37,10 +37,6 @@ _CARRIED = (
 def write_tokenizer_files(model_path: Path, folder: Path) -> None:
     """Copy a folder's tokenizer files, or write a GGUF file's in Hugging Face's form.
 
-    Args:
-        model_path: a .gguf file or a model folder.
-        folder: the destination; exists.
-
     Raises:
         ModelError: the GGUF file's tokenizer is damaged or of an unknown kind.
     """

@@ -63,8 +63,7 @@ def documents_at(path: Path, column: str | None = None) -> Iterator[Document]:
 def documents_of_dataset(name: str) -> Iterator[Document]:
     """Yield the documents of a hub's data set: of the first file of the split.
 
-    Args:
-        name: org/name, org/name:split or org/name:split:column.
+    `name` is org/name, org/name:split or org/name:split:column.
 
     Raises:
         QuantizeError: the data set does not exist, cannot be reached, or has no readable file.
@@ -87,13 +86,7 @@ def documents_of_dataset(name: str) -> Iterator[Document]:
 
 
 def sample(documents: Iterable[Document], most: int, seed: int) -> list[Document]:
-    """Draw up to `most` documents uniformly (reservoir sampling).
-
-    Args:
-        documents: read once.
-        most: number to draw.
-        seed: equal seeds draw equal documents.
-    """
+    """Draw up to `most` documents uniformly (reservoir sampling)."""
     rng = random.Random(seed)
     taken: list[Document] = []
     for index, document in enumerate(documents):

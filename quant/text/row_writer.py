@@ -106,11 +106,7 @@ def _too_much(needed: str, max_bytes: int) -> str:
 
 
 def _watch(max_bytes: int) -> None:
-    """End this process when its parent is gone or it exceeds its memory limit.
-
-    Args:
-        max_bytes: the limit; 0 is none.
-    """
+    """End this process when its parent is gone or it exceeds its memory limit."""
     process = psutil.Process()
     while not select.select([0], [], [], WATCHED_EVERY)[0]:
         if max_bytes and process.memory_info().rss > max_bytes:

@@ -88,10 +88,7 @@ class FloatReader(ModelReader):
         super().__init__(source, device, torch.float32)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Look up embedding rows as the first layer sees them.
-
-        Args:
-            token_ids: (num_tokens,) int64; each row is read once.
+        """Look up embedding rows of (num_tokens,) int64 as the first layer sees them.
 
         Returns:
             (num_tokens, hidden_size) float32.

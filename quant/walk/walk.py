@@ -85,10 +85,6 @@ class Walk:
         """Run all rows through a layer and return the moments of some of its linears' inputs.
 
         Nothing is computed past the last of them.
-
-        Args:
-            block: a layer.
-            linears: some of its linears, in order.
         """
         moments = [Moments(linear.in_features, self._device) for linear in linears]
         for linear, seen in zip(linears, moments, strict=True):

@@ -109,10 +109,7 @@ class Page(Screen[None]):
     def paint(self, view: View, *, panels: bool = True, terminal: Driver | None = None) -> None:
         """Show another view.
 
-        Args:
-            view: the view.
-            panels: update the numbers too, not only the map.
-            terminal: terminal of the screen, if it may be written to past Textual.
+        `terminal` is set if it may be written to past Textual.
         """
         if self.app.screen is not self or self.query("Toast"):
             terminal = None  # something lies over the page

@@ -40,9 +40,7 @@ class Lines(Widget):
     def present(self, view: View, terminal: Driver | None = None) -> None:
         """Show another view.
 
-        Args:
-            view: the view.
-            terminal: may be written to directly, since nothing lies over the page; else None.
+        `terminal` is set if it may be written to directly, since nothing lies over the page.
         """
         self._view = view
         if not self.size:

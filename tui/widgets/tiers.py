@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 def tier_lines(engine: EngineStats, block_bytes: float, width: int) -> list[Text]:
     """Draw preemptions, and where evicted blocks are.
 
-    Args:
-        engine: its numbers.
-        block_bytes: of a block in all layers; 0 if unknown.
-        width: in cells.
+    `block_bytes` is of a block in all layers, 0 if unknown.
     """
     lines = [*_title("making room"), *_preemptions(engine, width)]
     lines += [*_title("host memory"), *_host(engine, block_bytes, width)]

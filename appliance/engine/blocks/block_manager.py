@@ -303,11 +303,7 @@ class BlockManager:
                     self.index.add(sequence, index, block, self.block_size)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Recompute everything from the block tables and assert that the records agree.
-
-        Args:
-            sequences: all sequences that hold blocks.
-        """
+        """Recompute everything from the block tables and assert that the records agree."""
         holders: dict[int, list[int]] = {}
         for sequence in sequences:
             table, num_full = sequence.block_table, sequence.num_computed // self.block_size

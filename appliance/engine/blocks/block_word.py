@@ -30,11 +30,7 @@ SHARED = "shared"
 
 
 def count_states(words: memoryview) -> dict[str, int]:
-    """Count blocks by state; each counts once.
-
-    Args:
-        words: (num_blocks,) 64-bit words.
-    """
+    """Count blocks by state in (num_blocks,) 64-bit words; each counts once."""
     counts = dict.fromkeys((*STATE_NAMES.values(), SHARED), 0)
     # State, references and precision are the third quarter of a little-endian word. Equal ones
     # are counted in C: 65,536 blocks take milliseconds.

@@ -20,12 +20,6 @@ def num_open_pages(
     plans, these are at most (n + block_size - 2) // block_size + 1 blocks, and the tokens of all
     sequences are at most the budget of each plan. One more for each sequence that begins with a
     copy of a block: the source keeps its page until the plan is complete.
-
-    Args:
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: rows of one plan.
-        block_size: token slots per block.
-        plans: most plans in flight.
     """
     return plans * max_num_batched_tokens // block_size + 3 * max_num_seqs
 

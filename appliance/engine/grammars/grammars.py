@@ -83,9 +83,6 @@ class Grammars:
     def start(self, now: float) -> list[SequenceDelta]:
         """Queue the requests whose grammar is compiled.
 
-        Args:
-            now: monotonic seconds.
-
         Returns:
             The ends of refused requests.
         """

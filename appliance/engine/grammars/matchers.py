@@ -81,10 +81,6 @@ class Matchers:
     def begin(self, sequences: Sequences[Sequence], rows: Sequences[int]) -> Future[Masks] | None:
         """Start making the masks of a step.
 
-        Args:
-            sequences: those with a grammar, all their tokens known.
-            rows: the step's row of each.
-
         Returns:
             The masks of those whose grammar has begun; None if there are none.
         """

@@ -93,10 +93,7 @@ class Watch:
 def read_signs(pid: int, beacon: Beacon, thorough: bool) -> Signs:
     """Observe a process; a process that is gone shows nothing.
 
-    Args:
-        pid: its id.
-        beacon: its beacon.
-        thorough: look at all its threads and children, which takes some milliseconds.
+    A thorough look at all its threads and children takes some milliseconds.
     """
     signs = Signs(progress=beacon.progress, waits_for_device=beacon.waits_for_device)
     try:

@@ -54,11 +54,7 @@ class Geometry:
     ) -> Geometry:
         """Lay out a plan's entries, followed by padding sequences of one token in the spare block.
 
-        Args:
-            plan: entries with a single row first.
-            block_size: token slots per block.
-            spare: where padding rows lie.
-            padding: number of padding sequences.
+        In the plan, entries with a single row come first.
         """
         assert spare is not None or not padding
         query_lens = [entry.num_tokens for entry in plan.scheduled]

@@ -23,14 +23,7 @@ def compile_kernels(
     first_steps: Callable[[Decoder, Sequence[LayerPrecision]], object],
     on_progress: Callable[[str, int, int], None],
 ) -> None:
-    """Compile everything that a Triton decoder's first steps need; launch nothing.
-
-    Args:
-        decoder: the model.
-        kv_layers: precision of each layer's cache.
-        first_steps: runs steps of all sizes with a decoder.
-        on_progress: called with stage, done, total.
-    """
+    """Compile everything that a Triton decoder's first steps need; launch nothing."""
     from appliance.kernels.compile_ahead import compiled_ahead
 
     kept = distinct_layers(decoder, kv_layers)

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 def start_next(state: State, draft: Draft, lane: Lane) -> Sequence | None:
     """Start one sequence of a lane; return None if there is no room for the next one.
 
-    Args:
-        state: of the scheduler.
-        draft: the step in which it starts; it gets no rows here.
-        lane: the lane whose turn it is.
+    The sequence gets no rows in `draft` here.
     """
     if draft.preempted or not (state.slots and lane.sequences):
         return None  # blocks of preempted sequences are not for newcomers

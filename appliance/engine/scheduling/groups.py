@@ -19,11 +19,7 @@ def group_of(
 ) -> SequenceGroup:
     """Return a new group; none of its sequences runs yet.
 
-    Args:
-        request: the client's.
-        arrival: monotonic seconds; no other group has the same.
-        bounds: limits where answers end.
-        blocks: the KV cache's block manager.
+    No other group has the same `arrival`, in monotonic seconds.
     """
     parent = Sequence(request, arrival=arrival)
     children = [

@@ -59,9 +59,7 @@ def turn(priority: int, account: Account) -> tuple[int, int, int]:
 def may_stall(wanted: int, budget: int) -> bool:
     """Return True if prompts are short enough to stall running answers for a saved-up step.
 
-    Args:
-        wanted: rows of all prompts that run or could start, from their beginning.
-        budget: rows left in the step.
+    `wanted` counts all rows of running and startable prompts, from their beginning.
     """
     return wanted <= MAX_STALLS * budget
 
@@ -71,10 +69,6 @@ def choose_waiting(earliest: Ordered[Sequence], num_cached: Callable[[Sequence],
 
     Preempted ones come first, then those overtaken too often, then those with the longest cached
     prefix; ties go to the earliest.
-
-    Args:
-        earliest: the earliest ones, in rank order.
-        num_cached: returns a sequence's number of cached tokens.
     """
     if len(earliest) == 1 or earliest[0].first_scheduled is not None:
         return earliest[0]

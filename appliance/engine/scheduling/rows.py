@@ -39,12 +39,6 @@ def extend(state: State, draft: Draft, sequence: Sequence, num_left: int) -> Non
     """Give a running sequence its next rows, as many as fit, preempting later ones if necessary.
 
     Without a victim it keeps its blocks and waits for the next step.
-
-    Args:
-        state: of the scheduler.
-        draft: the step.
-        sequence: may have been preempted since it was listed.
-        num_left: rows that it wants.
     """
     num_tokens = min(num_left, draft.budget)
     if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:

@@ -77,9 +77,7 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Queue a request.
 
-        Args:
-            request: the client's.
-            now: monotonic seconds.
+        `now` is in monotonic seconds.
 
         Raises:
             ContextLengthError: the prompt leaves no room for an answer in the context.
@@ -98,8 +96,7 @@ class Scheduler:
     def expire(self, now: float) -> list[Update]:
         """End the sequences past their deadline, with the best answers their groups have so far.
 
-        Args:
-            now: monotonic seconds.
+        `now` is in monotonic seconds.
         """
         updates: list[Update] = []
         for sequence in self._state.deadlines.take(now):
@@ -148,8 +145,7 @@ class Scheduler:
     def plan(self, now: float) -> Plan | None:
         """Plan the next step: decodes, then prompts that run or may start, within the budget.
 
-        Args:
-            now: monotonic seconds.
+        `now` is in monotonic seconds.
 
         Returns:
             None if there is nothing to run; without a plan in flight, that means no work at all, or

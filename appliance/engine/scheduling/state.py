@@ -96,12 +96,7 @@ class State:
             self.waiting.push(sequence)
 
     def run(self, sequence: Sequence, now: float) -> bool:
-        """Move a waiting sequence to the running ones; return True the first time.
-
-        Args:
-            sequence: with a slot.
-            now: monotonic seconds.
-        """
+        """Move a waiting sequence to the running ones; return True the first time."""
         self.waiting.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
         insort(self.running, sequence, key=rank)

@@ -99,13 +99,7 @@ def lines_of(
     lanes: Iterable[tuple[tuple[int, str], Lane]],
     accounts: Accounts,
 ) -> list[Line]:
-    """Group the demand for prompt rows by priority and owner.
-
-    Args:
-        prompts: running sequences in rank order, each with the rows it wants.
-        lanes: of waiting ones, by priority and owner.
-        accounts: of all owners.
-    """
+    """Group the demand for prompt rows by priority and owner."""
     lines: dict[tuple[int, str], Line] = {}
     for sequence, wanted in prompts:
         key = (sequence.request.priority, sequence.request.owner)

@@ -39,11 +39,7 @@ def header(fingerprint: bytes, content: bytes, data: bytes | bytearray | memoryv
 def read_block_file(path: Path, fingerprint: bytes, content: bytes, size: int) -> bytearray:
     """Read a block's bytes.
 
-    Args:
-        path: the file.
-        fingerprint: of weights and format.
-        content: the block's chained hash.
-        size: expected number of bytes.
+    `fingerprint` is of weights and format, `content` the block's chained hash.
 
     Raises:
         ForeignBlockError: it holds something else.

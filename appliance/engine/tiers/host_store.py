@@ -117,8 +117,7 @@ class HostStore:
     def check_invariants(self, reservations: Iterator[int]) -> None:
         """Assert that the cap holds and that exactly the wanted content stays.
 
-        Args:
-            reservations: blocks of each open reservation.
+        `reservations` are the blocks of each open reservation.
         """
         assert self._reserved == sum(reservations) <= self.capacity
         assert set(self._held) <= set(self._wanted)

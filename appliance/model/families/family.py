@@ -58,9 +58,7 @@ class Family:
     def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> DecoderSpec:
         """Build the spec of the decoder that a Hugging Face config describes.
 
-        Args:
-            config: the settings.
-            origin: their file, for messages.
+        `origin` names the settings' file in messages.
 
         Raises:
             CheckpointError: a setting is missing, of the wrong type or out of range.

@@ -39,10 +39,7 @@ _KNOWN_KEYS = frozenset(
 def read_rope(config: ConfigReader, head_dim: int, *, partial: bool = False) -> RopeSpec:
     """Read the rotary settings that all layers share.
 
-    Args:
-        config: the whole config.
-        head_dim: elements of a head.
-        partial: the family may rotate only part of a head.
+    With `partial` the family may rotate only part of a head.
     """
     scaling = config.section("rope_scaling")
     new_style = config.section("rope_parameters")
