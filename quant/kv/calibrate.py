@@ -89,7 +89,7 @@ class AttentionWatch:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayer:
-    """What the rows measured in one layer.
+    """One layer's scales, mean keys and errors, as measured on the rows.
 
     Attributes:
         head_scales: (2, num_kv_heads) float32 FP8 scales of plain keys and of values.

@@ -42,7 +42,7 @@ TOKENS_AT_ONCE = 4096  # entries of the vocabulary
 
 @dataclass(frozen=True, slots=True)
 class What:
-    """What to measure.
+    """Selects the measurements of an evaluation.
 
     Attributes:
         base: the model the candidate was made from; None measures perplexity and KV caches only.
