@@ -25,7 +25,7 @@ def _kept(config: EngineConfig) -> str:
     from appliance.config import kv_dir
     from appliance.engine.tiers.disk_store import stored_models
 
-    nothing = "nothing of what was asked is kept"
+    nothing = "nothing is kept on disk"
     if config.kv_disk in ("auto", "off"):
         return nothing
     root = Path(config.kv_disk).expanduser()
