@@ -1,8 +1,8 @@
-"""API keys by the names of their holders: how they are written, read and limited.
+"""API keys by the names of their holders: parsing, reading and limits.
 
-An entry is a key, or `sha256:` and the digest of one, and behind it what its holder may have, such
+An entry is a key, or `sha256:` and a key's digest, optionally followed by its holder's limits, such
 as `requests=60 tokens=100000 parallel=4 priority=5`. Names go into logs, metrics and dashboards;
-keys go nowhere, error messages included.
+keys go nowhere, not even into error messages.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from pathlib import Path
 
 from appliance.errors import ConfigError
 
-BARE_NAME = "key"  # of a key that was given without a name
-NO_KEY = "none"  # what metrics call requests where no key is wanted
-MIN_LENGTH = 8  # characters of a key; below that it is soon guessed, and NAME=KEY likely half a key
+BARE_NAME = "key"  # name of a key given without one
+NO_KEY = "none"  # owner in metrics if no key is needed
+MIN_LENGTH = 8  # characters; a shorter key is soon guessed, and NAME=KEY likely half a key
 MAX_FILE_BYTES = 2**20
 
 DIGEST = "sha256:"
 
 _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_KEY = re.compile(r"[\x21-\x7e]+")  # what a header can carry, and a person can paste
+_KEY = re.compile(r"[\x21-\x7e]+")  # characters valid in a header and easy to paste
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """What the holder of a key may have; None where nothing is said.
+    """Limits of a key's holder; None where there is none.
 
     Attributes:
-        requests: of the API, a minute.
-        tokens: read and written, a minute.
-        parallel: requests that are open at once.
+        requests: of the API, per minute.
+        tokens: read and written, per minute.
+        parallel: requests open at once.
         priority: of its requests, lower is served earlier; they may ask for a higher number.
     """
 
@@ -57,22 +57,20 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key: what it is known by, and what its holder may have."""
+    """A key's digest and its holder's limits."""
 
     digest: bytes  # SHA-256
     limits: KeyLimits = KeyLimits()
-    secret: str | None = field(default=None, repr=False)  # None where only the digest is stored
+    secret: str | None = field(default=None, repr=False)  # None if only the digest is stored
 
     @classmethod
     def parse(cls, entry: str, what: str) -> ApiKey:
-        """Read an entry.
+        """Parse an entry.
 
-        Args:
-            entry: as in the module's docstring.
-            what: what to call it in messages, which never hold the key.
+        `what` names the entry in messages, which never contain the key.
 
         Raises:
-            ConfigError: a part of it cannot be used.
+            ConfigError: a part of it is invalid.
         """
         key, *words = entry.split(" ") if entry else [""]
         limits = _parse_limits([word for word in words if word], what)
@@ -86,14 +84,14 @@ class ApiKey:
 
 
 def new_entry(limits: KeyLimits) -> tuple[str, str]:
-    """A key that nobody has, and the entry that knows it by its digest."""
+    """Make a random key, and the entry with its digest."""
     secret = f"sk-{secrets.token_urlsafe(24)}"
     return secret, f"{DIGEST}{digest_of(secret).hex()} {show_limits(limits)}".rstrip()
 
 
 def digest_of(key: str) -> bytes:
-    """What a key is known by."""
-    return hashlib.sha256(key.encode("latin-1")).digest()  # as headers are encoded
+    """Return the digest that identifies a key."""
+    return hashlib.sha256(key.encode("latin-1")).digest()  # the encoding of headers
 
 
 def _parse_limits(words: list[str], what: str) -> KeyLimits:
@@ -113,17 +111,13 @@ def _parse_limits(words: list[str], what: str) -> KeyLimits:
 
 
 def show_limits(limits: KeyLimits) -> str:
-    """Limits as an entry has them; empty where nothing is limited."""
+    """Format limits as in an entry; empty if nothing is limited."""
     pairs = [(one.name, getattr(limits, one.name), one.default) for one in fields(limits)]
     return " ".join(f"{name}={value}" for name, value, usual in pairs if value != usual)
 
 
 def check_key(key: str, what: str) -> None:
-    """Make sure that a key can be used and is not soon guessed.
-
-    Args:
-        key: as a client sends it.
-        what: what to call it in messages.
+    """Check that a key is usable and hard to guess.
 
     Raises:
         ConfigError: it is not; the message has its length, and never the key.
@@ -138,14 +132,10 @@ def check_key(key: str, what: str) -> None:
 
 
 def check_private(path: Path, mode: int) -> None:
-    """Make sure that nobody else may read a file that holds keys.
-
-    Args:
-        path: of the file, for the message.
-        mode: of the file as it was read.
+    """Check that nobody else may read a file that holds keys.
 
     Raises:
-        ConfigError: it is open to others; the message has the command that mends it.
+        ConfigError: it is open to others; the message has the command that fixes it.
     """
     if mode & 0o077:
         raise ConfigError(
@@ -155,14 +145,14 @@ def check_private(path: Path, mode: int) -> None:
 
 
 def check_keys(bare: str | None, named: Mapping[str, str]) -> dict[str, ApiKey]:
-    """Name to key, of all that a server knows; empty if it wants none.
+    """Parse all keys that a server accepts, by name; empty if it needs none.
 
     Args:
         bare: entry of the key without a name; empty counts as none.
         named: entries by name.
 
     Raises:
-        ConfigError: a name or a key cannot be used, or stands there twice.
+        ConfigError: a name or a key is invalid or occurs twice.
     """
     if bare and BARE_NAME in named:
         raise ConfigError(
@@ -181,14 +171,14 @@ def check_keys(bare: str | None, named: Mapping[str, str]) -> dict[str, ApiKey]:
 
 
 def read_keys(path: Path) -> dict[str, str]:
-    """Entries by name from a file with a line NAME=ENTRY for each.
+    """Read entries by name from a file with a line NAME=ENTRY for each.
 
     Empty lines and those that begin with # are skipped; a line of one word without = is the key
     without a name.
 
     Raises:
-        ConfigError: the file cannot be read, or has a line that cannot be used; the message has
-            the number of the line and never what stands there.
+        ConfigError: the file is unreadable, or has an invalid line; the message has the line's
+            number and never its content.
     """
     try:
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""The best of several answers to one prompt: those with the highest log probability per token.
+"""Selects the best of several answers: those with the highest log probability per token.
 
-Used by the server and by offline use alike, so that both choose the same ones.
+The server and offline use share it, so that both select the same ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Likelihood:
-    """Of one answer, the token that ends it included."""
+    """Log probability of one answer, including the token that ends it."""
 
     cumulative_logprob: float = 0.0
     num_tokens: int = 0
 
     def add(self, delta: SequenceDelta) -> None:
-        """Count what a delta adds, if it reports log probabilities at all."""
+        """Add a delta's log probabilities, if it reports any."""
         if delta.cumulative_logprob is not None:
             self.cumulative_logprob = delta.cumulative_logprob
         elif delta.logprobs is not None:
@@ -35,18 +35,18 @@ class Likelihood:
 
     @property
     def mean_logprob(self) -> float:
-        """Per token; nothing is worse than an answer that time ran out for before its first."""
+        """Per token; -inf for an answer that timed out before its first token."""
         return self.cumulative_logprob / self.num_tokens if self.num_tokens else -math.inf
 
 
 def with_logprobs(sampling: SamplingParams) -> SamplingParams:
-    """The same, with the log probabilities by which the best are found, if they are."""
+    """Return the parameters with log probabilities reported, if best_of needs them."""
     if sampling.takes_best and sampling.logprobs is None:
         return msgspec.structs.replace(sampling, logprobs=0)
     return sampling
 
 
 def best(answers: Sequence[Likelihood], n: int) -> list[int]:
-    """Places of the best `n`, best first; of equals the first one is better."""
+    """Return the places of the best `n`, best first; ties go to the first."""
     order = sorted(range(len(answers)), key=lambda place: -answers[place].mean_logprob)
     return order[:n]

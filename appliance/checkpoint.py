@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json and safetensors, checked before use, read by copy.
+"""Reads Hugging Face folders: config.json and safetensors, checked before use.
 
 Nothing here unpickles or runs anything that a folder contains. Knows no model family.
 """
@@ -57,7 +57,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where one tensor lies; `start` counts from the beginning of the file."""
+    """Place of one tensor; `start` counts from the beginning of the file."""
 
     file: Path
     identity: FileIdentity
@@ -68,10 +68,10 @@ class _Entry:
 
 
 class SafetensorsFolder:
-    """A folder with config.json and weights in one safetensors file or in shards with an index.
+    """A folder with config.json and weights in one safetensors file or in indexed shards.
 
     Raises:
-        CheckpointError: a file is missing, cut, inconsistent, or the weights are pickled.
+        CheckpointError: a file is missing, cut or inconsistent, or the weights are pickled.
         UnsupportedModelError: an element type that torch does not have.
     """
 
@@ -93,15 +93,15 @@ class SafetensorsFolder:
         _check_index(path, self._entries)
 
     def tensor_names(self) -> list[str]:
-        """All tensors, in the order of the files."""
+        """List all tensors, in the order of the files."""
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return a tensor's shape."""
         return self._entries[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Element type of a tensor."""
+        """Return a tensor's element type."""
         return self._entries[name].dtype
 
     def load(self, name: str) -> Tensor:
@@ -113,7 +113,7 @@ class SafetensorsFolder:
         return self.load_rows(name, 0, self.shape(name)[0] if self.shape(name) else 1)
 
     def load_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read part of a tensor along its first dimension; a scalar has one row.
+        """Read rows `start` to `stop` of a tensor; a scalar has one row.
 
         Raises:
             CheckpointError: the file changed since the folder was opened.
@@ -131,7 +131,7 @@ class SafetensorsFolder:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors to a safetensors file, whole or not at all.
+    """Write tensors to a safetensors file atomically.
 
     Raises:
         CheckpointError: the file cannot be written, for example because the disk is full.
@@ -177,7 +177,6 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _check_index(path: Path, entries: Mapping[str, _Entry]) -> None:
-    """Every tensor of the index is in the shard that the index names."""
     if (path / WEIGHTS_NAME).is_file():
         return
     for name, shard in _weight_map(path).items():
@@ -189,7 +188,7 @@ def _check_index(path: Path, entries: Mapping[str, _Entry]) -> None:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """Entries of one safetensors file: 8 bytes of length, a JSON header, then the data."""
+    """Read the entries of a safetensors file: 8 bytes of length, a JSON header, then the data."""
     identity = FileIdentity.of(path)
     if identity.size < 8:
         _refuse(path, f"it has only {identity.size} bytes")
@@ -235,7 +234,6 @@ def _entry(path: Path, identity: FileIdentity, data_start: int, name: str, field
 
 
 def _check_extents(path: Path, size: int, data_start: int, entries: Mapping[str, _Entry]) -> None:
-    """Tensors fill the rest of the file, one behind the other."""
     expected = data_start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start != expected:

@@ -32,7 +32,7 @@ app = typer.Typer(
 
 
 def main() -> NoReturn:
-    """Entry point: an error a person can fix is one line and a non-zero exit."""
+    """Run the command line: an error the user can fix is one line and a non-zero exit."""
     try:
         app()
     except ApplianceError as error:
@@ -59,8 +59,8 @@ def before_any_command(
         ),
     ] = False,
 ) -> None:
-    """Say what of the environment is no setting."""
-    if context.invoked_subcommand != "serve":  # which does so in its log
+    """Warn of environment variables that are no settings."""
+    if context.invoked_subcommand != "serve":  # which logs the same warning
         warn_of_unknown_variables()
 
 
@@ -71,7 +71,6 @@ def version() -> None:
 
 
 def _as_paragraphs(docstring: str | None) -> str:
-    """The lines of a paragraph joined, for the terminal to break them where it ends."""
     paragraphs = (docstring or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 
 class ApplianceError(Exception):
-    """Root of the tree; `exit_code` is what the command line exits with."""
+    """Root of the tree; `exit_code` is the command line's."""
 
     exit_code = 1
 
@@ -59,23 +59,23 @@ class ChatTemplateError(ModelError):
 
 
 class QualityError(ModelError):
-    """The model's quality card does not reach what was asked for, or there is none."""
+    """The model's quality card fails a condition, or is missing."""
 
 
 class MemoryPlanError(ApplianceError):
-    """The plan of weights, KV cache and workspace exceeds the memory there is."""
+    """Weights, KV cache and workspace exceed the available memory."""
 
     exit_code = 4
 
 
 class QuantizeError(ApplianceError):
-    """Quantization stopped; nothing half-written bears the name of the result."""
+    """Quantization stopped; nothing incomplete has the result's name."""
 
     exit_code = 5
 
 
 class ChangedRunError(QuantizeError):
-    """A run was to go on from what another one left, but differs from it."""
+    """A resumed run differs from the one that left the state."""
 
 
 class RequestError(ApplianceError):
@@ -83,7 +83,7 @@ class RequestError(ApplianceError):
 
     Args:
         message: one line that says what is wrong and what would be accepted.
-        param: the field at fault, if one is.
+        param: the field at fault, if any.
         code: a machine-readable word, if the API defines one.
     """
 
@@ -124,7 +124,7 @@ class AuthError(RequestError):
 
 
 class RequestAbortedError(RequestError):
-    """Whoever runs the server ended the request; a status at which no client tries again."""
+    """The server's administrator ended the request; clients do not retry on this status."""
 
     status = 410
     type = "request_aborted"
@@ -134,11 +134,7 @@ class RequestAbortedError(RequestError):
 
 
 class QuarantinedError(RequestError):
-    """Engines ended while they worked on this request; it is refused for a while.
-
-    Args:
-        seconds: for which it is still refused.
-    """
+    """Engines died while they worked on this request; it is refused for a while."""
 
     status = 500
     type = "server_error"
@@ -152,7 +148,7 @@ class QuarantinedError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """Too many requests wait already; `retry_after` is in seconds."""
+    """Too many requests are waiting; `retry_after` is in seconds."""
 
     status = 429
     type = "rate_limit_error"
@@ -163,7 +159,7 @@ class QueueFullError(RequestError):
 
 
 class QueueTimeoutError(RequestError):
-    """A request waited for too long and was not started; `retry_after` is in seconds."""
+    """A request waited too long and was not started; `retry_after` is in seconds."""
 
     status = 503
     type = "server_error"
@@ -174,7 +170,7 @@ class QueueTimeoutError(RequestError):
 
 
 class EngineError(ApplianceError):
-    """The engine cannot serve this now."""
+    """The engine cannot serve requests now."""
 
     exit_code = 6
 
@@ -184,7 +180,7 @@ class EngineDiedError(EngineError):
 
     Args:
         message: how it ended.
-        by_itself: while it worked, and not because it was told to end or was stopped.
+        by_itself: False if it was stopped or told to end.
     """
 
     def __init__(self, message: str, *, by_itself: bool = True) -> None:
@@ -196,8 +192,8 @@ class EngineUnavailableError(EngineError):
     """The engine is loading, restarting or shutting down.
 
     Args:
-        message: why.
-        retry_after: seconds until it may be there; None is not known.
+        message: the reason.
+        retry_after: seconds until it may be ready; None if unknown.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:

@@ -1,18 +1,18 @@
-"""What `GET /admin/v1/events` sends: the server encodes these structs, the dashboard decodes them.
+"""Events of `GET /admin/v1/events`: the server encodes these structs, the dashboard decodes them.
 
 The feed is a stream of server-sent events. Each frame is `event: NAME`, then `data: JSON`, where
 the name is a key of `EVENTS` and the JSON is that struct:
 
     info        at the start, and again when the engine is back or its state changes
-    snapshot    every block at once; replaces all that was known
+    snapshot    every block at once; replaces the map
     delta       blocks that changed since the last snapshot or delta of the same epoch
     stats       once a second
     sequences   all live sequences, when they change, at most five times a second
     log         warnings and errors: the latest at the start, then each as it comes
-    job         how far a long task such as a quantize run has come, while it goes on, and its end
+    job         progress of a long task, such as a quantize run, and its end
 
 Lines that start with a colon are keep-alive comments. A delta whose epoch is not that of the last
-snapshot is to be ignored. A leaf: imports neither torch nor numpy.
+snapshot must be ignored. A leaf: imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ import msgspec
 from appliance.stats import EngineStats, SequenceView, StepView
 from appliance.stats import LogLine as LogLine
 
-PROTOCOL = 4  # grows with what the feed can tell; readers ignore what they do not know
+PROTOCOL = 4  # grows with the feed's features; readers ignore what they do not know
 NO_OWNER = 0xFFFF
 MAX_SHOWN_AGE = 0xFFFF  # seconds
 MAX_SHOWN_REFERENCES = 0xFF
 
 
 class BlockState(IntEnum):
-    """What a block holds; shared means active with more than one reference."""
+    """State of a block; shared means active with more than one reference."""
 
     FREE = 0  # nothing
     CACHED = 1  # content kept for reuse, referenced by no sequence
     ACTIVE = 2  # referenced by at least one sequence
-    WRITING = 3  # active, and the open last block of a sequence: tokens are being written to it
-    LOADING = 4  # active, and its content is on the way from host memory or the disk
+    WRITING = 3  # active, and the open last block of a sequence, which receives tokens
+    LOADING = 4  # active, while its content arrives from host memory or disk
 
 
 def pack_cell(state: int, precision: int, references: int, owner: int) -> int:
-    """One block as the 32-bit word of the feed.
+    """Encode one block as the feed's 32-bit word.
 
-    Bits 0-3 state, 4-7 precision (an index into `Info.precisions`), 8-15 reference count (stays
-    at 255), 16-31 slot of the owning sequence (`SequenceView.slot`) or `NO_OWNER`.
+    Bits 0-3 state, 4-7 precision (an index into `Info.precisions`), 8-15 reference count (stays at
+    255), 16-31 slot of the owning sequence (`SequenceView.slot`) or `NO_OWNER`.
     """
     return state | precision << 4 | min(references, MAX_SHOWN_REFERENCES) << 8 | owner << 16
 
 
 def unpack_cell(cell: int) -> tuple[BlockState, int, int, int]:
-    """State, precision index, reference count and owner slot of one word."""
+    """Decode a word into state, precision index, reference count and owner slot."""
     return BlockState(cell & 0xF), cell >> 4 & 0xF, cell >> 8 & 0xFF, cell >> 16
 
 
 class QualityFact(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the quality card: what quantizing cost."""
+    """One figure of the quality card: the cost of quantizing."""
 
     name: str  # such as kld_mean, see `appliance.commands.quality`
     value: float
-    note: str = ""  # against what it was measured
+    note: str = ""  # the base of the comparison
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that stay until the engine restarts, and how the engine is."""
+    """Facts that last until the engine restarts, and the engine's state."""
 
     protocol: int = 1  # `PROTOCOL` of the server
     version: str  # of the appliance
-    model: str  # id under which it is served
+    model: str  # id in the API
     state: str  # loading, ready, restarting, failed
-    reason: str = ""  # of a failure, in words
+    reason: str = ""  # of a failure
     restarts: int = 0  # of the engine since the server started
     architecture: str = ""
     device: str = ""
@@ -85,15 +85,15 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     kv_bytes: int = 0
     workspace_bytes: int = 0
-    process_bytes: int = 0  # of the engine besides, where all of them are in host memory
+    process_bytes: int = 0  # of the engine besides, where all are in host memory
     memory_bytes: int = 0
     load_seconds: float = 0.0
-    precisions: tuple[str, ...] = ()  # names of the cells' precision index
-    notes: tuple[str, ...] = ()  # fallbacks taken, in words
+    precisions: tuple[str, ...] = ()  # by the cells' precision index
+    notes: tuple[str, ...] = ()  # fallbacks taken
     quality: tuple[QualityFact, ...] = ()  # of the quality card beside the weights
-    chats: bool = True  # whether the model has a chat template; else it continues texts
-    sampling: dict[str, float] = {}  # where a request says nothing
-    prompts_shown: bool = False  # whether the server was started to show prompts
+    chats: bool = True  # the model has a chat template; else it continues texts
+    sampling: dict[str, float] = {}  # defaults of requests
+    prompts_shown: bool = False  # the server was started to show prompts
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,8 +103,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     block_size: int
     cells: str  # base64 of zlib of num_blocks little-endian 32-bit words, see `pack_cell`
-    # The same of num_blocks little-endian 16-bit words: seconds since the block last changed
-    # hands, at most `MAX_SHOWN_AGE`. Empty if the server cannot tell.
+    # The same of num_blocks little-endian 16-bit words: seconds since the block last changed hands,
+    # at most `MAX_SHOWN_AGE`. Empty if the server does not know.
     ages: str = ""
 
     @classmethod
@@ -119,18 +119,18 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def words(self) -> bytes:
-        """The cells as `num_blocks` little-endian 32-bit words.
+        """Return the cells as `num_blocks` little-endian 32-bit words.
 
         Raises:
-            ValueError: they are not what the geometry says.
+            ValueError: they do not match the geometry.
         """
         return _inflate(self.cells, self.num_blocks * 4, "cells")
 
     def age_words(self) -> bytes:
-        """The ages as `num_blocks` little-endian 16-bit words; empty if there are none.
+        """Return the ages as `num_blocks` little-endian 16-bit words; empty if there are none.
 
         Raises:
-            ValueError: they are not what the geometry says.
+            ValueError: they do not match the geometry.
         """
         return _inflate(self.ages, self.num_blocks * 2, "ages") if self.ages else b""
 
@@ -150,7 +150,7 @@ def _inflate(packed: str, size: int, what: str) -> bytes:
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
-    """`length` blocks from `start` on that all hold `cell` now; in JSON [start, length, cell]."""
+    """`length` blocks from `start` on that all became `cell`; in JSON [start, length, cell]."""
 
     start: int
     length: int
@@ -165,7 +165,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one latency over the last minute, in seconds; zeros when nothing was measured."""
+    """Quantiles of one latency over the last minute, in seconds; zeros without measurements."""
 
     p50: float = 0.0
     p90: float = 0.0
@@ -174,7 +174,7 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU at one moment; None for what its driver does not tell."""
+    """One GPU at one moment; None where its driver reports nothing."""
 
     name: str
     utilization: float | None = None  # share of one
@@ -184,13 +184,13 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     power_limit_watts: float | None = None
     temperature_celsius: float | None = None
     sm_clock_mhz: int | None = None
-    throttled: tuple[str, ...] = ()  # why its clocks are held down, in words
+    throttled: tuple[str, ...] = ()  # why its clocks are limited
     energy_joules: float | None = None  # since the driver was loaded
     joules_per_token: float | None = None  # over the last minute
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server costs the machine it runs on."""
+    """The server's load on its machine."""
 
     cpu_cores: int = 0
     cpu_used: float = 0.0  # cores that the server's processes kept busy, 0 to `cpu_cores`
@@ -217,20 +217,20 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens_per_second: float
     time_to_first_token: Quantiles
     inter_token_latency: Quantiles
-    end_to_end: Quantiles = Quantiles()  # of requests that came to their end
+    end_to_end: Quantiles = Quantiles()  # of finished requests
     queue_wait: Quantiles = Quantiles()
     machine: Machine | None = None
-    steps: tuple[StepView, ...] = ()  # run since the previous stats event, the latest of them
+    steps: tuple[StepView, ...] = ()  # since the previous stats event, at most the latest
 
 
 class Sequences(msgspec.Struct, frozen=True, kw_only=True):
-    """Every sequence that runs or waits."""
+    """Every running or waiting sequence."""
 
     sequences: tuple[SequenceView, ...]
 
 
 class Log(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines that were not sent before on this connection, oldest first."""
+    """Lines not sent before on this connection, oldest first."""
 
     lines: tuple[LogLine, ...]
 
@@ -240,14 +240,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # such as "quantize SmolLM2-135M"
     stage: str  # in words
-    done: int  # of `total`, of whatever the stage is counted in
+    done: int  # of `total`, in the stage's unit
     total: int  # 0 means unknown
     seconds_left: float | None = None  # of the stage
-    part: str = ""  # what was done last, such as "layer 3"
+    part: str = ""  # the latest finished part, such as "layer 3"
     parts_done: int = 0  # of `parts_total`
     parts_total: int = 0  # 0 where there are none
     loss: float | None = None  # of that part, as a share of its outputs' energy
-    ended: bool = False  # no more will be told of it
+    ended: bool = False  # this is the job's last event
 
 
 class TableEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -283,7 +283,7 @@ NAMES: dict[type[Event], str] = {kind: name for name, kind in EVENTS.items()}
 
 
 def encode_event(event: Event) -> bytes:
-    """One frame of the stream."""
+    """Encode an event as one frame of the stream."""
     return b"event: %s\ndata: %s\n\n" % (
         NAMES[type(event)].encode("ascii"),
         msgspec.json.encode(event),
@@ -291,7 +291,7 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(name: str, data: bytes | str) -> Event | None:
-    """The event of one frame, or None if this version does not know its name.
+    """Decode the event of one frame; None for an unknown name.
 
     Raises:
         msgspec.MsgspecError: the data is not that event.

@@ -1,4 +1,4 @@
-"""Files that others may cut or replace under us: read by copy, written whole or not at all.
+"""Reads files that others may cut or replace, and writes files atomically.
 
 A leaf: imports nothing of ours but errors.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What tells one version of a file from the next."""
+    """Distinguishes versions of a file."""
 
     size: int
     modified_ns: int
@@ -30,10 +30,10 @@ class FileIdentity:
 
     @classmethod
     def of(cls, file: Path | int) -> FileIdentity:
-        """Identity of a path or of an open file descriptor.
+        """Read the identity of a path or of an open file descriptor.
 
         Raises:
-            CheckpointError: there is no such file, or it may not be read.
+            CheckpointError: the file does not exist or is unreadable.
         """
         try:
             found = os.stat(file)
@@ -63,10 +63,10 @@ def read_into(path: Path, identity: FileIdentity, offset: int, buffer: memoryvie
 
 @contextmanager
 def replace_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which takes its place when the block succeeds.
+    """Yield a temporary path beside `path` that replaces it when the block succeeds.
 
-    The content is flushed to disk before it gets its name. When the block raises, nothing of it
-    stays and an older `path` is untouched.
+    The content is flushed to disk before the rename. If the block raises, nothing of it stays and
+    an older `path` is untouched.
     """
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
@@ -79,17 +79,17 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 
 def check_private(folder: Path, *, inside: bool = False) -> None:
-    """Refuse a folder that another user has put there or can write to.
+    """Refuse a folder that another user has created or can write to.
 
-    Nothing is changed through a link: whoever planted it would have us open another folder.
+    Nothing is changed through a link: whoever planted it could make us open another folder.
 
     Args:
         folder: to check.
-        inside: whether it is one of ours in a folder that was checked: then it may be no link, and
-            is closed to others where it is open.
+        inside: it is one of ours in a checked folder: it must not be a link, and is closed to
+            others if it is open.
 
     Raises:
-        OSError: it cannot be used; `strerror` says what to do.
+        OSError: it is unusable; `strerror` says what to do.
     """
     link, own = os.lstat(folder), os.geteuid()
     if stat.S_ISLNK(link.st_mode) and (inside or link.st_uid not in (0, own)):
@@ -112,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        CheckpointError: there is no such file, or it holds no JSON object.
+        CheckpointError: the file does not exist, or contains no JSON object.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -128,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON to a file, whole or not at all.
+    """Write JSON to a file atomically.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -141,7 +141,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries, are on the disk."""
+    """Wait until a file's content, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

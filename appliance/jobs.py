@@ -1,6 +1,6 @@
-"""Long tasks of other processes, such as a quantize run, for dashboards on the same machine.
+"""Progress of long tasks in other processes, for dashboards on the same machine.
 
-Each task keeps one small file in a folder and a lock on another beside it; a server reads them only
+Each task keeps a small file in a folder and a lock on another beside it; a server reads them only
 while somebody watches. A file whose lock is free was left by a process that is gone.
 """
 
@@ -25,12 +25,12 @@ MAX_JOBS = 16
 
 
 class JobFile:
-    """Tells how far the task of this process has come, as long as it is open.
+    """Publishes the progress of this process's task while it is open.
 
-    Where the folder cannot be written to, nobody is told: that is no reason not to work.
+    If the folder is not writable, nothing is published: the task must go on.
 
     Args:
-        folder: see `appliance.config.jobs_dir`; made if it is not there.
+        folder: see `appliance.config.jobs_dir`; created if missing.
         name: of the task, such as "quantize SmolLM2-135M".
     """
 
@@ -75,16 +75,16 @@ class JobFile:
         parts_total: int = 0,
         loss: float | None = None,
     ) -> None:
-        """Tell how far a stage has come.
+        """Publish the progress of a stage.
 
         Args:
             stage: in words.
             done: of `total`.
             total: 0 means unknown.
-            seconds_left: reckoned from the pace of the stage if None.
-            part: what was done last, such as "layer 3".
+            seconds_left: None computes it from the stage's pace.
+            part: the latest finished part, such as "layer 3".
             parts_done: of `parts_total`.
-            parts_total: 0 where there are no parts.
+            parts_total: 0 if there are no parts.
             loss: of that part, as a share of its outputs' energy.
         """
         now = time.monotonic()
@@ -114,7 +114,7 @@ class JobFile:
 
 
 def read_jobs(folder: Path) -> dict[str, Job]:
-    """Name of its file to task, of all tasks that are going on."""
+    """Return all running tasks by the name of their file."""
     jobs: dict[str, Job] = {}
     for path in sorted(folder.glob("*.json"))[:MAX_JOBS]:
         if not _is_going_on(path):
@@ -136,7 +136,7 @@ def _remove(path: Path) -> None:
 
 
 def _is_going_on(path: Path) -> bool:
-    """Whether the process that writes it still holds its lock."""
+    """Return True if the writing process still holds the lock."""
     try:
         with _lock_of(path).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The same engine in a script, without a server.
+"""Runs the engine in a script, without a server.
 
 from appliance import LLM, SamplingParams
 answers = LLM().generate(["Once upon a time"], SamplingParams(max_tokens=50))
@@ -34,7 +34,7 @@ class CompletionOutput:
     """One answer.
 
     Attributes:
-        cumulative_logprob: natural logarithm of its probability, as the model sees it; None unless
+        cumulative_logprob: natural logarithm of its probability under the model; None unless
             `logprobs`, `best_of` or beam search asks for it.
     """
 
@@ -60,14 +60,15 @@ class LLM:
     """A loaded model that answers many prompts at once.
 
     Args:
-        model: folder, .gguf file or hub id; empty means the one that the settings name, else the
-            packaged default model.
+        model: folder, .gguf file or hub id; empty means the settings' model, else the packaged
+            default.
         options: any field of `config.EngineConfig`, such as `device` or `kv_cache_memory="2GiB"`.
-            They win over the environment and the configuration file, as a server's flags do.
+            They take precedence over the environment and the configuration file, like a server's
+            flags.
 
     Attributes:
-        default_sampling: as the model's makers recommend, 16 tokens; with `generation_config="off"`
-            the same as `SamplingParams()`.
+        default_sampling: the makers' recommendation, 16 tokens; with `generation_config="off"` the
+            same as `SamplingParams()`.
 
     Raises:
         ApplianceError: the model cannot be found, read or fitted; the message says what to do.
@@ -100,11 +101,11 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts, in the order they were given.
+        """Complete prompts, in the given order.
 
         Args:
             prompts: one text, or texts and lists of token ids.
-            sampling_params: one for all, or one per prompt; taken as they are. None is
+            sampling_params: one for all, or one per prompt, used unchanged. None is
                 `default_sampling`.
             progress: draw a bar with prompts done and tokens per second on stderr.
 
@@ -200,7 +201,7 @@ class LLM:
 
 
 class _Run:
-    """A prompt under way: its answers, and the text state of each."""
+    """A running prompt: its answers, and the text state of each."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request, prompt: str) -> None:
         self._sampling = request.sampling
@@ -213,7 +214,7 @@ class _Run:
         self._likelihoods = [Likelihood() for _ in choices]
 
     def take(self, delta: SequenceDelta) -> bool:
-        """Add a delta; True if a stop string ended a choice that the engine still runs."""
+        """Add a delta; return True if a stop string ended a choice that the engine still runs."""
         choice = self.output.outputs[delta.index]
         if choice.finish_reason is not None:
             return False
@@ -229,7 +230,7 @@ class _Run:
         return choice.finish_reason is not None and delta.finish_reason is None
 
     def finished(self, *, with_logprobs: bool) -> RequestOutput:
-        """The answers that were asked for, in their order."""
+        """Return the requested answers, in order."""
         if self._sampling.logprobs is not None or self._sampling.use_beam_search:
             for choice, likelihood in zip(self.output.outputs, self._likelihoods, strict=True):
                 choice.cumulative_logprob = likelihood.cumulative_logprob
@@ -245,7 +246,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _bar(total: int, *, enabled: bool) -> Iterator[Callable[[bool, int], None]]:
-    """A progress bar on stderr, or nothing; yields `advance(prompt_finished, new_tokens)`."""
+    """Draw a progress bar on stderr, or nothing; yield `advance(prompt_finished, new_tokens)`."""
     if not enabled:
         yield lambda finished, tokens: None
         return

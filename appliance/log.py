@@ -1,4 +1,4 @@
-"""Logging, configured once by the command line; all else only calls `getLogger(__name__)`."""
+"""Configures logging once for the command line; all other code only calls `getLogger(__name__)`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ MAX_RECENT = 200
 
 
 class RecentWarnings(logging.Handler):
-    """Keeps the latest warnings and errors for whoever watches the server."""
+    """Keeps the latest warnings and errors for dashboards."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.total = 0  # ever, so that a reader knows how many are new
+        self.total = 0  # ever, so that a reader can tell how many are new
         self.lines: deque[LogLine] = deque(maxlen=MAX_RECENT)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -39,22 +39,22 @@ class RecentWarnings(logging.Handler):
         )
 
     def add(self, line: LogLine) -> None:
-        """Keep a line, as of another process."""
+        """Add a line of another process."""
         self.lines.append(line)
         self.total += 1
 
     def take(self) -> tuple[LogLine, ...]:
-        """All lines; they are not kept any longer."""
+        """Return all lines and forget them."""
         lines = tuple(self.lines)
         self.lines.clear()
         return lines
 
 
 class Sparing(logging.Filter):
-    """Lets a warning through once in a while; the next one says how many there were.
+    """Passes a warning of each kind once per interval; the next one tells how many were held back.
 
-    For loggers that strangers make speak: else they would fill the log, and push out of the recent
-    warnings what matters. Errors always pass.
+    For loggers that outsiders can trigger: otherwise they would flood the log and push important
+    warnings out of the recent ones. Errors always pass.
 
     Args:
         seconds: between two of one kind.
@@ -70,7 +70,7 @@ class Sparing(logging.Filter):
         self._kinds: dict[object, tuple[float, int]] = {}  # when the latest passed, held back since
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record may pass."""
+        """Return True if a record may pass."""
         if record.levelno >= logging.ERROR:
             return True
         now = self._clock()
@@ -87,10 +87,10 @@ class Sparing(logging.Filter):
 
 
 def configure(level: str = "info", form: str = "text") -> RecentWarnings:
-    """Send the project's log lines to stderr, one record a line; returns what keeps warnings.
+    """Send the project's log to stderr, one record per line; return the recent warnings.
 
     Args:
-        level: least level that is logged, see `log_level` of the settings.
+        level: lowest level to log, see `log_level` of the settings.
         form: text or json.
     """
     handler = logging.StreamHandler(sys.stderr)
@@ -104,7 +104,7 @@ def configure(level: str = "info", form: str = "text") -> RecentWarnings:
 
 
 def configured() -> tuple[str, str]:
-    """Level and form as another process would be given them."""
+    """Return level and form, to configure another process likewise."""
     root = logging.getLogger("appliance")
     is_json = any(isinstance(handler.formatter, _JsonFormatter) for handler in root.handlers)
     return logging.getLevelName(root.getEffectiveLevel()).lower(), "json" if is_json else "text"
@@ -119,7 +119,7 @@ class _OneLineFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """A record as an object of JSON on one line, with `fields` of its own if it has some."""
+    """Formats a record as a JSON object on one line, with its `fields` if it has some."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

@@ -1,6 +1,6 @@
-"""From token ids to text, one choice at a time: detokenizer and stop strings together.
+"""Converts token ids to text, one choice at a time: detokenizer and stop strings together.
 
-Used by the server and by offline use alike, so that both end an answer at the same character.
+The server and offline use share it, so that both end an answer at the same character.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ class ChoiceText:
     """The growing text of one choice.
 
     Args:
-        tokenizer: of the model.
         stop: strings that end it.
-        shown: control tokens that are part of it, for whoever reads it on.
+        shown: control tokens to emit as text, for later parsers.
     """
 
     def __init__(
@@ -37,9 +36,9 @@ class ChoiceText:
     def push(
         self, token_ids: tuple[int, ...], finish_reason: FinishReason | None
     ) -> tuple[str, FinishReason | None]:
-        """Add tokens; returns the text that is now certain, and why the choice ended, if it did.
+        """Add tokens; return the text that is now certain, and the finish reason or None.
 
-        Text that could be the beginning of a stop string is held back until it is decided.
+        Text that may begin a stop string is held back until it is decided.
         """
         text, matched = self._matcher.push(self._decoder.push(token_ids))
         if not matched and finish_reason is not None:

@@ -1,4 +1,4 @@
-"""Progress of downloads, loading and quantizing for a person: a bar on a terminal, else lines."""
+"""Shows progress of downloads, loading and quantizing: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ LINE_INTERVAL = 5.0  # seconds between lines where no bar can be drawn
 
 
 class ProgressLine:
-    """Callable as progress(stage, done, total); draws on stderr and leaves the terminal clean.
+    """Callable as progress(stage, done, total); draws on stderr and restores the terminal.
 
     Totals of a million and more are shown as MiB: they count bytes.
 
     Args:
-        say: takes the lines instead, as a log does; there is no bar then.
+        say: receives lines instead, for a log; then there is no bar.
     """
 
     def __init__(self, say: Callable[[str], object] | None = None) -> None:
@@ -38,7 +38,7 @@ class ProgressLine:
         self.close()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how far a stage has come; a total of 0 means unknown."""
+        """Show the progress of a stage; a total of 0 means unknown."""
         now = time.monotonic()
         new_stage = stage != self._stage
         if self._on_terminal:

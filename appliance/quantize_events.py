@@ -1,16 +1,16 @@
-"""What a run of `appliance quantize` tells while it goes on: to a display, script or dashboard.
+"""Events of a run of `appliance quantize`, for a display, script or dashboard.
 
 With `--json` each event is one line of JSON on standard output, and its field `event` says which:
 
-    step      something that takes a while begins, before there is a plan
+    step      a longer piece of work begins, before there is a plan
     start     once, before any weight is quantized
     plan      what will be done, and what memory, disk and time that takes; measured beforehand
-    unit      a layer, or a tensor that is in none, is done and on the disk
-    written   all tensors are
-    done      the result has its name; what follows changes nothing of it
-    measure   how far the measuring of its quality has come
-    card      its quality was measured; the last event, unless no card was wanted or possible
-    error     the last event of a run that did not come to its end
+    unit      a layer, or a tensor outside the layers, is finished and on disk
+    written   all tensors are on disk
+    done      the result has its name; later events do not change it
+    measure   progress of measuring its quality
+    card      its quality was measured; the last event, if a card was requested and possible
+    error     the last event of a run that failed
 
 The same lines are in `events.jsonl` in the state folder of an unfinished run,
 `.OUT.partial/state`; the last one may be cut where the process was killed. A leaf: imports neither
@@ -25,14 +25,14 @@ import msgspec
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="start"):
-    """A run begins, or goes on."""
+    """A run starts or resumes."""
 
     model: str
     out: str
     architecture: str
     method: str
     scheme: str
-    units: int  # layers, and tensors that are in none
+    units: int  # layers, and tensors outside the layers
     units_done: int  # by an earlier run
     weight_bytes: int  # of the result
     max_ram: int | None = None  # bytes
@@ -40,13 +40,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="s
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="step"):
-    """Something begins that takes a while."""
+    """A longer piece of work begins."""
 
     what: str  # such as "choosing the precision of the KV cache"
 
 
 class TensorClass(msgspec.Struct, frozen=True, kw_only=True):
-    """Tensors of one kind and what becomes of them."""
+    """Tensors of one kind and their new form."""
 
     tensors: str  # such as "layer weights"
     count: int
@@ -55,19 +55,19 @@ class TensorClass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="plan"):
-    """What the run takes."""
+    """Resources of the run."""
 
     peak_ram: int  # bytes; of the whole process
     peak_vram: int
-    disk_bytes: int  # beside the result's own, until the end
-    seconds: float  # of all that is still to do
-    measured: bool  # whether the largest layer was tried, or all of this is reckoned
+    disk_bytes: int  # beside the result, until the end
+    seconds: float  # for the remaining work
+    measured: bool  # the largest layer was tried; else all of this is computed
     classes: tuple[TensorClass, ...]
-    notes: tuple[str, ...] = ()  # what a person should know before it begins
+    notes: tuple[str, ...] = ()  # what the user should know before it begins
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="unit"):
-    """A part of the model is done."""
+    """A part of the model is finished."""
 
     name: str  # such as "layer 3"
     done: int  # units
@@ -91,7 +91,7 @@ class Written(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="done"):
-    """The result is there."""
+    """The result is complete."""
 
     out: str
     seconds: float  # of all runs it took
@@ -103,7 +103,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="do
 
 
 class Measuring(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="measure"):
-    """The quality card is being made."""
+    """Progress of the quality card."""
 
     stage: str  # such as "evaluating layers"
     done: int
@@ -111,18 +111,18 @@ class Measuring(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
 
 class CardWritten(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="card"):
-    """What the result is worth is known, and beside it as a quality card."""
+    """The result was measured and has its quality card."""
 
     path: str  # of the JSON
     kld_mean: float  # nats per token, from the model that was quantized
-    same_top_percent: float  # of places where both think the same token the likeliest
+    same_top_percent: float  # of places where both rank the same token first
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="error"):
-    """The run ended before its end."""
+    """The run failed."""
 
     message: str
-    units_done: int  # kept for the next run; 0 means that it begins anew
+    units_done: int  # kept for the next run; 0 means that it starts over
 
 
 QuantizeEvent = Step | Start | Plan | Unit | Written | Done | Measuring | CardWritten | Failed
@@ -130,19 +130,19 @@ OnEvent = Callable[[QuantizeEvent], None]
 
 
 def encode_event(event: QuantizeEvent) -> bytes:
-    """One line of JSON, without its end."""
+    """Encode an event as a line of JSON, without its newline."""
     return msgspec.json.encode(event)
 
 
 def decode_event(line: bytes | str) -> QuantizeEvent:
-    """The event of one line.
+    """Decode the event of one line.
 
     Raises:
-        msgspec.MsgspecError: it is no event, or cut.
+        msgspec.MsgspecError: it is invalid or incomplete.
     """
     event: QuantizeEvent = msgspec.json.decode(line, type=QuantizeEvent)
     return event
 
 
 def ignore_event(event: QuantizeEvent) -> None:
-    """Tell nobody."""
+    """Ignore an event."""

@@ -1,4 +1,4 @@
-"""Processes and their C libraries: what they read as they are loaded, memory, what children see.
+"""Settings for processes and their C libraries: environment, memory, threads.
 
 A leaf; sets nothing by itself.
 """
@@ -14,41 +14,37 @@ from pathlib import Path
 # limit they took 7 to 16 and 3.4; without any spinning 13 and 10.
 OPENMP = {"GOMP_SPINCOUNT": "1000"}
 
-# Activations of a step are freed and allocated again in the next. Giving them back to the system in
+# A step's activations are freed and allocated again in the next. Returning them to the system in
 # between costs page faults in every layer: up to four times the time of attention.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 
-# What only a server and its clients have to know.
+# For a server and its clients only.
 SECRETS = frozenset({"APPLIANCE_API_KEY"})
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """The environment for a process that is to know no API key.
-
-    Args:
-        more: variables that it gets besides, or instead.
-    """
+    """Return the environment for a child process, without API keys."""
     return {name: text for name, text in os.environ.items() if name not in SECRETS} | more
 
 
 def limit_spinning() -> None:
-    """Set `OPENMP` for this process; it has an effect before torch is imported only."""
+    """Set `OPENMP` for this process; it only works before torch is imported."""
     for name, value in OPENMP.items():
         os.environ.setdefault(name, value)
 
 
 def release_unused() -> None:
-    """Give memory that the C library keeps for later back to the system, where it can."""
-    import ctypes  # every command imports this file, and hardly any needs that
+    """Return memory that the C library holds in reserve to the system, where it can."""
+    import ctypes  # every command imports this file, and few need that
 
     with contextlib.suppress(AttributeError):  # not every C library has it
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
-    """Memory that this process has now, its libraries' pages included: RES in `top`.
+    """Return this process's resident memory, its libraries' pages included: RES in `top`.
 
-    Others that have the same libraries loaded change nothing about it, as they would about a share.
+    Unlike a proportional share it does not depend on other processes with the same libraries.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")

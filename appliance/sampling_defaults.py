@@ -1,6 +1,6 @@
-"""How whoever made a model recommends to sample it, for requests that leave that open.
+"""The sampling that a model's makers recommend, for requests that leave it open.
 
-A leaf: what it reads is a stranger's, so each value is checked before it is believed.
+A leaf: its input is untrusted, so each value is checked before use.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _DIGITS = 6  # GGUF files hold 32-bit floats, whose 0.95 is 0.949999988
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What counts where a request says nothing; empty leaves it to `SamplingParams`.
+    """Default sampling of requests; empty leaves it to `SamplingParams`.
 
     Attributes:
         values: by the name of the field.
-        source: where they come from, for people.
+        source: their origin, for people.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -37,15 +37,15 @@ class SamplingDefaults:
 
     @classmethod
     def read(cls, recommended: Mapping[str, object], source: str) -> SamplingDefaults:
-        """What of a checkpoint's recommendation can be used; the rest is said in the log.
+        """Read the usable part of a checkpoint's recommendation; log the rest.
 
         Args:
-            recommended: fields by name, of `generation_config.json` or spelt as there; others than
-                those in `RANGES` have no meaning here.
+            recommended: fields by name, of `generation_config.json` or spelt as there; only those
+                in `RANGES` count.
             source: for people.
         """
         values: dict[str, float] = {}
-        # Sampling is off in so many words: the likeliest token, whatever else is written there.
+        # Sampling is explicitly off: take the likeliest token, whatever else is written there.
         if recommended.get("do_sample") is False:
             values["temperature"] = 0.0
             recommended = {"repetition_penalty": recommended.get("repetition_penalty")}
@@ -66,11 +66,11 @@ class SamplingDefaults:
         return cls(values, source if values else "")
 
     def __bool__(self) -> bool:
-        """Whether anything is recommended."""
+        """True if anything is recommended."""
         return bool(self.values)
 
     def __str__(self) -> str:
-        """Such as temperature 0.2, top_p 0.9."""
+        """Format the values, such as temperature 0.2, top_p 0.9."""
         return ", ".join(f"{name} {value:g}" for name, value in self.values.items())
 
 
@@ -80,18 +80,12 @@ NOTHING_RECOMMENDED = SamplingDefaults()
 def choose_defaults(
     setting: str, own: SamplingDefaults, known: SamplingDefaults
 ) -> SamplingDefaults:
-    """What to use.
-
-    Args:
-        setting: `EngineConfig.generation_config`.
-        own: what the checkpoint says.
-        known: what is known of it from elsewhere, for one that says nothing.
-    """
+    """Choose the defaults to use."""
     return NOTHING_RECOMMENDED if setting == "off" else own or known
 
 
 def _number(value: object) -> float:
-    """The value as it was meant; NaN, which is in no range, if it is no number."""
+    """Convert a value as it was meant; NaN, which is in no range, if it is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:

@@ -1,4 +1,4 @@
-"""Snapshots of the engine's numbers and sequences: the log line, /metrics and dashboard read these.
+"""Snapshots of the engine's numbers and sequences, for log, /metrics and dashboard.
 
 A leaf: imports nothing of ours, and neither torch nor numpy.
 """
@@ -11,7 +11,7 @@ COMPILE_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)  # bounds of co
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine knows about itself after a step.
+    """The engine's numbers after a step.
 
     Counters (`*_total`) only grow while one engine process lives. Everything else is an
     instantaneous value. Times are in seconds.
@@ -26,7 +26,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits_total: int = 0  # of these, tokens found
     preemptions_total: int = 0
     aborted_total: int = 0
-    expired_total: int = 0  # requests whose time was over, in the queue or later
+    expired_total: int = 0  # requests past their deadline, in the queue or later
     nan_logits_total: int = 0  # sequences that ended because their logits were not finite
     blocks_total: int = 0
     blocks_active: int = 0  # referenced by at least one sequence
@@ -41,10 +41,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     model_seconds: float = 0.0  # of which inside the model and sampler
     swapped_out_total: int = 0  # blocks moved to host memory
     swapped_in_total: int = 0
-    swaps_total: int = 0  # preemptions that kept the blocks, rather than computing them again
+    swaps_total: int = 0  # preemptions that kept the blocks instead of recomputing them
     prefix_hits_host_total: int = 0  # of the prefix hits, tokens that came from host memory
     prefix_hits_disk_total: int = 0  # and from the disk
-    swapped: int = 0  # sequences that wait and whose blocks are kept
+    swapped: int = 0  # waiting sequences whose blocks are kept
     kv_host_blocks: int = 0  # in host memory: of preempted sequences, read ahead, or evicted
     kv_host_swapped: int = 0  # of these, of preempted sequences
     kv_host_capacity: int = 0  # blocks
@@ -52,18 +52,18 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_blocks: int = 0  # of this model and KV format
     kv_disk_bytes: int = 0  # of all models
     kv_disk_capacity_bytes: int = 0  # 0 without a disk tier
-    kv_disk_pending: int = 0  # blocks that wait in the cache to be written
+    kv_disk_pending: int = 0  # blocks waiting in the cache to be written
     kv_disk_written_total: int = 0
     kv_disk_read_total: int = 0
     kv_disk_dropped_total: int = 0  # blocks that left the cache before they were written
     kv_disk_corrupt_total: int = 0  # files that were cut, damaged or foreign, and removed
     kv_disk_evicted_total: int = 0  # files removed for the cap
-    grammar_requests_total: int = 0  # that ask for an answer of a certain form
-    grammar_cache_hits_total: int = 0  # of these, whose grammar was compiled already
+    grammar_requests_total: int = 0  # with a requested form of answer
+    grammar_cache_hits_total: int = 0  # of these, whose grammar was already compiled
     grammar_compiles: tuple[int, ...] = ()  # of the others, by `COMPILE_SECONDS`, and those above
     grammar_compile_seconds_total: float = 0.0
-    draft_tokens_total: int = 0  # guessed by speculative decoding; 0 while it is off
-    accepted_tokens_total: int = 0  # of these, right
+    draft_tokens_total: int = 0  # proposed by speculative decoding; 0 while it is off
+    accepted_tokens_total: int = 0  # of these, accepted
 
     @property
     def kv_usage(self) -> float:
@@ -78,12 +78,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepView(msgspec.Struct, frozen=True, array_like=True):
-    """One step that was run; in JSON [number, prefill, decode, sequences, seconds]."""
+    """One finished step; in JSON [number, prefill, decode, sequences, seconds]."""
 
     number: int  # of the engine process, from 1
     prefill_tokens: int  # rows of sequences that had more than one
     decode_tokens: int  # sequences with one row: they extend an answer or end a prompt
-    sequences: int  # in all
+    sequences: int  # in total
     seconds: float
 
 
@@ -96,7 +96,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-# What a sequence does, in the words of `SequenceView.status`.
+# Values of `SequenceView.status` and their meaning.
 SEQUENCE_STATES = {
     "waiting": "holds no blocks, and was not started yet",
     "reading": "waits for its blocks to be read from the disk",
@@ -122,9 +122,9 @@ class SequenceView(msgspec.Struct, frozen=True, kw_only=True):
     age_seconds: float
     computed_tokens: int = 0  # in the cache; fewer than the prompt has while it is in prefill
     preemptions: int = 0
-    kept_tokens: int = 0  # while swapped: in blocks that are kept, in the cache or host memory
+    kept_tokens: int = 0  # while swapped: in kept blocks, in the cache or host memory
     host_blocks: int = 0  # of its blocks in host memory, preempted or read from the disk
     tokens_per_second: float = 0.0  # generated, over the last second or two
     model: str = ""
     prompt: str = ""  # its beginning, only if the server was started to show prompts
-    yours: bool = True  # whether the key that watches may end it
+    yours: bool = True  # the watching key may end it

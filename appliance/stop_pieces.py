@@ -1,6 +1,6 @@
-"""What the engine needs to see stop strings in tokens: the bytes of those that can be part of one.
+"""Finds the tokens that can be part of a stop string, for the engine.
 
-The engine has no tokenizer. Nobody else can stop a beam at a string, since the other beams depend
+The engine has no tokenizer, but must stop a beam at a string itself, since the other beams depend
 on it.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def stop_pieces(tokenizer: Tokenizer, sampling: SamplingParams) -> dict[int, bytes]:
-    """Bytes by token id, as `Request.stop_pieces` wants them; none unless beams have stop strings.
+    """Return bytes by token id for `Request.stop_pieces`; empty unless beams have stop strings.
 
     Takes a tenth of a second for a large vocabulary, once for the same strings.
     """
@@ -33,7 +33,7 @@ def _pieces(tokenizer: Tokenizer, stop: tuple[str, ...]) -> dict[int, bytes]:
     for token_id in range(tokenizer.vocab_size):
         piece = tokenizer.visible_bytes(token_id)
         if (
-            not piece  # shows nothing, so what comes before and after it belongs together
+            not piece  # shows nothing, so that its neighbours belong together
             or piece.endswith(starts)
             or piece.startswith(ends)
             or any(piece in one or one in piece for one in wanted)

@@ -1,3 +1,3 @@
-"""The version, in a place that everything may import."""
+"""The version, importable from everywhere."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""What the engine needs for grammars: the bytes of every token. It has no tokenizer."""
+"""Builds the vocabulary that the engine, which has no tokenizer, needs for grammars."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
-    """The vocabulary of a tokenizer; takes some tenths of a second for a large one."""
+    """Return a tokenizer's vocabulary; takes some tenths of a second for a large one."""
     tokens, special = tokenizer.vocabulary()
     return Vocabulary(tuple(tokens), tuple(special))

@@ -1,4 +1,4 @@
-"""Stores a model that is quantized already in another format: the same codes, scales and zeros."""
+"""Converts a quantized model to another format with the same codes, scales and zero points."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Repacked:
-    """What became of a model.
+    """The result of a conversion.
 
     Attributes:
-        store: how its linear weights are stored now.
-        notes: one line for each thing that is not as it was.
+        store: the new format of its linear weights.
+        notes: one line per difference from the original.
     """
 
     store: WeightStore
@@ -56,16 +56,16 @@ def repack_model(
     overwrite: bool = False,
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Repacked:
-    """Write a quantized model as a folder of another format, with its plan for the KV cache.
+    """Write a quantized model as a folder of another format, with its KV cache plan.
 
-    Each weight is read twice: once to know how it is quantized, once to be written.
+    Each weight is read twice: once to learn its scheme, once to be written.
 
     Args:
         model_path: a folder, or a .gguf file whose weights have zero points.
         out: the folder to write.
         format: AWQ or GPTQ.
         overwrite: replace an older model folder at the destination.
-        on_progress: called with a stage, the weights done and the weights there are.
+        on_progress: called with a stage, the number of weights done, and their total.
 
     Raises:
         CheckpointError: the model is damaged.
@@ -152,19 +152,17 @@ def _layouts(
 
 
 def _kv_scales(source: ModelSource) -> dict[str, torch.Tensor]:
-    """FP8 scales of the KV cache that the model carries."""
+    """Load the model's FP8 scales of the KV cache."""
     names = [name for name in source.weights.tensor_names() if name.endswith(SCALE_NAMES)]
     return {name: dense(source.weights.load(name), torch.float32) for name in names}
 
 
 def _kv_scheme(source: ModelSource) -> dict[str, Any]:
-    """What config.json says of those scales."""
     scheme = source.config.get("quantization_config", {}).get("kv_cache_scheme")
     return {} if scheme is None else {"kv_cache_scheme": scheme}
 
 
 def _scheme(source: ModelSource, slot: TensorSlot) -> WeightScheme:
-    """How a weight is quantized."""
     weight = source.weights.load(slot.name)
     assert isinstance(weight, PackedWeight), slot.name
     if weight.input_order is not None:

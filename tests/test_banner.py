@@ -134,7 +134,7 @@ def test_a_server_that_stopped_says_what_it_did_and_what_it_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(configuration, "kv_dir", lambda: tmp_path / "usual")
-    nothing = "nothing of what was asked is kept"
+    nothing = "nothing is kept on disk"
     assert parting(1, EngineConfig(kv_disk="off")) == f"stopped; 1 request served; {nothing}"
     for folder in ("usual", "an other"):
         config = EngineConfig(kv_disk=str(tmp_path / folder))

@@ -60,4 +60,4 @@ def test_what_a_server_would_refuse_is_not_written(
 def test_without_a_file_it_says_how_to_name_one() -> None:
     with pytest.raises(ConfigError, match="name one with --api-key-file"):
         call("new", "anna")
-    assert "no key is wanted" in call("ls")
+    assert "no key is needed" in call("ls")

@@ -1,6 +1,6 @@
-"""`appliance top`: attaches to a running server over HTTP and shows its memory breathe.
+"""`appliance top`: follows a running server over HTTP and shows its KV cache live.
 
-Loads neither torch nor the engine: all it knows comes through a feed.
+Loads neither torch nor the engine: everything it knows comes through a feed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 FRAMES_PER_SECOND = 5
 TABLE_SECONDS = 1.0
 MESSAGE_SECONDS = 6.0
-# A page is in the way of none: each is a screen of its own.
+# Each page is a screen of its own, with a mode of its own.
 PAGES: dict[str, type[Page]] = {
     "overview": Overview, "map": MapPage, "requests": RequestsPage, "model": ModelPage,
     "log": LogPage,
@@ -55,31 +55,31 @@ PAGES: dict[str, type[Page]] = {
 
 
 class Feed(Protocol):
-    """Where events come from.
+    """A source of events.
 
     Attributes:
-        name: what to call it on the screen.
+        name: shown on the screen.
     """
 
     name: str
 
     async def follow(self, publish: Callable[[FeedItem], None]) -> None:
-        """Publish events until there are no more."""
+        """Publish events until the feed ends."""
         ...
 
 
 class DashboardApp(App[None]):
-    """Follows one feed and paints what it says, never faster than the eye needs.
+    """Follows one feed and paints its state at a limited rate.
 
     Args:
-        feed: where the events come from.
-        controls: of the same server; None where nothing can be asked, as in a recording.
-        recorder: writes down what comes.
-        display: what the terminal can show.
+        feed: the source of events.
+        controls: of the same server; None if nothing can be asked, as in a recording.
+        recorder: writes the feed to a file.
+        display: abilities of the terminal.
 
     Attributes:
-        session: what the feed has told, and how the person looks at it.
-        terminal: that is drawn on, unless it is a browser or a test.
+        session: the feed's state and the user's view of it.
+        terminal: the terminal in use, unless it is a browser or a test.
     """
 
     TITLE = "appliance top"
@@ -98,7 +98,7 @@ class DashboardApp(App[None]):
         display: Display = Display(),  # noqa: B008  (frozen)
     ) -> None:
         super().__init__()
-        # Textual's console has found out what the terminal's environment promises.
+        # Textual's console knows the terminal's colours from its environment.
         system = display.system or COLOR_SYSTEMS[self.console.color_system or "truecolor"]
         self.console = PrivateConsole(system)
         self.depth = None if self.no_color or display.colors is Colors.NONE else system
@@ -119,17 +119,17 @@ class DashboardApp(App[None]):
         self._use_scheme(display.theme)
 
     def get_driver_class(self) -> type[Driver]:
-        """Textual's choice, but a terminal is sent only what changes."""
+        """Return Textual's driver, but one that sends only changes to a terminal."""
         chosen = super().get_driver_class()
         return ThriftyDriver if chosen is LinuxDriver else chosen
 
     def get_line_filters(self) -> list[LineFilter]:
-        """What all that is drawn passes; Textual's way without colours is replaced."""
+        """Return the filters of everything drawn; ours replace Textual's filter for no colours."""
         textuals = super().get_line_filters()
         return [*(one for one in textuals if isinstance(one, ANSIToTruecolor)), *self._own_filters]
 
     def on_mount(self) -> None:
-        """Start to follow and to paint."""
+        """Start following and painting."""
         for theme in palette.THEMES:
             self.register_theme(theme)
         self.theme = palette.theme_name(self._display_of.theme)
@@ -139,36 +139,32 @@ class DashboardApp(App[None]):
         self.set_interval(1 / FRAMES_PER_SECOND, self._frame)
 
     def on_key(self, event: Key) -> None:
-        """Let nothing get lost that was typed before the field to type in had the focus."""
+        """Insert keys typed before the input field had the focus."""
         if isinstance(self.focused, Input) and event.is_printable and event.character:
             self.focused.insert_text_at_cursor(event.character)
             event.prevent_default()
 
     def on_unmount(self) -> None:
-        """Write what is still held back."""
+        """Flush the recording."""
         self.session.close()
 
     def take(self, item: FeedItem) -> None:
-        """Take in one item of the feed; what comes between two frames is painted once.
+        """Take one item of the feed; several between two frames are painted once.
 
         Raises:
-            ValueError: the item makes no sense.
+            ValueError: the item is invalid.
         """
         if warning := self.session.take(item):
             self.notify(warning, severity="warning", markup=False)
 
     def paint(self, *, panels: bool = True) -> None:
-        """Bring the screen up to date.
-
-        Args:
-            panels: numbers too, not the map alone.
-        """
+        """Update the screen."""
         page = self.screen_stack[0] if self.is_running and self.screen_stack else None
-        if isinstance(page, Page):  # else it is before the start or after the end
+        if isinstance(page, Page):  # otherwise before the start or after the end
             page.paint(self.session.view(), panels=panels, terminal=self.terminal)
 
     def _frame(self) -> None:
-        """A frame is due: numbers once a second, unless something happened that cannot wait."""
+        """Paint a frame: numbers once a second, or at once after an important change."""
         if not (self.is_running and self.screen_stack):
             return  # a timer's last tick may come after the last screen is gone
         now, state = time.monotonic(), self.session.state
@@ -180,7 +176,6 @@ class DashboardApp(App[None]):
         self.paint(panels=panels)
 
     async def _watch_table(self, controls: Controls) -> None:
-        """Keep the block table of the sequence in focus up to date."""
         while True:
             await asyncio.sleep(TABLE_SECONDS)
             session = self.session
@@ -190,11 +185,10 @@ class DashboardApp(App[None]):
             try:
                 self.take(await controls.block_table(SequenceKey.of(focused)))
             except ControlError:
-                # It just ended, or the server is too old: the panel then shows what the map tells.
+                # It just ended, or the server is too old: the panel falls back to the map's data.
                 continue
 
     def _use_scheme(self, name: str) -> None:
-        """Draw in the colours of a theme, as far as the terminal has them."""
         ours: list[LineFilter] = [OnlyAscii()] if self._display_of.ascii else []
         if self.depth is None:
             ours.append(Colorless())
@@ -205,7 +199,7 @@ class DashboardApp(App[None]):
         self._own_filters = ours
 
     def use_theme(self, name: str) -> None:
-        """Draw in other colours from now on."""
+        """Switch to another theme."""
         if self.depth not in (ColorSystem.TRUECOLOR, ColorSystem.EIGHT_BIT):
             self.notify("This terminal has too few colours for themes.", markup=False)
             return
@@ -216,7 +210,7 @@ class DashboardApp(App[None]):
             widget.refresh()
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        """What the command palette offers."""
+        """List the entries of the command palette."""
         for name in PAGES:
             yield SystemCommand(f"Page: {name}", "turn to it", partial(self.switch_mode, name))
         for mode in ColorMode:

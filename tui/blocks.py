@@ -1,4 +1,4 @@
-"""The block map as the dashboard holds it: a 32-bit word per block, never changed in place.
+"""The dashboard's block map: a 32-bit word per block, never changed in place.
 
 Knows the words of `appliance.events`, nothing of screens or networks.
 """
@@ -25,7 +25,7 @@ _HELD = np.array([state not in _NOT_HELD for state in range(16)])
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """How many blocks are in which state; those written to and shared are active too."""
+    """Number of blocks in each state; shared and written ones are active too."""
 
     free: int = 0
     cached: int = 0
@@ -46,14 +46,14 @@ class Blocks:
 
     @classmethod
     def of(cls, snapshot: Snapshot, now: float = 0.0) -> Blocks:
-        """The map a snapshot describes.
+        """Build the map that a snapshot describes.
 
         Args:
-            snapshot: all blocks; where it tells no ages, they begin now.
-            now: seconds of the clock that ages are counted on.
+            snapshot: all blocks; without ages they start now.
+            now: seconds of the clock that counts ages.
 
         Raises:
-            ValueError: its cells or ages are not what its geometry says.
+            ValueError: its cells or ages do not match its geometry.
         """
         cells = np.frombuffer(snapshot.words(), dtype="<u4").astype(np.uint32)
         changed = np.full(cells.size, now, dtype=np.float32)
@@ -62,7 +62,7 @@ class Blocks:
         return cls(snapshot.epoch, snapshot.block_size, _frozen(cells), _frozen(changed))
 
     def after(self, delta: Delta, now: float = 0.0) -> Blocks:
-        """The map once the runs of a delta of the same epoch are written over it.
+        """Apply the runs of a delta of the same epoch.
 
         Raises:
             ValueError: a run lies outside the map or holds no 32-bit word.
@@ -79,18 +79,18 @@ class Blocks:
         return replace(self, cells=_frozen(cells), changed=_frozen(changed))
 
     def aged_like(self, before: Blocks) -> Blocks:
-        """This map, where blocks that are the same in an earlier one are as old as there."""
+        """Return this map with the ages of an earlier one for blocks that are unchanged."""
         same = self.cells == before.cells
         return replace(self, changed=_frozen(np.where(same, before.changed, self.changed)))
 
     def part(self, span: range) -> Blocks:
-        """The map of some neighbours only; shares memory with this one."""
+        """Return the map of some neighbouring blocks; it shares memory with this one."""
         within = slice(span.start, span.stop)
         return replace(self, cells=self.cells[within], changed=self.changed[within])
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the cache, whatever they hold."""
+        """Blocks of the cache, in any state."""
         return self.cells.size
 
     @property
@@ -114,7 +114,7 @@ class Blocks:
         return self.cells >> np.uint32(16)
 
     def counts(self) -> BlockCounts:
-        """Blocks per state."""
+        """Count blocks per state."""
         per_state = np.bincount(self.states, minlength=16)
         held = _HELD[self.states]
         return BlockCounts(

@@ -1,6 +1,6 @@
-"""Follows the event feed of a server: connects, reads, and comes back after every kind of failure.
+"""Follows the event feed of a server: connects, reads, and reconnects after every failure.
 
-Hands on `Event`s and `Connection`s; knows nothing of what is drawn.
+Publishes `Event`s and `Connection`s; knows nothing of drawing.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ METRICS_PATH = "/metrics"
 METRICS_SECONDS = 1.0
 FIRST_RETRY = 0.5  # seconds; doubles with every failure in a row
 LAST_RETRY = 8.0
-SILENCE_TIMEOUT = 20.0  # stats come every second, and comments while there is nothing to tell
-MAX_LATENESS = 10.0  # seconds; what waits on the way for longer is dropped with its connection
-MAX_STRAY_DELTAS = 10  # of an epoch that no snapshot announced, before the feed is read anew
+SILENCE_TIMEOUT = 20.0  # stats come every second, and comments while there are none
+MAX_LATENESS = 10.0  # seconds; a connection with more delay is dropped
+MAX_STRAY_DELTAS = 10  # of an epoch that no snapshot announced, before the feed is read again
 _HEADERS = {"Accept": "text/event-stream"}
 
 
 class FeedError(Exception):
-    """The feed ended, or never began; `phase` is what that means."""
+    """The feed ended or never began; `phase` says what that means."""
 
     def __init__(self, phase: Phase, reason: str) -> None:
         super().__init__(reason)
@@ -49,20 +49,18 @@ class FeedError(Exception):
 
 
 class Lateness:
-    """How much longer than the quickest the latest numbers of one connection were on their way.
+    """Measures how much later than the quickest ones a connection's latest numbers arrive.
 
-    The server stops sending where nothing is read, but a tunnel or a proxy may read ahead.
+    The server stops sending when nobody reads, but a tunnel or a proxy may read ahead.
     """
 
     def __init__(self) -> None:
         self._least = math.inf
 
     def of(self, stats: Stats, now: float) -> float:
-        """In seconds; the two clocks need not agree.
+        """Return the delay in seconds; the two clocks need not agree.
 
-        Args:
-            stats: that arrived.
-            now: Unix seconds here.
+        `now` is in Unix seconds.
         """
         way = now - stats.time
         self._least = min(self._least, way)
@@ -73,7 +71,6 @@ class EventFeed:
     """One server's feed.
 
     Args:
-        server: whose.
         first_retry: seconds before the first new attempt.
     """
 
@@ -83,11 +80,11 @@ class EventFeed:
         self._first_retry = self._retry = first_retry
 
     async def follow(self, publish: Callable[[FeedItem], None]) -> None:
-        """Publish what the server sends, and every change of the connection, until cancelled.
+        """Publish the server's events and every change of the connection, until cancelled.
 
         Args:
-            publish: called in order; may raise ValueError for an event that makes no sense, and
-                the feed is then read anew.
+            publish: called in order; may raise ValueError for an invalid event, after which the
+                feed is read again.
         """
         async with self.server.client(SILENCE_TIMEOUT) as client:
             while True:
@@ -107,7 +104,7 @@ class EventFeed:
 
         Raises:
             FeedError: always, in the end.
-            msgspec.MsgspecError: an event is not what its name says.
+            msgspec.MsgspecError: an event does not match its name.
             ValueError: a frame is too large, or `publish` refused its event.
         """
         frames = FrameDecoder()
@@ -147,11 +144,11 @@ class EventFeed:
     async def _read_metrics(
         self, client: httpx.AsyncClient, publish: Callable[[FeedItem], None]
     ) -> None:
-        """Publish the numbers of another make of server, if it has any; else return.
+        """Publish the metrics of another make of server; return if it has none that are known.
 
         Raises:
-            FeedError: it stopped to tell them.
-            httpx.RequestError: the same.
+            FeedError: its metrics ended.
+            httpx.RequestError: likewise.
         """
         reader = MetricsReader()
         while True:
@@ -210,7 +207,6 @@ def _in_words(error: httpx.RequestError, *, answered: bool) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and all that led to it, groups opened."""
     while error is not None:
         yield error
         if isinstance(error, BaseExceptionGroup):

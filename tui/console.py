@@ -1,4 +1,4 @@
-"""The console that Textual renders with: how many colours, and what a crash may show."""
+"""The console that Textual renders with: its colours, and tracebacks without local values."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class PrivateConsole(Console):
-    """Shows no local values in a traceback: a prompt or a key may be among them.
-
-    Args:
-        system: the colours to send.
-    """
+    """Hides local values in tracebacks, since a prompt or a key may be among them."""
 
     def __init__(self, system: ColorSystem) -> None:
         (name,) = (name for name, one in COLOR_SYSTEMS.items() if one is system)
@@ -34,7 +30,7 @@ class PrivateConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Any renderable as segments, tracebacks without local values."""
+        """Render as usual, but tracebacks without local values."""
         if isinstance(renderable, Traceback):
             _drop_locals(renderable.trace)
         return super().render(renderable, options)

@@ -1,4 +1,4 @@
-"""What the dashboard asks a server for: a sequence's block table, and the end of a request."""
+"""Requests of the dashboard to a server: a sequence's block table, and the end of a request."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _TIMEOUT = 5.0  # seconds
 
 
 class ControlError(Exception):
-    """The server did not do what it was asked; the message is for the person."""
+    """The server refused or failed; the message is for the user."""
 
 
 class Controls:
-    """Asks one server; each question is a request of its own."""
+    """Sends one HTTP request per call to a server."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -31,15 +31,15 @@ class Controls:
         """End a request in any phase.
 
         Raises:
-            ControlError: it was not ended, and why.
+            ControlError: it was not ended, with the reason.
         """
         await self._ask("POST", f"/admin/v1/requests/{quote(request_id, safe='')}/abort")
 
     async def block_table(self, key: SequenceKey) -> BlockTable:
-        """The block table of a sequence.
+        """Fetch the block table of a sequence.
 
         Raises:
-            ControlError: there is none to be had, and why.
+            ControlError: it is not available, with the reason.
         """
         path = f"/admin/v1/sequences/{quote(key.request_id, safe='')}/{key.choice}/blocks"
         answer = await self._ask("GET", path)

@@ -1,4 +1,4 @@
-"""What the terminal can show: how many colours, and whether more than ASCII."""
+"""Abilities of the terminal: number of colours, and whether it shows more than ASCII."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _SYSTEMS = {
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """How to draw.
+    """Display settings.
 
     Attributes:
-        colors: how many; AUTO asks the terminal's environment.
-        ascii: whether only ASCII may be drawn.
+        colors: number of colours; AUTO asks the terminal's environment.
+        ascii: draw only ASCII.
         theme: a key of `SCHEMES`.
     """
 
@@ -45,7 +45,7 @@ class Display:
 
     @classmethod
     def of(cls, colors: str, theme: str) -> Display:
-        """From what a person typed, and the locale.
+        """Build the settings from command-line words and the locale.
 
         Raises:
             ConfigError: a name is unknown.
@@ -66,5 +66,5 @@ class Display:
 
 
 def locale_is_utf8() -> bool:
-    """Whether the terminal was said to show UTF-8; Python's own UTF-8 mode says nothing of it."""
+    """Return True if the locale is UTF-8; Python's own UTF-8 mode does not matter."""
     return locale.nl_langinfo(locale.CODESET).upper().replace("-", "") == "UTF8"

@@ -1,4 +1,4 @@
-"""Reads the metrics of servers that are not ours but use vLLM's names, as far as they go.
+"""Reads the metrics of other servers that use vLLM's names.
 
 Text in, events out; knows nothing of networks.
 """
@@ -17,10 +17,10 @@ from appliance.stats import EngineStats
 if TYPE_CHECKING:
     from appliance.events import Event
 
-_WINDOW = 60.0  # seconds that quantiles look back
+_WINDOW = 60.0  # seconds that quantiles cover
 _LINE = re.compile(r"(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_BLOCKS = 1000  # a server that tells only a share is shown as if it had this many
+_BLOCKS = 1000  # a server that tells only a share is shown with this many
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ Samples = dict[str, list[Sample]]
 
 
 def parse(text: str) -> Samples:
-    """Samples by name, labels unescaped; lines that are none are skipped."""
+    """Parse samples by name, with labels unescaped; skip other lines."""
     samples: Samples = {}
     for line in text.splitlines():
         match = None if line.startswith("#") else _LINE.match(line)
@@ -54,10 +54,10 @@ def parse(text: str) -> Samples:
 
 
 class MetricsReader:
-    """Turns one scrape after another into events.
+    """Turns successive scrapes into events.
 
     Attributes:
-        scrapes: how many had a name that is known here.
+        scrapes: number of scrapes with a known name.
     """
 
     def __init__(self) -> None:
@@ -66,11 +66,9 @@ class MetricsReader:
         self._past: deque[tuple[float, Samples]] = deque()
 
     def read(self, text: str, now: float) -> list[Event]:
-        """The events of one scrape; none if nothing in it is known.
+        """Return the events of one scrape; none if it has no known name.
 
-        Args:
-            text: the body of GET /metrics.
-            now: Unix seconds.
+        `text` is the body of GET /metrics, `now` in Unix seconds.
         """
         samples = parse(text)
         if not any(name.startswith("vllm:") for name in samples):
@@ -132,7 +130,6 @@ class MetricsReader:
 
 
 def _info(samples: Samples) -> Info:
-    """What is served, as far as labels tell."""
     names = (
         sample.labels["model_name"]
         for of_name in samples.values()
@@ -143,7 +140,7 @@ def _info(samples: Samples) -> Info:
 
 
 def _total(samples: Samples, *names: str) -> float:
-    """Sum over all labels of the first name that there is; 0 for none."""
+    """Sum the first name that is present over all its labels; 0 for none."""
     for name in names:
         if name in samples:
             total = sum(sample.value for sample in samples[name])
@@ -152,7 +149,6 @@ def _total(samples: Samples, *names: str) -> float:
 
 
 def _buckets(samples: Samples, name: str) -> dict[float, float]:
-    """Cumulative counts by upper limit, over all labels."""
     counts: dict[float, float] = {}
     for sample in samples.get(f"{name}_bucket", ()):
         try:
@@ -164,7 +160,7 @@ def _buckets(samples: Samples, name: str) -> dict[float, float]:
 
 
 def _quantiles(now: Samples, then: Samples, name: str) -> Quantiles:
-    """Of what a histogram counted between two scrapes, linear inside a bucket."""
+    """Compute quantiles of a histogram's counts between two scrapes, linear within a bucket."""
     before = _buckets(then, name)
     counts = [
         (limit, count - before.get(limit, 0.0)) for limit, count in _buckets(now, name).items()

@@ -1,7 +1,7 @@
-"""Which blocks lie under which pixel of the block map, so that the whole area is used.
+"""Maps blocks to the pixels of the block map, so that the whole area is used.
 
-With more blocks than pixels each pixel stands for a bucket of neighbours, all buckets equal but
-for one block. With fewer, each block is a tile of a grid that wastes as few pixels as possible.
+With more blocks than pixels each pixel stands for a bucket of neighbours; bucket sizes differ by at
+most one block. With fewer, each block is a tile of a grid that wastes few pixels.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 NO_BLOCK = -1
 _PLACE_BITS = 20
-_MAX_PLACE = 2**_PLACE_BITS - 1  # of a block in its bucket; in a larger one the rest counts as last
-_STRETCH = 1.6  # a tile may be this much off square if that leaves fewer pixels without a block
+_MAX_PLACE = 2**_PLACE_BITS - 1  # of a block in its bucket; later ones share the last place
+_STRETCH = 1.6  # largest deviation of a tile from a square, if that leaves fewer empty pixels
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Grid:
 
     @property
     def dense(self) -> bool:
-        """Whether a pixel stands for one block or more."""
+        """True if a pixel stands for one block or more."""
         return self.num_blocks >= self.num_pixels
 
     @property
@@ -47,11 +47,11 @@ class Grid:
 
     @property
     def tile_columns(self) -> int:
-        """Tiles beside each other, when blocks are tiles."""
+        """Tiles in a row, when blocks are tiles."""
         return _tile_counts(self)[0] if self.num_blocks and self.num_pixels else 1
 
     def blocks_at(self, x: int, y: int) -> range:
-        """The blocks under one pixel: none, one, or a bucket."""
+        """Return the blocks under one pixel: none, one, or a bucket."""
         pixel = y * self.width + x
         if self.dense:
             starts = _bucket_starts(self)
@@ -61,7 +61,7 @@ class Grid:
         return range(0) if block == NO_BLOCK else range(block, block + 1)
 
     def pixel_of(self, block: int) -> tuple[int, int]:
-        """Row and column of the pixel that a block lies under; of a tile, its corner."""
+        """Return row and column of the pixel above a block, or of its tile's corner."""
         if self.dense:
             pixel = int(np.searchsorted(_bucket_starts(self), block, side="right")) - 1
             return divmod(pixel, self.width)
@@ -69,7 +69,7 @@ class Grid:
         return int(rows[0]), int(columns[0])
 
     def corners(self) -> NDArray[np.bool_]:
-        """(height, width) where a block begins: its only pixel, or the corner of its tile."""
+        """Return (height, width) bool: pixels where a block begins, or its tile's corner."""
         if self.dense:
             return np.ones((self.height, self.width), dtype=np.bool_)
         tiles = _tiles(self)
@@ -80,7 +80,7 @@ class Grid:
         return first
 
     def shown(self, ranks: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """The block that stands for each pixel: of its bucket, the first with the highest rank.
+        """Return the block shown at each pixel: the first of its bucket with the highest rank.
 
         Args:
             ranks: (num_blocks,) importance of each block, below 2**12.
@@ -91,7 +91,7 @@ class Grid:
         assert ranks.shape == (self.num_blocks,)
         if not self.dense or not self.num_pixels:
             return _tiles(self)
-        # One maximum per bucket finds the block too: its place rides in the low bits, backwards.
+        # One maximum per bucket also finds the block: its place is in the low bits, reversed.
         starts, backwards = _bucket_starts(self), _backwards(self)
         best = np.maximum.reduceat(ranks << np.uint32(_PLACE_BITS) | backwards, starts)
         blocks = starts + _MAX_PLACE - (best & np.uint32(_MAX_PLACE))
@@ -101,13 +101,13 @@ class Grid:
 
 @lru_cache(maxsize=4)
 def _bucket_starts(grid: Grid) -> NDArray[np.int64]:
-    """(num_pixels,) first block of each bucket; strictly increasing."""
+    """Return (num_pixels,) the first block of each bucket, strictly increasing."""
     return np.arange(grid.num_pixels, dtype=np.int64) * grid.num_blocks // grid.num_pixels
 
 
 @lru_cache(maxsize=4)
 def _backwards(grid: Grid) -> NDArray[np.uint32]:
-    """(num_blocks,) `_MAX_PLACE` less the place of each block in its bucket."""
+    """Return (num_blocks,) `_MAX_PLACE` minus the place of each block in its bucket."""
     starts = _bucket_starts(grid)
     sizes = np.diff(starts, append=grid.num_blocks)
     places = np.arange(grid.num_blocks) - np.repeat(starts, sizes)
@@ -117,7 +117,7 @@ def _backwards(grid: Grid) -> NDArray[np.uint32]:
 
 @lru_cache(maxsize=4)
 def _tiles(grid: Grid) -> NDArray[np.int64]:
-    """(height, width) block of each pixel, or `NO_BLOCK` past the last one."""
+    """Return (height, width) the block of each pixel, or `NO_BLOCK` past the last one."""
     if not grid.num_blocks or not grid.num_pixels:
         return np.full((grid.height, grid.width), NO_BLOCK, dtype=np.int64)
     columns, rows = _tile_counts(grid)
@@ -128,7 +128,7 @@ def _tiles(grid: Grid) -> NDArray[np.int64]:
 
 
 def _tile_counts(grid: Grid) -> tuple[int, int]:
-    """Columns and rows: nearly square tiles, few of them empty."""
+    """Choose columns and rows: nearly square tiles, few of them empty."""
     ideal = sqrt(grid.num_blocks * grid.height / grid.width)  # rows of square tiles
     best: tuple[float, int, int] | None = None
     for rows in range(1, grid.height + 1):

@@ -1,4 +1,4 @@
-"""The last values of one number, for sparklines."""
+"""Keeps the last values of one number, for sparklines."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ class History:
 
     Attributes:
         values: the latest.
-        pushed: how many there ever were.
+        pushed: number of values ever pushed.
     """
 
     values: tuple[float, ...] = ()
     pushed: int = 0
 
     def push(self, value: float) -> History:
-        """This history and one more value; the oldest leaves when the ring is full."""
+        """Return this history with one more value; a full ring drops its oldest."""
         return History((*self.values[-(CAPACITY - 1) :], value), self.pushed + 1)
 
     def columns(self, width: int, span: int) -> list[float]:
-        """Means of neighbours, so that `span` values fill `width` columns of a graph.
+        """Average neighbours, so that `span` values fill `width` columns of a graph.
 
-        Neighbours are cut at fixed places: a column that is full stays as it is and moves as a
-        whole, so that a graph changes seldom. Until there are `span` values, columns stand for
-        fewer: one, two, four and so on.
+        Neighbours are grouped at fixed places: a full column stays as it is and moves as a whole,
+        so that a graph changes rarely. Before there are `span` values, columns stand for fewer:
+        one, two, four and so on.
 
         Args:
             width: most columns.
-            span: values that these should cover.
+            span: values they should cover.
         """
         if width <= 0:
             return []

@@ -1,4 +1,4 @@
-"""How the person at the keyboard looks at the server: one value that every screen shares."""
+"""The user's view settings: one value that every screen shares."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _BRIEF = 40  # letters
 
 @dataclass(frozen=True, slots=True)
 class SequenceKey:
-    """Names one sequence over its life; slots are handed on."""
+    """Identifies a sequence over its whole life; slots are reused."""
 
     request_id: str
     choice: int
 
     @classmethod
     def of(cls, sequence: SequenceView) -> SequenceKey:
-        """The key of a sequence."""
+        """Return the key of a sequence."""
         return cls(sequence.request_id, sequence.index)
 
     @property
     def brief(self) -> str:
-        """The request in a message, whose other words matter more."""
+        """The request id, shortened for messages."""
         name = self.request_id
         return name if len(name) <= _BRIEF else f"{name[: _BRIEF - 1]}…"
 
 
 class Sort(Enum):
-    """What the table of requests is ordered by; numbers begin with the largest."""
+    """Order of the request table; numbers start with the largest."""
 
     AGE = "age"
     REQUEST = "request"
@@ -49,18 +49,18 @@ class Sort(Enum):
 
     @property
     def next(self) -> Sort:
-        """The order that the key switches to."""
+        """The next order."""
         sorts = list(Sort)
         return sorts[(sorts.index(self) + 1) % len(sorts)]
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A picture that stands still.
+    """A paused picture.
 
     Attributes:
-        state: what it shows.
-        at: the moment it shows, in seconds of the monotonic clock.
+        state: the state shown.
+        at: its time, in seconds of the monotonic clock.
     """
 
     state: DashboardState
@@ -69,20 +69,20 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Everything a person can choose.
+    """Everything the user can choose.
 
     Attributes:
-        mode: what the colours of the block map mean.
-        focus: the sequence to bring out.
-        ended: the one that was brought out until it ended, if no other was chosen since.
-        held: what is shown while the picture stands still.
-        level: of the zoom into the map, 0 for all of it.
-        cursor: physical block that is looked at.
-        sort: order of the table of requests.
-        ascending: the other way round.
-        query: what lines of that table must contain.
+        mode: meaning of the block map's colours.
+        focus: the highlighted sequence.
+        ended: the one highlighted until it ended, if no other was chosen since.
+        held: the paused picture.
+        level: zoom into the map, 0 for all of it.
+        cursor: physical block under the cursor.
+        sort: order of the request table.
+        ascending: reverse that order.
+        query: words that lines of that table must contain.
         log_back: lines that the log is scrolled back.
-        facts_down: lines that the facts of the model page are scrolled down.
+        facts_down: lines that the model page's facts are scrolled down.
     """
 
     mode: ColorMode = ColorMode.OWNER

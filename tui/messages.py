@@ -1,4 +1,4 @@
-"""What widgets tell the screen."""
+"""Messages from widgets to the screen."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class SequenceChosen(Message):
-    """Somebody pointed at a sequence, or at what belongs to none."""
+    """The user clicked a sequence, or something that belongs to none."""
 
     key: SequenceKey | None
 
 
 @dataclass
 class BlockChosen(Message):
-    """Somebody pointed at a block: the first one under the mouse."""
+    """The user clicked a block: the first one under the mouse."""
 
     block: int
 
 
 @dataclass
 class SortChosen(Message):
-    """Somebody pointed at the heading of a column."""
+    """The user clicked a column heading."""
 
     sort: Sort

@@ -1,4 +1,4 @@
-"""What stands in place of the block map as long as there is none."""
+"""The notice shown instead of the block map while there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def notice(view: View) -> list[str]:
-    """Lines to show, the first one as a heading; empty when there is a map to show."""
+    """Return the lines to show, the first as a heading; empty when there is a map to show."""
     connection, info = view.latest.connection, view.state.info
     if view.state.blocks is not None and (info is None or info.state != "failed"):
         return []

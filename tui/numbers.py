@@ -1,4 +1,4 @@
-"""Numbers as people read them on a dashboard: short, and never more digits than they are worth."""
+"""Formats numbers for the dashboard: short, with significant digits only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def count(number: int) -> str:
-    """A whole number with thousands separators; from a million on, shortened."""
+    """Format a whole number with thousands separators; shorten it from a million on."""
     if abs(number) < 1_000_000:
         return f"{number:,}"
     if abs(number) < 1_000_000_000:
@@ -15,22 +15,22 @@ def count(number: int) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """So many of something, which is more than one unless it is exactly one."""
+    """Format a number of things, with a plural unless it is one."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
 def rate(per_second: float) -> str:
-    """Something per second, without the unit."""
+    """Format a rate per second, without the unit."""
     return f"{per_second:,.1f}" if per_second < 1000 else f"{per_second:,.0f}"
 
 
 def percent(share: float) -> str:
-    """A share of one."""
+    """Format a share of one as a percentage."""
     return f"{100 * share:.1f} %"
 
 
 def duration(seconds: float) -> str:
-    """A latency: three digits and a unit."""
+    """Format a latency: three digits and a unit."""
     if seconds < 0.00995:
         return f"{1e3 * seconds:.2f} ms"
     if seconds < 0.0995:
@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """An age: seconds with a tenth below a minute, then m:ss, then h:mm:ss, then days."""
+    """Format an age: tenths of a second below a minute, then m:ss, h:mm:ss, days."""
     if seconds < 59.95:
         return f"{max(seconds, 0.0):.1f} s"
     minutes, left = divmod(round(seconds), 60)
@@ -54,7 +54,7 @@ def clock(seconds: float) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """A number of bytes in the largest unit that leaves one digit before the point."""
+    """Format bytes in the largest unit that leaves a digit before the point."""
     amount = float(num_bytes)
     for unit in _BYTE_UNITS[:-1]:
         if amount < 1000:

@@ -1,4 +1,4 @@
-"""The colours, in one place: states are steps of luminance, owners are hues.
+"""The dashboard's colours: states differ in luminance, owners in hue.
 
 Owner hues are those of Okabe and Ito without black and grey. Colours of one mode are at least 16
 apart (CIE76) for people with each kind of colour deficiency; a test simulates and measures it.
@@ -19,10 +19,10 @@ CURSOR = "#ff3fae"
 
 OWNER_HUES = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#d55e00", "#0072b2")
 
-# Reference counts 1, 2, 3 and 4, 5 to 8, more: each step is lighter, none repeats a state.
+# Reference counts 1, 2, 3 and 4, 5 to 8, more: each step is lighter, none equals a state.
 REFERENCE_STEPS = ("#5a1fd0", "#b02fc0", "#e86a80", "#ffb050", "#fff6a8")
 
-# Since a block changed hands: below a second, ten seconds, a minute, ten minutes, longer.
+# Time since a block changed hands: below a second, ten seconds, a minute, ten minutes, longer.
 AGE_STEPS = REFERENCE_STEPS[::-1]
 
 TEXT = "#c8d3e0"
@@ -30,12 +30,12 @@ MUTED = "#8494a8"
 NOTE = "#5d6c80"
 FAINT = "#3a4657"
 BRIGHT = "#ffffff"
-# A shade off the owners' hues, so that themes can tell them apart.
+# Slightly off the owners' hues, so that themes can tell them apart.
 ACCENT = "#58b5ea"
 GOOD = "#3fb68b"
 WARNING = "#e7a002"
 BAD = "#ff6b5e"
-FOCUSED = "#1f2a3a"  # behind the line in focus
+FOCUSED = "#1f2a3a"  # behind the focused line
 PROMPT_ROWS = "#2f6f99"
 TOKENS_OUT = "#3fb68b"
 TOKENS_IN = ACCENT
@@ -66,11 +66,11 @@ def _theme(
 
 
 def theme_name(name: str) -> str:
-    """What Textual calls a theme of ours."""
+    """Return Textual's name of a theme."""
     return f"appliance-{name}"
 
 
-# What Textual draws by itself, such as the command palette; see `scheme` for all else.
+# For what Textual draws itself, such as the command palette; see `scheme` for the rest.
 THEMES = (
     _theme(theme_name("dark")),
     _theme(theme_name("black"), background="#000000"),
@@ -79,16 +79,16 @@ THEMES = (
 
 
 def owner_hue(slot: int) -> str:
-    """The hue of a sequence; hues repeat, which is what focusing one sequence is for."""
+    """Return the hue of a sequence; hues repeat, so focus tells sequences apart."""
     return OWNER_HUES[slot % len(OWNER_HUES)]
 
 
 def mix(color: str, other: str, share: float) -> str:
-    """`color` with a `share` of it, 0 to 1, replaced by `other`; both as #rrggbb."""
+    """Replace a `share` of `color`, 0 to 1, by `other`; both are #rrggbb."""
     pairs = ((int(color[i : i + 2], 16), int(other[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
 
 def dimmed(color: str) -> str:
-    """The same colour as a backdrop: recognisable, but nothing to look at."""
+    """Return the colour faded into the background."""
     return mix(color, BACKGROUND, 0.72)

@@ -1,4 +1,4 @@
-"""From words to colours: which colour each pixel of the block map has in each mode.
+"""Colours each pixel of the block map in each mode.
 
 Pure functions on arrays; the widget only turns the result into terminal cells.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ColorMode(Enum):
-    """What the colour of a block says."""
+    """Meaning of a block's colour."""
 
     OWNER = "owner"
     STATE = "state"
@@ -33,7 +33,7 @@ class ColorMode(Enum):
 
     @property
     def next(self) -> ColorMode:
-        """The mode that the key switches to."""
+        """The next mode."""
         modes = list(ColorMode)
         return modes[(modes.index(self) + 1) % len(modes)]
 
@@ -57,27 +57,27 @@ _BRIGHT = (
     *palette.AGE_STEPS,
     palette.CURSOR,
 )
-DIMMED = len(_BRIGHT)  # added to an index, the dimmed form of that colour
+DIMMED = len(_BRIGHT)  # added to an index, gives the dimmed form of that colour
 PAINT = (*_BRIGHT, *(palette.dimmed(color) for color in _BRIGHT))
-# One letter for each, where one block is one cell or a terminal has no colours.
+# One letter each, for maps with one block per cell and terminals without colours.
 _STEPS = "".join(map(str, range(1, 1 + len(palette.REFERENCE_STEPS))))
 LETTERS = " .:s#w*" + "#" * len(palette.OWNER_HUES) + _STEPS + _STEPS[::-1] + "X"
 LETTERS += " .:" + "-" * (DIMMED - 3)
 _LETTER_OF = np.array([ord(letter) for letter in LETTERS], dtype=np.uint32)
 _DIGITS = np.array([ord(digit) for digit in "0123456789ABCDEF"], dtype=np.uint32)
 
-AGE_LIMITS = (1.0, 10.0, 60.0, 600.0)  # seconds: where the next step of `palette.AGE_STEPS` begins
+AGE_LIMITS = (1.0, 10.0, 60.0, 600.0)  # seconds where the next step of `palette.AGE_STEPS` begins
 _STEP_OF_REFERENCES = np.array([0, 0, 1, 2, 2, 3, 3, 3, 3] + [4] * 247, dtype=np.uint8)
-_HOLDS_TOKENS = CACHED  # the first of the looks that do
+_HOLDS_TOKENS = CACHED  # the first of the looks that hold tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Emphasis:
-    """What to bring out of a map.
+    """The part of a map to highlight.
 
     Attributes:
-        slot: owner slot of the sequence in focus, all others dimmed; None brings out all.
-        table: its physical blocks where they are known, shared ones too.
+        slot: owner slot of the focused sequence, all others dimmed; None highlights all.
+        table: its physical blocks where they are known, shared ones included.
         stale: the map is not current; all of it is dimmed.
     """
 
@@ -86,12 +86,12 @@ class Emphasis:
     stale: bool = False
 
     def moved(self, by: int) -> Emphasis:
-        """The same for a part of the map."""
+        """Shift the block ids, for a part of the map."""
         return self if not by else replace(self, table=frozenset(at + by for at in self.table))
 
 
 def _looks_table() -> NDArray[np.uint8]:
-    """(2**16,) looks by the lower half of a cell; a state this version cannot name is active."""
+    """Return (2**16,) looks by the lower half of a cell; an unknown state counts as active."""
     cells = np.arange(2**16, dtype=np.uint32)
     of_state = np.full(16, ACTIVE, dtype=np.uint8)
     of_state[BlockState.FREE] = FREE
@@ -109,7 +109,7 @@ _FOCUSED_RANK = np.uint32(1 << 11)
 
 
 def appearance(cells: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """FREE to SHARED for each cell."""
+    """Return FREE to SHARED for each cell."""
     looks: NDArray[np.uint8] = _LOOKS[cells & np.uint32(0xFFFF)]
     return looks
 
@@ -121,13 +121,13 @@ def pixels(
     emphasis: Emphasis = Emphasis(),
     now: float = 0.0,
 ) -> NDArray[np.uint8]:
-    """The picture of the block map.
+    """Draw the block map.
 
     Args:
-        blocks: what to draw.
-        grid: where each block lies.
-        mode: what colours mean.
-        emphasis: what to bring out.
+        blocks: the blocks.
+        grid: the place of each block.
+        mode: meaning of the colours.
+        emphasis: the part to highlight.
         now: seconds of the clock of `blocks.changed`.
 
     Returns:
@@ -135,7 +135,7 @@ def pixels(
     """
     if not blocks.num_blocks:
         return np.full((grid.height, grid.width), NONE, dtype=np.uint8)
-    # In a bucket the focused sequence wins, then what is most in use.
+    # In a bucket the focused sequence wins, then the block most in use.
     ranks = _RANKS[blocks.cells & np.uint32(0xFFFF)]
     focused = _focused(blocks, emphasis)
     if focused is not None:
@@ -152,13 +152,9 @@ def pixels(
 def letters(
     picture: NDArray[np.uint8], blocks: Blocks, grid: Grid, mode: ColorMode
 ) -> NDArray[np.uint32]:
-    """A letter for each pixel, where there are no half blocks; by owner, that of its slot.
+    """Return a letter for each pixel, for maps without half blocks; by owner, its slot's letter.
 
-    Args:
-        picture: (grid.height, grid.width) indices into `PAINT`, of these blocks.
-        blocks: what is drawn.
-        grid: where each block lies.
-        mode: what the picture shows.
+    `picture` is (grid.height, grid.width) indices into `PAINT`, of these blocks.
 
     Returns:
         (grid.height, grid.width) code points.
@@ -176,12 +172,12 @@ def letters(
 
 
 def letter_of(slot: int) -> str:
-    """What stands for the blocks of a slot where there are no colours."""
+    """Return the letter of a slot's blocks, for terminals without colours."""
     return chr(ord("a") + slot % 26)
 
 
 def _focused(blocks: Blocks, emphasis: Emphasis) -> NDArray[np.bool_] | None:
-    """(num_blocks,) whether a block belongs to the sequence in focus; None if none is."""
+    """Return (num_blocks,) bool: blocks of the focused sequence; None without one."""
     if emphasis.slot is None:
         return None
     owned: NDArray[np.bool_] = (blocks.owners == emphasis.slot) & (
@@ -196,7 +192,7 @@ def _focused(blocks: Blocks, emphasis: Emphasis) -> NDArray[np.bool_] | None:
 def _colors(
     cells: NDArray[np.uint32], changed: NDArray[np.float32], mode: ColorMode, now: float
 ) -> NDArray[np.uint8]:
-    """Index into `PAINT` of each cell by itself."""
+    """Return the index into `PAINT` of each cell."""
     looks = appearance(cells)
     match mode:
         case ColorMode.STATE:

@@ -1,6 +1,6 @@
-"""A feed on disk: what `--record` writes and `--replay` plays.
+"""Records a feed to a file (`--record`) and plays it back (`--replay`).
 
-The first line tells what the file is; each further one is one item of the feed as JSON, with the
+The first line describes the file; each further one is one item of the feed as JSON, with the
 seconds since the beginning.
 """
 
@@ -41,7 +41,7 @@ class _ConnectionLine(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """Any other line."""
+    """Any other line of a recording."""
 
     t: float  # seconds since the beginning
     name: str
@@ -53,7 +53,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def encode_item(item: FeedItem, at: float) -> bytes:
-    """One line, without its end."""
+    """Encode one line, without its newline."""
     match item:
         case Connection():
             name, data = (
@@ -68,10 +68,10 @@ def encode_item(item: FeedItem, at: float) -> bytes:
 
 
 def decode_item(line: bytes) -> tuple[float, FeedItem | None]:
-    """When it was, and what: None for a kind that this version does not know.
+    """Decode a line's time and item; None for an unknown kind of item.
 
     Raises:
-        msgspec.MsgspecError: it is no line of a recording.
+        msgspec.MsgspecError: it is not a line of a recording.
     """
     decoded = _line_decoder.decode(line)
     match decoded.name:
@@ -91,14 +91,14 @@ class Recorder:
     """Writes a recording.
 
     Args:
-        path: a new file; none is overwritten.
+        path: a new file; an existing one is not overwritten.
         source: the server that is watched.
 
     Attributes:
-        failure: why nothing more is written, in words; empty while all is well.
+        failure: why writing stopped; empty while all is well.
 
     Raises:
-        ConfigError: the file cannot be made.
+        ConfigError: the file cannot be created.
     """
 
     def __init__(self, path: Path, source: str) -> None:
@@ -106,7 +106,7 @@ class Recorder:
         self._next_flush = self._begin
         self.failure = ""
         try:
-            # Requests stand in it: it is for its owner only.
+            # It contains requests, so only its owner may read it.
             self._file = open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb")  # noqa: SIM115
         except FileExistsError as error:
             raise ConfigError(f"--record {path}: the file exists; name a new one") from error
@@ -116,7 +116,7 @@ class Recorder:
         self._file.write(_encoder.encode(header) + b"\n")
 
     def write(self, item: FeedItem) -> None:
-        """Add an item; once a write failed, nothing more is added."""
+        """Append an item; after a failure nothing more is written."""
         if self.failure:
             return
         now = time.monotonic()
@@ -129,7 +129,7 @@ class Recorder:
             self.failure = f"recording stopped: {error.strerror}"
 
     def close(self) -> None:
-        """Write what is still held back."""
+        """Flush and close the file."""
         try:
             self._file.close()
         except OSError as error:
@@ -137,11 +137,10 @@ class Recorder:
 
 
 class ReplayFeed:
-    """Plays a recording as if its server were there.
+    """Plays a recording as if its server were running.
 
     Args:
-        path: the file.
-        speed: times faster than it was; infinite waits for nothing.
+        speed: factor on the original speed; infinite does not wait.
 
     Raises:
         ConfigError: it cannot be read, or is no recording.
@@ -161,7 +160,7 @@ class ReplayFeed:
         self._path, self._speed = path, speed
 
     async def follow(self, publish: Callable[[FeedItem], None]) -> None:
-        """Publish all items at their time, then the end."""
+        """Publish all items at their times, then the end."""
         begin = time.monotonic()
         reason = "the recording is over"
         with self._path.open("rb") as file:
@@ -175,7 +174,7 @@ class ReplayFeed:
                     await asyncio.sleep(max(0.0, begin + at / self._speed - time.monotonic()))
                     publish(item)
                 except (msgspec.MsgspecError, ValueError) as error:
-                    # What was being written when a recording was cut short.
+                    # An incomplete line, of a recording that was cut short.
                     reason = f"line {number} of the recording cannot be read: {error}"
                     break
         publish(Connection(Phase.ENDED, reason))

@@ -1,4 +1,4 @@
-"""Runs the dashboard on the terminal it was started from, and leaves that clean."""
+"""Runs the dashboard on its terminal and restores the terminal afterwards."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class TopOptions:
-    """What `appliance top` can be told besides the server.
+    """Options of `appliance top` besides the server.
 
     Attributes:
         record: file to write the feed to.
-        replay: recording to play instead of asking a server.
+        replay: recording to play instead of following a server.
         colors: see `appliance.tui.display.Colors`.
         theme: see `appliance.tui.scheme.SCHEMES`.
         ca_file: certificates to trust over HTTPS; None means those that Python trusts.
@@ -52,29 +52,29 @@ def run_dashboard(
     *,
     while_true: Callable[[], bool] | None = None,
 ) -> int:
-    """Show the dashboard of a server until the person quits.
+    """Show the dashboard of a server until the user quits.
 
     Args:
         url: the server, with or without scheme and `/v1`.
-        api_key: the server's key, if it wants one.
+        api_key: the server's key, if it needs one.
         options: everything else.
-        while_true: asked a few times a second; once it is not, the dashboard ends.
+        while_true: polled a few times a second; the dashboard ends when it returns False.
 
     Returns:
-        What the process should exit with.
+        The exit code for the process.
 
     Raises:
-        ConfigError: an option makes no sense, or there is no terminal to draw on.
+        ConfigError: an option is invalid, or there is no terminal to draw on.
     """
     app = make_app(url, api_key, options or TopOptions())
     return asyncio.run(_show(app, while_true))
 
 
 def make_app(url: str, api_key: str | None, options: TopOptions) -> DashboardApp:
-    """The dashboard of a server or of a recording, not yet shown.
+    """Build the dashboard of a server or of a recording.
 
     Raises:
-        ConfigError: an option makes no sense, or there is no terminal to draw on.
+        ConfigError: an option is invalid, or there is no terminal to draw on.
     """
     display = Display.of(options.colors, options.theme)
     if options.replay is not None:
@@ -91,12 +91,12 @@ def make_app(url: str, api_key: str | None, options: TopOptions) -> DashboardApp
 
 
 def require_terminal() -> None:
-    """Make sure that there is something to draw on.
+    """Check that there is a terminal to draw on.
 
     Raises:
-        ConfigError: there is not.
+        ConfigError: there is none.
     """
-    # Textual draws on the error stream, so that is the one that must be a terminal.
+    # Textual draws on the error stream, so that one must be a terminal.
     if sys.__stdin__ is None or sys.__stderr__ is None:
         raise ConfigError("appliance top needs a terminal")
     in_browser = constants.DRIVER is not None  # of textual-serve, which draws by itself
@@ -107,7 +107,7 @@ def require_terminal() -> None:
 
 
 async def _show(app: DashboardApp, while_true: Callable[[], bool] | None) -> int:
-    """Run it until the person quits or a signal ends it; returns the exit code."""
+    """Run the app until the user quits or a signal ends it; return the exit code."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGHUP):
         # Textual gives the terminal back when the app exits, but not when a signal ends it.

@@ -1,6 +1,6 @@
-"""Other colours than those of the palette: themes, sixteen colours, none, and only ASCII.
+"""Replaces the palette's colours: themes, sixteen colours, none, and ASCII only.
 
-Widgets draw in the palette's colours and in Unicode; filters replace both on the way out.
+Widgets draw in the palette's colours and in Unicode; filters replace both on output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _WORDS = (palette.TEXT, palette.MUTED, palette.NOTE, palette.FAINT, palette.BRIG
 
 
 def _with_dimmed(colors: dict[str, str], ground: str) -> dict[str, str]:
-    """The mapping, and the dimmed form of each of its colours."""
     mapping = {palette.BACKGROUND: ground, **colors}
     for color in (*_STATES, *palette.OWNER_HUES, *palette.REFERENCE_STEPS, palette.WRITING,
                   palette.SWAPPED):  # fmt: skip
@@ -47,7 +46,7 @@ SCHEMES: dict[str, dict[str, str]] = {
     ),
 }  # fmt: skip
 
-# The sixteen colours that any terminal has; each terminal paints them in its own way.
+# The sixteen colours of every terminal; each terminal chooses their shades.
 SIXTEEN = {
     palette.BACKGROUND: "black",
     palette.FREE: "black",
@@ -86,11 +85,11 @@ SIXTEEN = {
 
 
 class Recolor(LineFilter):
-    """Replaces colours by others; those it does not know stay.
+    """Replaces known colours; unknown ones stay.
 
     Args:
         mapping: from #rrggbb to any colour that Rich knows.
-        dim: what becomes of the dimmed forms of known colours that the mapping lacks.
+        dim: replaces the dimmed forms of known colours that the mapping lacks.
     """
 
     def __init__(self, mapping: dict[str, str], *, dim: str = "") -> None:
@@ -113,7 +112,7 @@ class Recolor(LineFilter):
         self._recolored = recolored
 
     def apply(self, segments: list[Segment], background: TextualColor) -> list[Segment]:
-        """The segments in other colours."""
+        """Recolour the segments."""
         recolored = self._recolored
         return [
             Segment(text, None if style is None else recolored(style), control)
@@ -122,10 +121,10 @@ class Recolor(LineFilter):
 
 
 class Colorless(LineFilter):
-    """Leaves bold and the like, and what stood out by its background is reversed."""
+    """Removes colours but keeps bold and the like; highlighted backgrounds become reversed."""
 
     def apply(self, segments: list[Segment], background: TextualColor) -> list[Segment]:
-        """The segments without colours."""
+        """Remove the segments' colours."""
         return [
             Segment(text, None if style is None else _colorless(style), control)
             for text, style, control in segments
@@ -154,10 +153,10 @@ _ASCII = str.maketrans(
 
 
 class OnlyAscii(LineFilter):
-    """Replaces every other letter by one that looks a little like it, or by a question mark."""
+    """Replaces each non-ASCII character by a similar one, or by a question mark."""
 
     def apply(self, segments: list[Segment], background: TextualColor) -> list[Segment]:
-        """The segments in ASCII."""
+        """Convert the segments to ASCII."""
         return [
             Segment(text if text.isascii() else _plain(text), style, control)
             for text, style, control in segments

@@ -1,4 +1,4 @@
-"""A server as the dashboard knows it: where it is and how to ask it."""
+"""A server's address and credentials, as the dashboard uses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONNECT_TIMEOUT = 5.0  # seconds
 
 
 def server_url(text: str) -> httpx.URL:
-    """The address of a server as people write it: with or without scheme, slash or `/v1`.
+    """Parse a server's address, with or without scheme, slash or `/v1`.
 
     Raises:
         ConfigError: it is no http address.
@@ -58,11 +58,11 @@ class Server:
         return server
 
     def path(self, path: str) -> httpx.URL:
-        """The address of something on it."""
+        """Return the URL of a path on the server."""
         return self.url.copy_with(raw_path=(self.url.path.rstrip("/") + path).encode("ascii"))
 
     def client(self, read_timeout: float) -> httpx.AsyncClient:
-        """A client for it; close it after use."""
+        """Open a client for the server; close it after use."""
         return httpx.AsyncClient(
             headers=self.headers,
             timeout=httpx.Timeout(CONNECT_TIMEOUT, read=read_timeout),

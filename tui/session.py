@@ -1,4 +1,4 @@
-"""One person's look at one server: what was told of it, and how it is looked at.
+"""One user's session with one server: the feed's state and the user's view of it.
 
 Screens and the application hold it; it knows nothing of terminals.
 """
@@ -26,20 +26,19 @@ _LOST = (Phase.LOST, Phase.NO_KEY, Phase.UNAUTHORIZED, Phase.FOREIGN)
 
 
 class Session:
-    """Takes in the feed, and the choices of the person who watches.
+    """Takes the feed and the user's choices.
 
     Args:
         url: the server, as it was given.
-        controls: of the same server; None where nothing can be asked, as in a recording.
-        lettered: whether the map must do without half blocks or without colours.
-        recorder: writes down what comes.
+        controls: of the same server; None if nothing can be asked, as in a recording.
+        lettered: the map must do without half blocks or without colours.
+        recorder: writes the feed to a file.
 
     Attributes:
         controls: as given.
-        state: what the server has told by now.
-        look: how the person looks at it.
-        timeline: what it told before.
-        changed: called when the person looks in another way.
+        state: the latest state of the server.
+        timeline: earlier states.
+        changed: called when the view settings change.
     """
 
     def __init__(
@@ -58,10 +57,10 @@ class Session:
         self.timeline = Timeline()
 
     def take(self, item: FeedItem) -> str:
-        """Take in one item of the feed; return what the person must be told, if anything.
+        """Take one item of the feed; return a warning for the user, or "".
 
         Raises:
-            ValueError: the item makes no sense.
+            ValueError: the item is invalid.
         """
         now = time.monotonic()
         before, self.state = self.state, reduce(self.state, item, now)
@@ -77,12 +76,12 @@ class Session:
         return ""
 
     def close(self) -> None:
-        """Write what is still held back."""
+        """Flush and close the recording."""
         if self._recorder is not None:
             self._recorder.close()
 
     def view(self) -> View:
-        """What is shown now; a sequence that has ended is in focus no more."""
+        """Build the present view; a sequence that has ended loses the focus."""
         view = View(
             url=self._url,
             latest=self.state,
@@ -97,19 +96,19 @@ class Session:
         return view
 
     def change(self, **changes: object) -> None:
-        """Look in another way."""
+        """Change view settings."""
         if "focus" in changes:
             changes.setdefault("ended", None)
         self.look = replace(self.look, **changes)  # type: ignore[arg-type]  # names of its fields
         self.changed()
 
     def pause(self) -> None:
-        """Hold the picture still, or let it go on."""
+        """Pause or resume."""
         held = Held(self.state, time.monotonic()) if self.look.held is None else None
         self.change(held=held)
 
     def rewind(self, seconds: float) -> None:
-        """Go back in time, or forward again with a negative number; at the end, live."""
+        """Go back in time, or forward with a negative number; resume at the end."""
         now = time.monotonic()
         when = (now if self.look.held is None else self.look.held.at) - seconds
         if when >= now:
@@ -121,7 +120,7 @@ class Session:
             self.change(held=Held(state, when))
 
     def focus_next(self, step: int) -> None:
-        """Bring out another sequence."""
+        """Focus another sequence."""
         keys = [SequenceKey.of(sequence) for sequence in self.view().listed]
         if not keys:
             return
@@ -131,11 +130,7 @@ class Session:
             self.change(focus=keys[0] if step > 0 else keys[-1])
 
     def why_not_abort(self, sequence: SequenceView | None) -> str:
-        """Why the sequence in focus cannot be aborted, with what to do; "" if it can.
-
-        Args:
-            sequence: in focus; None if there is none.
-        """
+        """Say why the focused sequence cannot be aborted, and what to do; "" if it can."""
         if self.controls is None:
             return "A recording: nothing can be aborted in it."
         if self.state.reduced:

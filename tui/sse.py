@@ -1,4 +1,4 @@
-"""Server-sent events out of a stream of bytes, whatever way the network cuts it up."""
+"""Decodes server-sent events from a byte stream, however the network splits it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024  # a snapshot of ten million blocks is smalle
 
 @dataclass(slots=True)
 class FrameDecoder:
-    """Collects bytes until frames are whole.
+    """Collects bytes until frames are complete.
 
     Only `event` and `data` fields are read; comments and other fields are skipped.
     """
@@ -21,11 +21,11 @@ class FrameDecoder:
 
     @property
     def in_frame(self) -> bool:
-        """Whether what has come so far ends inside a frame."""
+        """True if the bytes so far end inside a frame."""
         return bool(self._rest or self._name or self._data)
 
     def feed(self, received: bytes) -> list[tuple[str, bytes]]:
-        """Take in bytes; return (event name, data) of each frame they complete.
+        """Add bytes; return (event name, data) of each frame they complete.
 
         Raises:
             ValueError: a frame is larger than any of ours can be.

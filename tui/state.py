@@ -1,4 +1,4 @@
-"""What the dashboard knows, and how each thing that arrives changes it: pure functions.
+"""The dashboard's state, and how each arriving item changes it: pure functions.
 
 Knows nothing of networks or widgets.
 """
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """How the connection to the server is."""
+    """State of the connection to the server."""
 
     CONNECTING = "connecting"
     LIVE = "live"
-    LOST = "lost"  # was refused, cut, or fell silent
-    NO_KEY = "key needed"  # the server wants one, and none was sent
+    LOST = "lost"  # refused, cut, or silent
+    NO_KEY = "key needed"  # the server needs a key, and none was sent
     UNAUTHORIZED = "wrong key"  # the server wants another key
-    FOREIGN = "not ours"  # something answers, but not an appliance
+    FOREIGN = "not ours"  # something answers, but it is not an appliance
     ENDED = "ended"  # a recording was played to its end
 
 
@@ -47,9 +47,9 @@ class Connection:
     """One change of the connection.
 
     Attributes:
-        phase: how it is now.
-        reason: why it is not live, in words.
-        retry_at: when it is tried again, in seconds of the monotonic clock.
+        phase: the new phase.
+        reason: why it is not live.
+        retry_at: time of the next attempt, in seconds of the monotonic clock.
     """
 
     phase: Phase
@@ -63,7 +63,7 @@ MAX_LOG_LINES = 500
 
 @dataclass(frozen=True, slots=True)
 class Histories:
-    """One value for each `Stats` event."""
+    """One value per `Stats` event in each history."""
 
     prompt_rate: History = field(default_factory=History)  # tokens per second
     generation_rate: History = field(default_factory=History)
@@ -78,7 +78,7 @@ class Histories:
     steps: History = field(default_factory=History)  # per second
 
     def push(self, stats: Stats, before: Stats | None) -> Histories:
-        """These histories and the numbers of one more moment."""
+        """Add the numbers of one event."""
         engine, ran = stats.engine, stats.steps
         earlier = before.engine if before is not None else engine
         looked_up = engine.prefix_queries_total - earlier.prefix_queries_total
@@ -95,7 +95,7 @@ class Histories:
             prefill_rows=self.prefill_rows.push(_mean(step.prefill_tokens for step in ran)),
             decode_rows=self.decode_rows.push(_mean(step.decode_tokens for step in ran)),
             waiting=self.waiting.push(stats.requests_waiting),
-            # Counters start again with another engine; nothing looked up says nothing new.
+            # Counters restart with another engine; without lookups there is no new value.
             hit_rate=self.hit_rate.push(
                 hits / looked_up if looked_up > 0 <= hits else self.hit_rate.latest
             ),
@@ -104,14 +104,14 @@ class Histories:
 
 
 def _mean(values: Iterable[int]) -> float:
-    """Of what a second's steps held; 0 for a second without steps."""
+    """Average a second's steps; 0 for a second without steps."""
     kept = list(values)
     return sum(kept) / len(kept) if kept else 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DashboardState:
-    """Everything that is shown; None until the server has told it."""
+    """Everything shown; None until the server has sent it."""
 
     connection: Connection = Connection(Phase.CONNECTING)
     info: Info | None = None
@@ -120,35 +120,32 @@ class DashboardState:
     sequences: tuple[SequenceView, ...] = ()  # running ones first, oldest first
     history: Histories = field(default_factory=Histories)
     log: tuple[LogLine, ...] = ()  # oldest first, at most `MAX_LOG_LINES`
-    jobs: tuple[Job, ...] = ()  # that go on, in the order they were heard of
-    table: BlockTable | None = None  # of the sequence that was in focus last
+    jobs: tuple[Job, ...] = ()  # unfinished, in the order of their first event
+    table: BlockTable | None = None  # of the sequence focused last
 
     @property
     def reduced(self) -> bool:
-        """Whether the server is not ours and tells no more than its metrics do."""
+        """True if the server is another make and sends only its metrics."""
         return self.info is not None and self.info.protocol == 0
 
     @property
     def current(self) -> bool:
-        """Whether the map shows what the engine holds now."""
+        """True if the map shows the engine's present state."""
         ready = self.info is None or self.info.state == "ready"
         return self.connection.phase is Phase.LIVE and ready
 
 
 def reduce(state: DashboardState, item: FeedItem, now: float = 0.0) -> DashboardState:
-    """The state after one more item of the feed.
+    """Return the state after one more item of the feed.
 
-    Args:
-        state: what is known so far.
-        item: what arrived.
-        now: when it did, in seconds of the clock that the ages of blocks are counted on.
+    `now` is on the clock that counts the ages of blocks.
 
     Raises:
-        ValueError: the item contradicts itself or the map it is to change.
+        ValueError: the item contradicts itself or the map it changes.
     """
     match item:
         case Connection():
-            # Each connection tells the log from its beginning, and the tasks that go on.
+            # Each connection sends the log from its beginning, and the unfinished jobs.
             if item.phase is Phase.LIVE:
                 state = replace(state, log=(), jobs=())
             return replace(state, connection=item)
@@ -173,7 +170,7 @@ def reduce(state: DashboardState, item: FeedItem, now: float = 0.0) -> Dashboard
 
 
 def _with_job(jobs: tuple[Job, ...], job: Job) -> tuple[Job, ...]:
-    """In the place of what was known of it; without it if it has ended."""
+    """Replace or add a job; remove it if it has ended."""
     if job.ended:
         return tuple(one for one in jobs if one.name != job.name)
     if all(one.name != job.name for one in jobs):
@@ -182,7 +179,7 @@ def _with_job(jobs: tuple[Job, ...], job: Job) -> tuple[Job, ...]:
 
 
 def _map_of(snapshot: Snapshot, before: Blocks | None, now: float) -> Blocks:
-    """The map of a snapshot; where it tells no ages, blocks that are as they were keep theirs."""
+    """Build a snapshot's map; without ages, unchanged blocks keep theirs."""
     blocks = Blocks.of(snapshot, now)
     if snapshot.ages or before is None or before.num_blocks != blocks.num_blocks:
         return blocks
@@ -190,7 +187,7 @@ def _map_of(snapshot: Snapshot, before: Blocks | None, now: float) -> Blocks:
 
 
 def is_running(sequence: SequenceView) -> bool:
-    """Whether it holds blocks, so that its slot means something."""
+    """Return True if the sequence holds blocks, so that its slot is valid."""
     return sequence.status == "running"
 
 

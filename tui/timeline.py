@@ -1,6 +1,6 @@
-"""The last minutes of the feed, so that a person can scroll back: whole states, and what followed.
+"""Keeps the last minutes of the feed for scrolling back: full states, and the items between.
 
-Memory is bounded: what is older than the budget allows is forgotten.
+Memory is bounded: the oldest segments beyond the budget are dropped.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 SEGMENT_SECONDS = 60.0
 BUDGET_BYTES = 24 * 2**20
-_HISTORIES_BYTES = 64 * 2**10  # what a state holds besides its map, roughly
+_HISTORIES_BYTES = 64 * 2**10  # rough size of a state besides its map
 
 
 @dataclass(slots=True)
 class Segment:
-    """A state, and the items that came after it.
+    """A state and the items after it.
 
     Attributes:
-        begin: when the state was, in seconds of the caller's clock.
-        state: from which the items start.
-        lines: the items while they still come.
-        open_bytes: how many these are.
-        packed: the same once they have all come.
-        size: bytes of all of it, roughly, once they have all come.
+        begin: time of the state, in seconds of the caller's clock.
+        state: the state before the items.
+        lines: the items, while more may come.
+        open_bytes: their size.
+        packed: the items compressed, once complete.
+        size: rough size in bytes, once complete.
     """
 
     begin: float
@@ -42,23 +42,23 @@ class Segment:
     size: int = 0
 
     def close(self) -> None:
-        """No more items come."""
+        """Compress the items: no more will come."""
         self.packed = zlib.compress(b"\n".join(self.lines), level=1)
         self.lines, self.open_bytes = [], 0
         self.size = len(self.packed) + _size_of(self.state)
 
     def items(self) -> list[bytes]:
-        """The items, oldest first."""
+        """Return the items, oldest first."""
         return (
             self.lines or zlib.decompress(self.packed).splitlines() if self.packed else self.lines
         )
 
 
 class Timeline:
-    """What was shown when.
+    """Recalls the state at any recent time.
 
     Args:
-        budget: bytes to keep at most, roughly.
+        budget: rough number of bytes to keep at most.
     """
 
     def __init__(self, budget: int = BUDGET_BYTES) -> None:
@@ -69,23 +69,17 @@ class Timeline:
 
     @property
     def begin(self) -> float | None:
-        """The earliest moment that can be gone back to."""
+        """The earliest time that can be recalled."""
         return self._segments[0].begin if self._segments else None
 
     @property
     def num_bytes(self) -> int:
-        """What is kept, roughly."""
+        """Rough size of everything kept."""
         last = self._segments[-1] if self._segments else None
         return self._closed_bytes + (last.open_bytes if last else 0)
 
     def add(self, item: FeedItem, before: DashboardState, now: float) -> None:
-        """Remember an item.
-
-        Args:
-            item: what arrived.
-            before: the state without it.
-            now: when it did.
-        """
+        """Add an item."""
         last = self._segments[-1] if self._segments else None
         if last is None or now - last.begin >= SEGMENT_SECONDS or last.open_bytes > self._most_open:
             if last is not None:
@@ -99,7 +93,7 @@ class Timeline:
         self._segments[-1].open_bytes += len(line)
 
     def state_at(self, when: float) -> DashboardState | None:
-        """What was known at a moment; None before the first one kept."""
+        """Return the state at a time; None before the first one kept."""
         segment = next((one for one in reversed(self._segments) if one.begin <= when), None)
         if segment is None:
             return None

@@ -1,4 +1,4 @@
-"""What one paint shows: the state of the server, and how the person at the keyboard looks at it."""
+"""Everything one paint shows: the state of the server and the user's view settings."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class View:
 
     Attributes:
         url: the server, as it was given.
-        latest: what the server has told by now.
-        look: how the person looks at it.
+        latest: the latest state of the server.
+        look: the user's view settings.
         now: monotonic seconds.
-        lettered: whether the map must do without half blocks or without colours.
-        recording: whether the feed is being written to a file.
+        lettered: the map must do without half blocks or without colours.
+        recording: the feed is being written to a file.
     """
 
     url: str
@@ -42,36 +42,36 @@ class View:
 
     @property
     def state(self) -> DashboardState:
-        """What is shown: the latest, unless the picture stands still."""
+        """The state to show: the latest, unless paused."""
         return self.latest if self.look.held is None else self.look.held.state
 
     @property
     def clock(self) -> float:
-        """The moment that is shown, in seconds of the monotonic clock."""
+        """The time shown, in seconds of the monotonic clock."""
         return self.now if self.look.held is None else self.look.held.at
 
     @property
     def paused(self) -> bool:
-        """Whether the picture stands still on request."""
+        """True while the user has paused the picture."""
         return self.look.held is not None
 
     @property
     def mode(self) -> ColorMode:
-        """What the colours of the block map mean."""
+        """Meaning of the block map's colours."""
         return self.look.mode
 
     @property
     def focus(self) -> SequenceKey | None:
-        """The sequence to bring out."""
+        """Key of the focused sequence."""
         return self.look.focus
 
     def whole(self) -> View:
-        """The same, but the block map with all blocks and without a cursor."""
+        """Return the view with the whole block map and without a cursor."""
         return replace(self, look=replace(self.look, level=0, cursor=None))
 
     @cached_property
     def focused(self) -> SequenceView | None:
-        """The sequence in focus, if it still lives."""
+        """The focused sequence, if it is still live."""
         for sequence in self.state.sequences:
             if SequenceKey.of(sequence) == self.focus:
                 return sequence
@@ -79,7 +79,7 @@ class View:
 
     @property
     def table(self) -> BlockTable | None:
-        """The block table of the sequence in focus, once it is known."""
+        """The block table of the focused sequence, once it has arrived."""
         table, focus = self.state.table, self.focus
         if table is None or focus is None:
             return None
@@ -87,7 +87,7 @@ class View:
 
     @cached_property
     def emphasis(self) -> Emphasis:
-        """What to bring out of the block map."""
+        """The part of the block map to highlight."""
         sequence, table = self.focused, self.table
         slot = None
         if sequence is not None:
@@ -109,7 +109,7 @@ class View:
         return tuple(sorted(kept, key=key, reverse=largest_first is not self.look.ascending))
 
     def swatch(self, sequence: SequenceView) -> tuple[str, str]:
-        """What stands for a sequence beside its name, as on the map, and its colour."""
+        """Return the mark beside a sequence's name, as on the map, and its colour."""
         if not is_running(sequence):
             return " " if self.lettered else "■", palette.FAINT
         letter = letter_of(sequence.slot) if self.lettered else "■"
@@ -117,13 +117,13 @@ class View:
 
     @property
     def retry_words(self) -> str:
-        """When the next attempt to connect is."""
+        """Time until the next attempt to connect, in words."""
         seconds = round(self.latest.connection.retry_at - self.now)
         return f"retrying in {seconds} s" if seconds > 0 else "retrying now"
 
     @property
     def connection_words(self) -> str:
-        """How the connection is, in a few words."""
+        """State of the connection, in a few words."""
         match self.latest.connection.phase:
             case Phase.CONNECTING:
                 return "connecting"

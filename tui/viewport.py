@@ -1,4 +1,4 @@
-"""Which part of the block map is seen: from all of it down to one block in each cell."""
+"""The visible part of the block map: from all of it down to one block per cell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from appliance.tui.grid import Grid
 
-_STEP = 4  # times fewer blocks a pixel with each step of the zoom
+_STEP = 4  # factor between zoom levels in blocks per pixel
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +14,8 @@ class Viewport:
     """A window on `num_blocks` blocks, drawn on `columns` x `rows` cells.
 
     Attributes:
-        span: the blocks that are seen.
-        lettered: one pixel a cell, with a letter on it, instead of two.
+        span: the visible blocks.
+        lettered: one pixel with a letter per cell, instead of two pixels.
         level: 0 shows all blocks; the last level is lettered.
     """
 
@@ -45,7 +45,7 @@ class Viewport:
         level = min(level, len(counts) - 1)
         count = counts[level]
         draw_letters = lettered or (level > 0 and level == len(counts) - 1)
-        # The window moves by quarters: most steps of the cursor then repaint two cells only.
+        # The window moves by quarters: then most cursor steps repaint only two cells.
         quarter = max(1, count // 4)
         first = ((cursor or 0) - count // 2 + quarter // 2) // quarter * quarter
         first = min(max(first, 0), num_blocks - count)
@@ -53,16 +53,16 @@ class Viewport:
 
     @property
     def grid(self) -> Grid:
-        """Where the blocks of `span` lie, counted from its first."""
+        """Grid of the blocks of `span`, counted from its first."""
         return Grid(len(self.span), self.columns, self.rows * (1 if self.lettered else 2))
 
     @property
     def zoomed(self) -> bool:
-        """Whether less than all is seen."""
+        """True if only part of the blocks is visible."""
         return len(self.span) < self.num_blocks
 
     def blocks_at(self, x: int, y: int) -> range:
-        """The blocks under a cell."""
+        """Return the blocks under a cell."""
         grid = self.grid
         if not self.columns or not self.rows or not self.span:
             return range(0)
@@ -73,12 +73,12 @@ class Viewport:
         held = [blocks for blocks in under if blocks]
         if not held:
             return range(0)
-        # The two halves are a line apart: the upper one speaks for a cell of many blocks.
+        # The two halves are a line apart: in a cell of many blocks the upper one counts.
         first = held[0]
         return range(self.span.start + first.start, self.span.start + first.stop)
 
     def line_of_blocks(self) -> int:
-        """How many blocks further the pixel below is."""
+        """Return the distance in blocks to the pixel below."""
         grid = self.grid
         if grid.dense:
             return max(1, round(grid.blocks_per_pixel * self.columns))
@@ -86,7 +86,7 @@ class Viewport:
 
 
 def levels(num_blocks: int, columns: int, rows: int, *, lettered: bool = False) -> list[int]:
-    """How many blocks are seen at each level of the zoom, from all to one a cell."""
+    """Return the number of visible blocks at each zoom level, from all to one per cell."""
     cells = columns * rows
     finest = 1 if lettered else 2  # pixels a cell
     counts = [num_blocks]

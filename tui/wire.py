@@ -1,8 +1,8 @@
-"""Sends a terminal only the cells that change: what a person watches through SSH is paid here.
+"""Sends a terminal only the cells that change, to save bytes over SSH.
 
-Textual paints changed regions whole and names both colours for every run of cells. The driver
-here remembers what stands on the terminal, drops what is there already, and says of a style only
-what differs from the one before.
+Textual repaints changed regions as a whole and names both colours for every run of cells. This
+driver remembers the terminal's content, drops what is already there, and sends only the differences
+between styles.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 Codes = tuple[str, str, str]  # attributes, colour, background; "" is the terminal's default
 _PLAIN: Codes = ("", "", "")
 _RESET = "\x1b[0m"
-# All that an update of the screen consists of: a style or a cursor position, and what follows.
+# An update of the screen consists of these: a style or a cursor position, and text.
 _PIECE = re.compile(r"\x1b\[([\d;]*)([mH])([^\x1b]*)")
 _ONE_CELL_EACH = re.compile(r"[ -~·°─-▟■●○◆▸▲▼‖…←-↓]*")
 _SYNCHRONIZED = ("\x1b[?2026h", "\x1b[?2026l")  # around each update; they change no cell
 _UNKNOWN = "\0"
-_NEAR = 4  # cells; so many are sent again rather than the cursor moved over them
+_NEAR = 4  # cells to send again rather than move the cursor over them
 _MAX_STYLES = 50_000
 
 
 class TerminalMemory:
-    """What stands on a terminal, as far as it is known from what was written to it."""
+    """The content of a terminal, as far as it is known from what was written."""
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[str, str]] = {}  # letters, and a letter for the style of each
@@ -41,13 +41,13 @@ class TerminalMemory:
         self._cursor: tuple[int, int] | None = None
 
     def forget(self) -> None:
-        """Nothing is known any more."""
+        """Forget everything."""
         self._rows.clear()
         self._styles.clear()
         self._cursor = None
 
     def needed(self, written: str) -> str:
-        """The shortest equivalent of what is written; what is no update of cells stays as it is."""
+        """Return the shortest equivalent of an update; anything else stays as it is."""
         if written in _SYNCHRONIZED:
             return written
         pieces = _PIECE.findall(written)
@@ -73,7 +73,7 @@ class TerminalMemory:
     def _write(self, pen: _Pen, y: int, x: int, text: str, parameters: str) -> int:
         """Send the cells of a run that differ; return the column after it."""
         if _ONE_CELL_EACH.fullmatch(text) is None:
-            # How wide this is, terminals disagree on: it is always sent, and never relied on.
+            # Terminals disagree on its width: it is always sent, and never relied on.
             pen.draw(y, x, text, codes(parameters))
             pen.cursor = None
             end = x + cell_len(text)
@@ -91,7 +91,6 @@ class TerminalMemory:
         return end
 
     def _mark(self, parameters: str) -> str:
-        """The letter that stands for a style."""
         mark = self._styles.get(parameters)
         if mark is None:
             mark = self._styles[parameters] = chr(1 + len(self._styles))
@@ -111,7 +110,7 @@ class TerminalMemory:
 
 
 def _changed(before: str, text: str, styled: str, mark: str) -> Iterator[tuple[int, int]]:
-    """First cell and the one after the last of each part that differs, near ones joined."""
+    """Yield first cell and end of each part that differs, joining near ones."""
     first = last = -_NEAR - 1
     for at, (old, new, style) in enumerate(zip(before, text, styled, strict=True)):
         if old == new and style == mark:
@@ -125,7 +124,7 @@ def _changed(before: str, text: str, styled: str, mark: str) -> Iterator[tuple[i
 
 
 class _Pen:
-    """Writes for a terminal, and knows where its cursor is and which style it is in."""
+    """Writes for a terminal, tracking its cursor and style."""
 
     def __init__(self, cursor: tuple[int, int] | None) -> None:
         self.cursor = cursor
@@ -142,7 +141,7 @@ class _Pen:
         self.cursor = y, x + len(text)
 
     def finish(self, y: int, x: int, style: Codes) -> str:
-        """All that was written; leaves cursor and style as they were asked for."""
+        """Return everything written, and leave cursor and style as requested."""
         self._out.append(transition(self._codes, style))
         self._move(y, x)
         return "".join(self._out)
@@ -154,7 +153,7 @@ class _Pen:
 
 @lru_cache(maxsize=4096)
 def codes(parameters: str) -> Codes:
-    """The parts of a style, from the parameters of the sequence that switches it on."""
+    """Split the parameters of a style's escape sequence into its parts."""
     attributes, color, ground = [], "", ""
     left = [one for one in parameters.split(";") if one]
     while left:
@@ -172,13 +171,13 @@ def codes(parameters: str) -> Codes:
 
 @lru_cache(maxsize=4096)
 def transition(before: Codes, after: Codes) -> str:
-    """The shortest sequence from one style to another."""
+    """Return the shortest escape sequence from one style to another."""
     if before == after:
         return ""
     if after == _PLAIN:
         return _RESET
     changed = [new for old, new in zip(before, after, strict=True) if new and new != old]
-    # There is no sure way to switch one thing off, so then all is switched off.
+    # A single attribute cannot be switched off reliably, so switch off all.
     if any(old and not new for old, new in zip(before, after, strict=True)) or (
         before[0] and before[0] != after[0]
     ):
@@ -187,9 +186,9 @@ def transition(before: Codes, after: Codes) -> str:
 
 
 class ThriftyDriver(LinuxDriver):
-    """Textual's driver for a terminal, which sends what its memory says is needed.
+    """A Textual driver that sends only what its memory lacks.
 
-    `TEXTUAL_DRIVER` names drivers by module and class, so that this one may be derived from.
+    `TEXTUAL_DRIVER` names drivers by module and class, so this one can be subclassed.
     """
 
     def __init__(self, app: DashboardApp, **options: Any) -> None:
@@ -199,10 +198,10 @@ class ThriftyDriver(LinuxDriver):
         self._memory = TerminalMemory()
 
     def write(self, data: str) -> None:
-        """Send what changes; a terminal of another size may have moved what stood on it."""
+        """Send what changes; a resized terminal may have moved its content."""
         try:
             size = os.get_terminal_size(self.fileno)
-        except OSError:  # the terminal is gone, and nobody sees the rest
+        except OSError:  # the terminal is gone
             return
         if size != self._seen_size:
             self._seen_size = size

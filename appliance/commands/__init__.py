@@ -1,1 +1,1 @@
-"""One file per command; each imports what it needs when it runs, so that help stays quick."""
+"""The commands, a file each; they import heavy modules only when run, so that help is fast."""

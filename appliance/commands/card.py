@@ -1,4 +1,4 @@
-"""`appliance card`: what a checkpoint is worth, in the terminal."""
+"""`appliance card`: shows a quality card in the terminal."""
 
 from __future__ import annotations
 

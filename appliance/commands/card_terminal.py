@@ -1,4 +1,4 @@
-"""A quality card on a terminal."""
+"""Prints a quality card on a terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def print_card(card: Card, console: Console | None = None) -> None:
 
 
 def bar(share: float, width: int = BAR_WIDTH) -> str:
-    """A bar of a share of the width, to the eighth of a character."""
+    """Draw a bar for a share of the width, to an eighth of a character."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, rest = divmod(eighths, 8)
     return "\u2588" * full + (_EIGHTHS[rest] if rest else "")
@@ -63,7 +63,6 @@ def _pairs(rows: Sequence[Sequence[str]]) -> Table:
 def _numbers(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], values: Sequence[float]
 ) -> Group:
-    """A table, each row with a bar for its value."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for index, name in enumerate(header):
         table.add_column(name, justify="right" if index else "left", no_wrap=index > 0)

@@ -1,4 +1,4 @@
-"""`appliance docs`: the documentation in the terminal, as it was when this version was made."""
+"""`appliance docs`: shows this version's documentation in the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def docs(
 
 
 def _named(topic: str) -> str:
-    """The topic that a word stands for.
+    """Find the topic that begins with a word.
 
     Raises:
         ConfigError: none or several begin with it.

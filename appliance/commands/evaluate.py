@@ -1,4 +1,4 @@
-"""`appliance evaluate`: the quality card of any checkpoint."""
+"""`appliance evaluate`: makes the quality card of any checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evaluate(
         typer.Option(help="Tokens from window to window.", show_default="the window"),
     ] = None,
     kv: Annotated[
-        str, typer.Option(help="KV caches to measure, with commas between: all, none or names.")
+        str, typer.Option(help="KV caches to measure, separated by commas: all, none or names.")
     ] = "all",
     kv_tokens: Annotated[int, typer.Option(help="Tokens to measure them on.")] = 1024,
     compare: Annotated[
@@ -46,7 +46,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="A running server of MODEL, for --lm-eval.",
-            show_default="where the settings say that ours listens",
+            show_default="the address that the settings give our server",
         ),
     ] = None,
     tasks_folder: Annotated[

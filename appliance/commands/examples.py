@@ -1,4 +1,4 @@
-"""Command lines that a server prints for a person to paste, in this terminal or another one."""
+"""Example commands that a server prints for the user to paste into a terminal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NAME = "appliance"
 
 
 def own_command() -> str:
-    """How this program is called, from any folder.
+    """Return the command of this program, valid in any folder.
 
-    By its name only where it is on everybody's PATH: an activated environment is not activated in
-    the next terminal.
+    It is the bare name only if that is on every terminal's PATH: an activated environment is not
+    active in the next terminal.
     """
     script = Path(sys.argv[0])
     if script.name != _NAME:
@@ -34,14 +34,14 @@ def own_command() -> str:
 
 
 def try_it(url: str, name: str, sampling: SamplingDefaults, *, chats: bool, keyed: bool) -> str:
-    """A request that the model can answer, made with curl.
+    """Format a curl request that the model can answer.
 
     Args:
         url: of the server.
         name: id of the model.
-        sampling: what counts where a request says nothing.
-        chats: whether the model has a chat template; others continue a text.
-        keyed: whether the server wants a key, which is taken from the environment.
+        sampling: the server's defaults.
+        chats: the model has a chat template; others continue a text.
+        keyed: the server needs a key, taken from the environment.
     """
     body: dict[str, Any] = {"model": name}
     if "temperature" not in sampling.values:

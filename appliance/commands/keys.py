@@ -1,4 +1,4 @@
-"""`appliance keys`: who is let in, and a key for one more."""
+"""`appliance keys`: lists API keys and makes new ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.api_keys import KeyLimits, check_keys, new_entry, read_keys, show
 from appliance.config import ServerConfig, key_file, known_keys, load_section
 from appliance.errors import ConfigError
 
-keys = typer.Typer(no_args_is_help=True, help="List who is let in, or make a key for one more.")
+keys = typer.Typer(no_args_is_help=True, help="List API keys, or make a new one.")
 
 File = Annotated[
     Path | None, typer.Option("--api-key-file", help="The key file, if not the configured one.")
@@ -24,7 +24,7 @@ def ls(api_key_file: File = None) -> None:
     """List the names of all keys, and what their holders may have."""
     found = known_keys(_server(api_key_file))
     if not found:
-        typer.echo("no key is wanted; whoever reaches the server is let in")
+        typer.echo("no key is needed; whoever reaches the server may use it")
     width = max(map(len, found), default=0)
     for name, key in found.items():
         typer.echo(f"{name.ljust(width)}  {show_limits(key.limits)}".rstrip())
@@ -67,10 +67,10 @@ def _server(path: Path | None) -> ServerConfig:
 
 
 def _check_new(server: ServerConfig, present: dict[str, str], name: str, entry: str) -> None:
-    """Refuse what the server would refuse.
+    """Refuse an entry that the server would refuse.
 
     Raises:
-        ConfigError: the name cannot be used or has a key, or a limit is out of bounds.
+        ConfigError: the name is invalid or has a key, or a limit is out of bounds.
     """
     if name in present or name in server.api_keys:
         raise ConfigError(f"{name!r} has a key already; take its line out first")

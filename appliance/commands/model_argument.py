@@ -1,4 +1,4 @@
-"""How a model is named on the command line."""
+"""The command line's MODEL argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`appliance monitoring`: print a file for Prometheus or Grafana."""
+"""`appliance monitoring`: prints a file for Prometheus or Grafana."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.monitoring import path_of
 
 
 class MonitoringFile(Enum):
-    """What can be printed."""
+    """The files it can print."""
 
     GRAFANA = "grafana"
     ALERTS = "alerts"

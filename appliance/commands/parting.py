@@ -1,4 +1,4 @@
-"""What a server says when it has stopped: what it did, and what it leaves behind."""
+"""The server's last line: what it served, and what it leaves on disk."""
 
 from __future__ import annotations
 
@@ -12,16 +12,11 @@ if TYPE_CHECKING:
     from appliance.config import EngineConfig
 
 
-STOPPED = "stopped; "  # begins the line
+STOPPED = "stopped; "  # prefix of the line
 
 
 def parting(num_requests: int, config: EngineConfig) -> str:
-    """One line.
-
-    Args:
-        num_requests: that came to their end.
-        config: of the engine, with the folder that it used.
-    """
+    """Format the line."""
     served = f"{num_requests:,} request{'' if num_requests == 1 else 's'} served"
     return f"{STOPPED}{served}; {_kept(config)}"
 
@@ -30,7 +25,7 @@ def _kept(config: EngineConfig) -> str:
     from appliance.config import kv_dir
     from appliance.engine.tiers.disk_store import stored_models
 
-    nothing = "nothing of what was asked is kept"
+    nothing = "nothing is kept on disk"
     if config.kv_disk in ("auto", "off"):
         return nothing
     root = Path(config.kv_disk).expanduser()

@@ -1,4 +1,4 @@
-"""What `serve` makes of a model's quality card before anything is loaded."""
+"""Checks a model's quality card before `serve` loads anything."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """A card that was looked at.
+    """A checked card.
 
     Attributes:
         card: for the server, if there is one.
-        lines: for the banner; its figures, then warnings.
+        lines: for the banner: its figures, then warnings.
     """
 
     card: ServedCard | None
@@ -31,14 +31,10 @@ class Quality:
 
 
 def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality:
-    """Read the card of a model and hold it to conditions.
-
-    Args:
-        model: folder or file.
-        conditions: what a person asked for; None asks for nothing.
+    """Read a model's card and check it against conditions.
 
     Raises:
-        QualityError: a condition that is to refuse is not met, or cannot be judged.
+        QualityError: a condition that refuses is not met, or cannot be judged.
     """
     from appliance.quant.quality.card import card_of
     from appliance.quant.quality.min_quality import Action, judge
@@ -61,7 +57,7 @@ def quality_of(model: Path, conditions: tuple[Condition, ...] | None) -> Quality
 
 
 def served_card(card: Card) -> ServedCard:
-    """What a server shows of a card."""
+    """Select the parts of a card that a server shows."""
     from appliance.quant.quality.card import to_json
 
     facts = {
@@ -90,5 +86,5 @@ def served_card(card: Card) -> ServedCard:
 
 
 def _is_quantized(model: Path) -> bool:
-    """Whether weights have fewer bits than they were trained in; of a file it is taken as said."""
+    """Return True if weights have fewer bits than in training; assumed for a file."""
     return model.is_file() or "quantization_config" in read_json(model / "config.json")

@@ -1,4 +1,4 @@
-"""`appliance quantize`: a model's weights in fewer bits, as a folder that can be served."""
+"""`appliance quantize`: writes a model with fewer bits per weight, ready to serve."""
 
 from __future__ import annotations
 
@@ -164,12 +164,12 @@ def quantize(
 
 
 class _TerminatedError(KeyboardInterrupt):
-    """SIGTERM came."""
+    """Raised on SIGTERM."""
 
 
 @contextmanager
 def _interruptible(what_is_kept: Callable[[], str]) -> Iterator[None]:
-    """End on Ctrl-C and SIGTERM with one line that says what was kept.
+    """On Ctrl-C and SIGTERM, exit with one line that says what was kept.
 
     Raises:
         typer.Exit: with 130 or 143.

@@ -1,4 +1,4 @@
-"""The end of `appliance quantize`: what the result is worth."""
+"""Ends `appliance quantize` by measuring the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def make_card_of_run(report: QuantizeReport, base: Path, tokens: int, on_event: OnEvent) -> None:
-    """Keep the facts of a run beside its weights, then measure these and write their card.
+    """Keep a run's facts beside its weights, then measure these and write their card.
 
     The weights are safe before any of this begins. If it fails or is killed, `appliance evaluate`
     makes the same card later.
@@ -24,8 +24,8 @@ def make_card_of_run(report: QuantizeReport, base: Path, tokens: int, on_event: 
     Args:
         report: of the finished run.
         base: the model that was quantized.
-        tokens: to measure on; 0 makes no card.
-        on_event: is told how far it is and what was found.
+        tokens: number to measure on; 0 makes no card.
+        on_event: called with progress and result.
     """
     from appliance.progress import ProgressLine
     from appliance.quant.quality.make_card import CardOptions, make_card, write_card

@@ -1,4 +1,4 @@
-"""Shows a run of `appliance quantize`: drawn on a terminal, else as lines, or as JSON."""
+"""Displays a run of `appliance quantize`: drawn on a terminal, else as lines or JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 class Display(Protocol):
-    """Takes events, and leaves the terminal clean."""
+    """Shows events, and restores the terminal at the end."""
 
     def __enter__(self) -> Display: ...
 
@@ -42,7 +42,7 @@ class Display(Protocol):
 
 
 def choose_display(*, as_json: bool) -> Display:
-    """What suits standard error, or lines of JSON on standard output."""
+    """Choose a display for standard error, or JSON lines on standard output."""
     if as_json:
         return JsonLines()
     console = Console(stderr=True)
@@ -59,7 +59,7 @@ class JsonLines:
         return
 
     def __call__(self, event: QuantizeEvent) -> None:
-        """Write one event, at once."""
+        """Write one event and flush."""
         sys.stdout.write(encode_event(event).decode() + "\n")
         sys.stdout.flush()
 
@@ -74,18 +74,14 @@ class Lines:
         return
 
     def __call__(self, event: QuantizeEvent) -> None:
-        """Write what an event says, if it says anything that the command does not say itself."""
+        """Write an event's lines, unless the command prints them itself."""
         for line in _lines(event):
             sys.stderr.write(f"  {line}\n")
         sys.stderr.flush()
 
 
 class TerminalDisplay:
-    """A table of the latest layers with a bar below it.
-
-    Args:
-        console: a terminal.
-    """
+    """A table of the latest layers with a bar below."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -100,7 +96,7 @@ class TerminalDisplay:
         self._live.stop()
 
     def __call__(self, event: QuantizeEvent) -> None:
-        """Draw the table anew; what is not in it is a line above it."""
+        """Redraw the table; print other events as lines above it."""
         if isinstance(event, Unit):
             self._units.append(event)
             self._live.update(self._drawn(), refresh=True)
@@ -154,7 +150,7 @@ def _parts(count: int) -> str:
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """What a run takes and makes, for a person."""
+    """Describe the resources and the result of a run."""
     gpu = f", {plan.peak_vram / MIB:,.0f} MiB on the GPU" if plan.peak_vram else ""
     size = sum(kind.nbytes for kind in plan.classes)
     return [
@@ -170,7 +166,6 @@ def describe_plan(plan: Plan) -> list[str]:
 
 
 def _losses(unit: Unit) -> str:
-    """The mean loss of a unit's weights; they lie too close together to be told apart here."""
     if not unit.losses:
         return ""
     worst = max(unit.losses.values())

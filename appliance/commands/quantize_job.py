@@ -1,4 +1,4 @@
-"""What the events of a quantize run are to dashboards: stage, layer, time left, loss."""
+"""Reports a quantize run's events to dashboards: stage, layer, time left, loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUANTIZING = "quantizing"
 
 
 def tell_job(job: JobFile, event: QuantizeEvent) -> None:
-    """Pass on what a person who watches wants to know of one event."""
+    """Update the job file from one event."""
     match event:
         case Step():
             job.update(event.what, 0, 0)

@@ -1,4 +1,4 @@
-"""`appliance repack`: a quantized model in the files of another format, the same to the bit."""
+"""`appliance repack`: converts a quantized model to another format, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`appliance serve`: a model behind an OpenAI-compatible endpoint."""
+"""`appliance serve`: serves a model behind an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def banner(
     chats: bool = True,
     network: str | None = None,
 ) -> str:
-    """What a person needs to know once the server is ready; of keys their names.
+    """Format what the user needs to know once the server is ready; keys by name only.
 
-    The URL is one that this machine can open, `network` the one for others.
+    `url` is for this machine, `network` for others.
     """
     names = ", ".join(keys)
     tokens = info.num_blocks * info.block_size
@@ -163,7 +163,6 @@ def _sampling_in_words(sampling: SamplingDefaults) -> str:
 
 
 def _memory_rows(info: EngineInfo) -> list[tuple[str, str]]:
-    """What the engine takes when its KV cache is full, and what else of memory is taken."""
     parts = {"weights": info.weight_bytes, "KV cache": info.kv_bytes}
     parts |= {"workspace": info.workspace_bytes, "Python and PyTorch": info.process_bytes}
     mib = 2**20

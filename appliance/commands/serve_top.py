@@ -1,4 +1,4 @@
-"""`appliance serve --top`: the server in another process, and its dashboard on this terminal."""
+"""`appliance serve --top`: runs the server in another process and its dashboard here."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ if TYPE_CHECKING:
     from appliance.config import ServerConfig
 
 _LAST_LINES = 20
-_PATIENCE = 45.0  # seconds; a server lets streams in flight end for a while
+_PATIENCE = 45.0  # seconds; a server lets open streams end for a while
 
 
 def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
-    """Serve for as long as the dashboard is looked at.
-
-    Args:
-        server: where it will listen.
-        arguments: of `appliance`, so that it serves without a dashboard.
+    """Serve while the dashboard is shown.
 
     Returns:
-        What the process should exit with.
+        The exit code for the process.
 
     Raises:
         ConfigError: there is no terminal to draw on.
@@ -48,7 +44,7 @@ def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
             stdout=output,
             stderr=output,
             env=environment,
-            start_new_session=True,  # signals of the terminal are the dashboard's
+            start_new_session=True,  # signals of the terminal are for the dashboard
         )
     try:
         code = run_dashboard(

@@ -15,7 +15,7 @@ from appliance.errors import ConfigError
 if TYPE_CHECKING:
     import msgspec
 
-Flags = Mapping[str, object]  # setting name to what was written; None where a flag was not given
+Flags = Mapping[str, object]  # setting name to written value; None if the flag was not given
 
 _METAVARS = {int: "NUMBER", float: "NUMBER", str: "TEXT"}
 
@@ -23,9 +23,9 @@ _METAVARS = {int: "NUMBER", float: "NUMBER", str: "TEXT"}
 def with_setting_flags(
     *sections: type[msgspec.Struct],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator for commands whose first parameter takes `Flags`.
+    """Decorate a command whose first parameter takes `Flags`.
 
-    Values are not looked at here: what reads them knows how to name the flag in a message.
+    Values are not checked here: the code that reads them can name the flag in its messages.
     """
     order = list(Group)
     fields = [
@@ -56,9 +56,9 @@ def with_setting_flags(
 
 
 def _parameters(field: Field) -> Iterable[inspect.Parameter]:
-    """What the command line takes for a setting; of a switch also its opposite, which help hides.
+    """Yield the parameters of a setting; a switch also has a hidden opposite.
 
-    With both in the table of options there is no room for either at 80 columns.
+    With both in the help there would be no room for either at 80 columns.
     """
     yield _parameter(_own(field), field, field.flag)
     if field.type is bool:
@@ -97,7 +97,7 @@ def _opposite(field: Field) -> str:
 
 
 def _taken(field: Field, given: Mapping[str, object]) -> object:
-    """What was written for a setting.
+    """Return the value written for a setting.
 
     Raises:
         ConfigError: a switch was turned on and off.

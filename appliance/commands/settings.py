@@ -1,4 +1,4 @@
-"""`appliance settings`: what can be set, where, and to what."""
+"""`appliance settings`: lists all settings."""
 
 from __future__ import annotations
 

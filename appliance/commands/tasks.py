@@ -1,4 +1,4 @@
-"""`appliance evaluate --lm-eval`: tasks through a running server, their scores into the card."""
+"""`appliance evaluate --lm-eval`: runs tasks on a server and adds their scores to the card."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def evaluate_tasks(
     """Run tasks, print their scores, and add them to the model's card if it has one.
 
     Args:
-        model: what the server serves; its tokenizer is needed here.
-        tasks: names, with commas between.
-        url: of the server; None where the settings say.
-        include: folder with tasks of one's own.
-        limit: questions of each task, at most.
+        model: the served model; its tokenizer is needed here.
+        tasks: names, separated by commas.
+        url: of the server; None takes the settings' one.
+        include: folder with your own tasks.
+        limit: most questions per task.
         as_json: print the scores as JSON.
     """
     import msgspec

@@ -16,9 +16,9 @@ from appliance.errors import ConfigError
 @with_setting_flags(TopConfig)
 def top(
     flags: Flags,
-    record: Annotated[Path | None, typer.Option(help="Write all that comes to a new file.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Record the feed to a new file.")] = None,
     replay: Annotated[
-        Path | None, typer.Option(help="Play a recording instead of asking a server.")
+        Path | None, typer.Option(help="Play a recording instead of following a server.")
     ] = None,
     web: Annotated[bool, typer.Option("--web", help="Show it in a browser instead.")] = False,
     config: Annotated[

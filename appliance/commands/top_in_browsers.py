@@ -1,4 +1,4 @@
-"""`appliance top --web`: the dashboard for browsers; not a command of its own."""
+"""`appliance top --web`: serves the dashboard to browsers; not a command of its own."""
 
 from __future__ import annotations
 
@@ -14,15 +14,8 @@ def show_in_browsers(
 ) -> None:
     """Serve the dashboard until a signal ends it.
 
-    Args:
-        url: the server to watch.
-        key: the server's, which browsers want too.
-        host: address for browsers.
-        port: likewise.
-        extra: further arguments of `appliance top`.
-
     Raises:
-        ConfigError: the extra is not installed, or the address cannot be had.
+        ConfigError: the extra is not installed, or the address is not available.
     """
     from appliance.config import ServerConfig
     from appliance.server.listener import bind, url_of

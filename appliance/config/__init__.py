@@ -1,4 +1,4 @@
-"""Settings, read once at the edge from flags, environment and TOML into frozen structs.
+"""Settings from flags, environment and TOML, read once into frozen structs.
 
 `sections` is the place to add one. The only package that reads environment variables; it imports
 nothing heavy.

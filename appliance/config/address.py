@@ -1,4 +1,4 @@
-"""Where a server is reached: from this machine, from others, and by commands that talk to it."""
+"""Addresses of a server: from this machine, from others, and for commands that talk to it."""
 
 from __future__ import annotations
 
@@ -41,17 +41,16 @@ def network_url(host: str, port: int, *, tls: bool = False) -> str | None:
 
 
 def server_to_watch(url: str | None, path: Path | None = None) -> tuple[str, str | None]:
-    """The address of the server that a command talks to, and the key to send there.
+    """Return the address of the server that a command talks to, and the key to send.
 
-    The key is that of the environment, else the configured one, which goes to the configured
-    server only.
+    The key is the environment's, else the configured one, which goes only to the configured server.
 
     Args:
         url: `TopConfig.url`; without one, where a server with these settings listens.
         path: configuration file; None means the usual place, if a file is there.
 
     Raises:
-        ConfigError: a setting of the server cannot be used.
+        ConfigError: a setting of the server is unusable.
     """
     key = api_key_from_environment()
     if url is not None and (key is not None or not _is_here(url)):
@@ -80,7 +79,7 @@ def authority_to_trust(top: TopConfig, path: Path | None = None) -> str | None:
 
 
 def _key_to_watch(server: ServerConfig) -> str | None:
-    """The key that manages everything, or the only one; of several with names a person chooses."""
+    """Return the key without a name, or the only key; None if there are several named ones."""
     keys = known_keys(server)
     key = next(iter(keys.values())) if len(keys) == 1 else keys.get(BARE_NAME)
     return None if key is None else key.secret
@@ -101,7 +100,7 @@ def _port_of(url: str) -> int | None:
 
 
 def _split(url: str) -> tuple[str, int | None]:
-    """Host and port; nothing of an address that is none, which is for the command to refuse."""
+    """Split off host and port; empty for an invalid address, which the command refuses."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)

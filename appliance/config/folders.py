@@ -1,4 +1,4 @@
-"""Where files of ours lie, by the environment."""
+"""Folders of our files, by the environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OTHER_VARIABLES = {CACHE_VARIABLE, CONFIG_VARIABLE, MODELS_VARIABLE}
 
 
 def cache_dir() -> Path:
-    """Where downloads and derived files go."""
+    """Return the folder of downloads and derived files."""
     if explicit := os.environ.get(CACHE_VARIABLE):
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -24,23 +24,23 @@ def cache_dir() -> Path:
 
 
 def kv_dir() -> Path:
-    """Where a server keeps KV blocks of long prompts, unless it is told otherwise."""
+    """Return the default folder of a server's KV blocks."""
     return cache_dir() / "kv"
 
 
 def jobs_dir() -> Path:
-    """Where long tasks of this user tell how far they are, see `appliance.jobs`."""
+    """Return the folder in which this user's long jobs report progress, see `appliance.jobs`."""
     return cache_dir() / "jobs"
 
 
 def config_path(named: Path | None = None) -> Path | None:
-    """The configuration file, if there is one.
+    """Find the configuration file; None if there is none.
 
     Args:
-        named: by a flag; else APPLIANCE_CONFIG may name one, else it lies in the usual place.
+        named: by a flag; else APPLIANCE_CONFIG may name one, else it is in the usual place.
 
     Raises:
-        ConfigError: one is named, and is not there.
+        ConfigError: the named file does not exist.
     """
     by = ""
     if named is None and (explicit := os.environ.get(CONFIG_VARIABLE)):

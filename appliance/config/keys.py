@@ -1,4 +1,4 @@
-"""The API keys of a server, from wherever they are, and the one that a client of ours sends."""
+"""Collects a server's API keys from settings and key file, and our clients' own key."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ KEY_VARIABLE = fields_of(ServerConfig)["api_key"].variable
 
 
 def api_key_from_environment() -> str | None:
-    """The key with which a client of ours talks to a server."""
+    """Return the key with which our clients talk to a server."""
     return os.environ.get(KEY_VARIABLE) or None
 
 
 def key_file(server: ServerConfig) -> Path | None:
-    """Where a server's key file lies, if it has one."""
+    """Return the path of a server's key file, if it has one."""
     return None if server.api_key_file is None else Path(server.api_key_file).expanduser()
 
 
 def known_keys(server: ServerConfig) -> dict[str, ApiKey]:
-    """Name to key, of all that a server lets in: its settings' and its key file's, as it is now.
+    """Return all keys that a server accepts, by name: its settings' and its key file's.
 
-    Empty where no key is wanted.
+    Empty if no key is needed.
 
     Raises:
-        ConfigError: the file cannot be read or used.
+        ConfigError: the file is unreadable or invalid.
     """
     mine = check_keys(server.api_key, server.api_keys)
     if (path := key_file(server)) is None:
@@ -41,11 +41,11 @@ def known_keys(server: ServerConfig) -> dict[str, ApiKey]:
 
 
 def own_key(server: ServerConfig) -> tuple[str | None, dict[str, str]]:
-    """A key that manages everything, for whoever starts the server to watch it.
+    """Return a key that manages everything, for a program that starts the server to watch it.
 
     Returns:
-        The key, None where none is wanted; and the environment in which the server lets it in:
-        where there are several keys and all have names, or only digests are stored, it is one more.
+        The key, None if none is needed; and the environment that makes the server accept it: if all
+        of several keys have names, or only digests are stored, the key is an additional one.
     """
     keys, environment = known_keys(server), dict(os.environ)
     if not keys:

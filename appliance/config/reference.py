@@ -1,4 +1,4 @@
-"""The settings as a page to read, and as a configuration file to start from."""
+"""Writes the settings as a reference page and as an example configuration file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TITLES = {
 
 
 def settings_reference() -> str:
-    """A table of all settings for each section, in Markdown."""
+    """Write a Markdown table of all settings for each section."""
     parts = [
         "A flag wins over an environment variable, which wins over the configuration file, "
         "`~/.config/appliance/config.toml` or the one that `--config` or "
@@ -35,7 +35,7 @@ def settings_reference() -> str:
 
 
 def example_config() -> str:
-    """A whole configuration file, in which every setting stands with its default."""
+    """Write a whole configuration file with every setting at its default."""
     lines = [
         "# Settings of appliance: take the # away from those that are to change.",
         "# If it holds keys, nobody else may read it: chmod 600",
@@ -72,7 +72,7 @@ def _row(field: Field) -> str:
 
 
 def _note(field: Field) -> str:
-    """The bounds, unless they say nothing."""
+    """Return the bounds, unless there are none."""
     if not field.bounds:
         return ""
     unit = " tokens" if field.setting.unit is Unit.TOKENS else ""
@@ -80,7 +80,7 @@ def _note(field: Field) -> str:
 
 
 def _toml(field: Field) -> str:
-    """The default as it stands in a configuration file; an example where it is no value."""
+    """Return the default in TOML; "auto" where it is not a value."""
     if field.default is None or field.default == "":
         if field.type is str:
             return '""'

@@ -1,4 +1,4 @@
-"""All settings, a frozen struct for each section of the configuration file.
+"""All settings: a frozen struct per section of the configuration file.
 
 This is the one place to add a setting: its flag, environment variable, key in the configuration
 file, help text and line of the reference come from its field here. Imports nothing heavy.
@@ -20,7 +20,7 @@ MOST_BYTES = 2**50
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the engine process needs to know.
+    """Settings of the engine process.
 
     Raises:
         ConfigError: a value is out of bounds, on construction.
@@ -37,7 +37,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[
         str,
         Setting(
-            "What computes: auto, cpu or cuda; auto is the GPU where there is one.",
+            "Device: auto, cpu or cuda; auto is the GPU if there is one.",
             Group.COMPUTE,
             choices=("auto", "cpu", "cuda"),
         ),
@@ -94,7 +94,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 32
     max_num_batched_tokens: Annotated[
         int,
-        Setting("Most rows of one step.", Group.STEPS, unit=Unit.TOKENS, low=16, high=2**20),
+        Setting(
+            "Most tokens that one step computes.", Group.STEPS, unit=Unit.TOKENS, low=16, high=2**20
+        ),
     ] = 512
     block_size: Annotated[
         int | None,
@@ -130,7 +132,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     generation_config: Annotated[
         str,
         Setting(
-            "Sample as the model's makers recommend where a request says nothing: auto or off.",
+            "Default sampling as the model's makers recommend: auto or off.",
             Group.REQUESTS,
             choices=("auto", "off"),
         ),
@@ -140,7 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Setting("CPU threads.", Group.COMPUTE, low=1, high=1024, default_is="the physical cores"),
     ] = None
     prefix_caching: Annotated[
-        bool, Setting("Reuse the KV cache of beginnings that prompts share.", Group.KV)
+        bool, Setting("Reuse the KV cache of prefixes that prompts share.", Group.KV)
     ] = True
     kv_disk: Annotated[
         str,
@@ -154,7 +156,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_disk_size: Annotated[
         int,
         Setting(
-            "Most that this folder may take, of all models together.",
+            "Size limit of this folder, all models together.",
             Group.KV,
             unit=Unit.BYTES,
             low=MIB,
@@ -164,7 +166,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_host_memory: Annotated[
         int | None,
         Setting(
-            "Host memory for KV blocks that had to make room; 0 computes them again.",
+            "Host memory for KV blocks that leave the cache; 0 recomputes them.",
             Group.KV,
             unit=Unit.BYTES,
             low=0,
@@ -183,7 +185,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the API process needs to know.
+    """Settings of the API process.
 
     Raises:
         ConfigError: a value is out of bounds, on construction.
@@ -199,8 +201,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: Annotated[
         str | None,
         Setting(
-            "The API key without a name, which manages everything; not a flag, because other"
-            " users can see those.",
+            "The API key without a name, which manages everything; not a flag, since other"
+            " users could see it.",
             Group.ADDRESS,
             has_flag=False,
             is_key=True,
@@ -227,7 +229,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queue_tokens: Annotated[
         int,
         Setting(
-            "Tokens of the prompts that may wait; one alone may be longer.",
+            "Prompt tokens that may wait; a single prompt may be longer.",
             Group.REQUESTS,
             unit=Unit.TOKENS,
             low=1,
@@ -237,7 +239,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queue_seconds: Annotated[
         float,
         Setting(
-            "How long a request may wait to be started.",
+            "Longest time a request may wait to be started.",
             Group.REQUESTS,
             unit=Unit.SECONDS,
             low=0.001,
@@ -247,7 +249,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     drain_timeout: Annotated[
         float,
         Setting(
-            "How long answers may go on after the server was told to stop.",
+            "Longest time that answers may continue after the server was told to stop.",
             Group.REQUESTS,
             unit=Unit.SECONDS,
             low=0,
@@ -257,8 +259,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     share_prefixes_between_keys: Annotated[
         bool,
         Setting(
-            "Let API keys reuse each other's cached prompt beginnings, though timing then tells"
-            " them of each other.",
+            "Let API keys reuse each other's cached prefixes; timing then tells them of each"
+            " other's prompts.",
             Group.ADDRESS,
         ),
     ] = False
@@ -268,13 +270,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 2 * MIB
     max_connections: Annotated[
         int,
-        Setting("Connections of all clients together.", Group.ADDRESS, low=8, high=10**5),
+        Setting("Most connections, all clients together.", Group.ADDRESS, low=8, high=10**5),
     ] = 768
     allowed_origins: Annotated[
         str,
         Setting(
-            "Origins of web pages and apps that may call, such as app://obsidian.md, with commas"
-            " between; * allows all.",
+            "Origins of web pages and apps that may call, such as app://obsidian.md, separated"
+            " by commas; * allows all.",
             Group.ADDRESS,
             default_is="none",
         ),
@@ -282,8 +284,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allowed_hosts: Annotated[
         str,
         Setting(
-            "Names that a reverse proxy passes on, such as llm.example, with commas between; *"
-            " allows all.",
+            "Names that a reverse proxy passes on, such as llm.example, separated by commas;"
+            " * allows all.",
             Group.ADDRESS,
             default_is="none",
         ),
@@ -319,20 +321,20 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ""
     show_prompts: Annotated[
         bool,
-        Setting("Let dashboards show what is asked; of several keys each sees its own.", Group.LOG),
+        Setting("Let dashboards show prompts; with several keys, each sees its own.", Group.LOG),
     ] = False
     min_quality: Annotated[
         str | None,
         Setting(
             "Refuse a model whose quality card is worse, or warn: kld<=0.1 (or 0.1 for short),"
-            " same-top>=90, ppl-ratio<=1.05, warn:kld<=0.05; with commas between.",
+            " same-top>=90, ppl-ratio<=1.05, warn:kld<=0.05; separated by commas.",
             Group.MODEL,
         ),
     ] = None
     log_level: Annotated[
         str,
         Setting(
-            "Least level that is logged: debug, info, warning or error.",
+            "Lowest level to log: debug, info, warning or error.",
             Group.LOG,
             choices=("debug", "info", "warning", "error"),
         ),
@@ -340,7 +342,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_format: Annotated[
         str,
         Setting(
-            "Log lines as text, or as json, an object a line.",
+            "Log lines as text, or as json, one object per line.",
             Group.LOG,
             choices=("text", "json"),
         ),
@@ -348,7 +350,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     access_log: Annotated[
         bool,
         Setting(
-            "Log a line for each request: who, what, status and time, never what was asked.",
+            "Log a line per request: who, what, status and time, never the prompt.",
             Group.LOG,
         ),
     ] = False
@@ -361,7 +363,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server needs to know."""
+    """All settings of a server."""
 
     engine: EngineConfig = msgspec.field(default_factory=EngineConfig)
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)

@@ -1,7 +1,7 @@
-"""One setting: what a person may write for it, and what is said to other values.
+"""Describes one setting: its valid values and the messages for invalid ones.
 
-Flags, environment, configuration files and the reference all read these definitions, which stand
-at the fields of the structs in `sections`.
+Flags, environment, configuration files and the reference all read these definitions, which annotate
+the fields of the structs in `sections`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBERS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
 class Group(Enum):
-    """Settings that are shown together, in this order."""
+    """Groups of settings in help and reference, in this order."""
 
     ADDRESS = "Address and keys"
     MODEL = "Model"
@@ -43,7 +43,7 @@ class Group(Enum):
 
 
 class Unit(Enum):
-    """What a number counts; the value is the word after it."""
+    """Unit of a number; the value is the word after it."""
 
     NONE = ""
     BYTES = "bytes"
@@ -53,18 +53,18 @@ class Unit(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is known about a setting beside its name, type and default.
+    """A setting's definition, besides name, type and default.
 
     Attributes:
         help: one sentence.
-        group: among which it is shown.
+        group: its group in help and reference.
         unit: of a number.
         low: least value.
         high: largest value.
-        choices: all values there are; empty means any.
-        default_is: the default in words, where it says nothing by itself.
-        has_flag: whether the command line takes it.
-        is_key: it is an API key, which no message may hold.
+        choices: all valid values; empty means any.
+        default_is: the default in words, where the value does not explain itself.
+        has_flag: the command line accepts it.
+        is_key: it is an API key, which no message may contain.
     """
 
     help: str
@@ -80,7 +80,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A setting as it stands in its section.
+    """A setting as a field of its section.
 
     Attributes:
         name: of the field, and of the key in a configuration file.
@@ -107,11 +107,9 @@ class Field:
         return ENV_PREFIX + self.name.upper()
 
     def read(self, value: object, origin: str) -> object:
-        """The value of what a person wrote: text, or a value of TOML or Python.
+        """Parse a written value: text, or a value of TOML or Python.
 
-        Args:
-            value: what was written.
-            origin: who sets it, as messages should name it.
+        `origin` names the value's source in messages.
 
         Raises:
             ConfigError: it is of the wrong type or out of bounds.
@@ -130,7 +128,7 @@ class Field:
         return value
 
     def check(self, value: object, origin: str) -> None:
-        """Raise if a value of the right type is not one of those allowed."""
+        """Raise ConfigError if a value of the right type is not allowed."""
         setting = self.setting
         if value is None or (self.is_optional and value == ""):
             return
@@ -146,7 +144,7 @@ class Field:
 
     @property
     def kind(self) -> str:
-        """What a person may write, in words."""
+        """The accepted form of values, in words."""
         if self.setting.unit is Unit.BYTES:
             return "a size such as 512MiB or 2GiB"
         if self.setting.unit is Unit.SECONDS:
@@ -162,7 +160,7 @@ class Field:
 
     @property
     def bounds(self) -> str:
-        """Between what it must be, in words; empty if there is no bound."""
+        """The bounds in words; empty if there are none."""
         setting = self.setting
         if setting.low is None or setting.high is None:
             return ""
@@ -172,13 +170,13 @@ class Field:
 
     @property
     def default_text(self) -> str:
-        """The default as a person would write or say it."""
+        """The default in words."""
         if self.setting.default_is:
             return self.setting.default_is
         return self.shown(self.default) if self.default not in (None, "", {}) else ""
 
     def shown(self, value: object) -> str:
-        """A value as messages and the reference have it."""
+        """Format a value for messages and the reference."""
         if isinstance(value, bool):
             return "on" if value else "off"
         if isinstance(value, int | float):
@@ -215,12 +213,12 @@ class Field:
 
 @lru_cache
 def fields_of(section: type[msgspec.Struct]) -> Mapping[str, Field]:
-    """The settings of a section by name, in the order in which they stand there."""
+    """Return the settings of a section by name, in their order there."""
     return {info.name: _field(info) for info in msgspec.structs.fields(section)}
 
 
 def flag_of(name: str) -> str:
-    """The flag that sets a setting of that name."""
+    """Return the flag that sets the named setting."""
     return "--" + name.replace("_", "-")
 
 
@@ -235,7 +233,7 @@ def check_all(section: msgspec.Struct) -> None:
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """The end of a message about an unknown word: the one that was meant, or all there are."""
+    """Suggest the nearest known word for an unknown one, or list all."""
     known = list(words)
     found = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {found[0]!r}?" if found else f"; known: {', '.join(known)}"
@@ -251,7 +249,7 @@ def _field(info: Any) -> Field:
 
 
 def _holds_text(value: object) -> bool:
-    """Whether all values of a table are text; of what is none, true."""
+    """Return True unless a table holds a value that is not text."""
     return not isinstance(value, dict) or all(isinstance(one, str) for one in value.values())
 
 

@@ -1,4 +1,4 @@
-"""Merges flags over environment over configuration file over defaults, and says who set what."""
+"""Merges flags over environment over configuration file over defaults, tracking each origin."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Given = Mapping[str, object]
 
 
 def load_settings(flags: Given, path: Path | None = None) -> Settings:
-    """The settings of a server.
+    """Load the settings of a server.
 
     Args:
         flags: setting name to value; None means that the flag was not given.
         path: configuration file; None means the usual place, if a file is there.
 
     Raises:
-        ConfigError: an unknown key of the file (the nearest valid one is named), or a wrong type
-            or value; the message names the flag, variable or key at fault.
+        ConfigError: an unknown key of the file (the nearest valid one is named), or a wrong type or
+            value; the message names the flag, variable or key at fault.
     """
     mine = fields_of(EngineConfig).keys()
     engine = {name: value for name, value in flags.items() if name in mine}
@@ -44,7 +44,7 @@ def load_settings(flags: Given, path: Path | None = None) -> Settings:
         engine=load_section(EngineConfig, engine, path),
         server=load_section(ServerConfig, server, path),
     )
-    known_keys(settings.server)  # a wrong key file is found before anything is loaded
+    known_keys(settings.server)  # find a bad key file before anything is loaded
     return settings
 
 
@@ -55,13 +55,13 @@ def load_section(
     *,
     spell: Callable[[str], str] = flag_of,
 ) -> AnySection:
-    """The settings of one section; values of the others are not looked at.
+    """Load the settings of one section, ignoring the values of others.
 
     Args:
-        section: which.
+        section: its struct.
         given: setting name to value, over everything else; None means not given.
         path: configuration file, see `load_settings`.
-        spell: what to call a given setting in messages; by default its flag.
+        spell: names a given setting in messages; by default its flag.
 
     Raises:
         ConfigError: see `load_settings`.
@@ -83,13 +83,13 @@ def load_section(
     values = {name: fields[name].read(value, origins[name]) for name, value in written.items()}
     try:
         return section(**values)
-    except ConfigError as error:  # two settings that do not go together
+    except ConfigError as error:  # two settings contradict each other
         words = re.sub(r"\w+(?= \()", lambda word: origins.get(word[0], word[0]), str(error))
         raise ConfigError(words) from None
 
 
 def with_kv_folder(settings: Settings) -> Settings:
-    """The settings of a server, whose prompts are kept in the usual folder unless it says else."""
+    """Set a server's KV folder to the usual one, unless the settings choose another."""
     if settings.engine.kv_disk != "auto":
         return settings
     engine = msgspec.structs.replace(settings.engine, kv_disk=str(kv_dir()))
@@ -97,10 +97,10 @@ def with_kv_folder(settings: Settings) -> Settings:
 
 
 def warn_of_unknown_variables() -> None:
-    """Log a line for each variable of the environment that looks like a setting and is none.
+    """Log a warning for each environment variable that looks like a setting but is none.
 
-    It is no error, as the environment is shared: the variable may be meant for another version or
-    for a program around this one.
+    It is no error, since the environment is shared: the variable may be for another version or for
+    a program around this one.
     """
     known = {field.variable for one in SECTIONS.values() for field in fields_of(one).values()}
     names = [variable.removeprefix(ENV_PREFIX) for variable in sorted(known | OTHER_VARIABLES)]
@@ -116,7 +116,7 @@ def warn_of_unknown_variables() -> None:
 
 
 def _section_of(path: Path | None, section: type[msgspec.Struct]) -> dict[str, Any]:
-    """What a configuration file says about a section; names of the others are checked too."""
+    """Read a section of a configuration file; keys of other sections are checked too."""
     if path is None:
         return {}
     try:

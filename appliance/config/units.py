@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them, and how they are shown."""
+"""Parses and formats sizes and durations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_duration(text: str) -> float:
 
 
 def show_size(count: float) -> str:
-    """A size in the largest unit of which there is one, such as 200 GiB."""
+    """Format a size in the largest fitting unit, such as 200 GiB."""
     power = 0
     while power + 1 < len(_SIZES) and count >= 1024 ** (power + 1):
         power += 1
@@ -45,7 +45,7 @@ def show_size(count: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """A duration in the largest unit that divides it, such as 10m."""
+    """Format a duration in the largest unit that divides it, such as 10m."""
     for unit in ("d", "h", "m"):
         if seconds >= _SECONDS[unit] and seconds % _SECONDS[unit] == 0:
             return f"{seconds / _SECONDS[unit]:g}{unit}"

@@ -1,1 +1,1 @@
-"""The engine decides and remembers: requests, blocks, schedule, steps and their process."""
+"""Schedules and runs requests: queue, KV blocks, steps, and the process that holds them."""

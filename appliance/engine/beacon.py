@@ -1,8 +1,8 @@
-"""Signs of life of an engine, in memory that others see whatever it is doing.
+"""Reports an engine's progress in shared memory, readable even while a step runs.
 
-A step may take minutes on a slow machine, and a process that hangs looks the same from outside:
-both report nothing. So what computes counts here how far it has come, and before a step begins to
-work on requests it leaves their names: should the process die in it, they are known.
+A step may take minutes on a slow machine, and a hung process looks the same from outside. So the
+engine counts its progress here, and writes the names of the requests a step starts, so that they
+are known if the process dies in that step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MAX_NAMES = WORDS - _NAMES
 
 
 class Beacon:
-    """One engine's signs.
+    """Progress counter and started requests of one engine.
 
     Args:
-        words: (WORDS,) 64-bit words; None keeps them to this process.
+        words: (WORDS,) 64-bit words; None keeps them in this process.
     """
 
     def __init__(self, words: memoryview | None = None) -> None:
@@ -31,22 +31,22 @@ class Beacon:
         assert len(self._words) == WORDS
 
     def advance(self) -> None:
-        """Something was computed."""
+        """Count one piece of progress."""
         self._words[_PROGRESS] = (self._words[_PROGRESS] + 1) % 2**63
 
     @property
     def progress(self) -> int:
-        """How often anything was."""
+        """Number of pieces so far, modulo 2**63."""
         return self._words[_PROGRESS]
 
     @property
     def address(self) -> int:
-        """Of the progress, for code that is not Python; valid as long as this object lives."""
+        """Address of the counter, for code that is not Python; valid while this object lives."""
         return ctypes.addressof(ctypes.c_uint64.from_buffer(self._words))
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """What a GPU does in the meantime shows nowhere."""
+        """Mark the wait for a GPU, whose progress is not visible here."""
         self._words[_WAITING] = 1
         try:
             yield
@@ -55,23 +55,23 @@ class Beacon:
 
     @property
     def waits_for_device(self) -> bool:
-        """Whether it is waiting for one."""
+        """True while the engine waits for a GPU."""
         return bool(self._words[_WAITING])
 
     def start(self, request_ids: Iterable[str]) -> None:
-        """The step that begins now is the first to work on these requests."""
+        """Name the requests that the next step is the first to work on."""
         names = [name_of(request_id) for request_id in request_ids][:MAX_NAMES]
-        self._words[_COUNT] = 0  # whoever reads in between sees none, or all
+        self._words[_COUNT] = 0  # a concurrent reader sees none or all of them
         for place, name in enumerate(names, _NAMES):
             self._words[place] = name
         self._words[_COUNT] = len(names)
 
     def started(self) -> set[int]:
-        """Names of the requests that the latest `start` told of; see `name_of`."""
+        """Return the names that the latest `start` wrote; see `name_of`."""
         count = min(self._words[_COUNT], MAX_NAMES)
         return set(self._words[_NAMES : _NAMES + count].tolist())
 
 
 def name_of(request_id: str) -> int:
-    """What a beacon calls a request."""
+    """Hash a request id into the name a beacon uses."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")

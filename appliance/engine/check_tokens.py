@@ -1,4 +1,4 @@
-"""What of a request depends on the model's vocabulary."""
+"""Checks a request against the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_tokens(request: Request, info: EngineInfo) -> None:
-    """Refuse a request that the model has not the tokens for.
+    """Refuse a request with tokens that the model does not have.
 
     Raises:
         RequestError: a token id is outside the vocabulary, or it is too small for so many beams.

@@ -1,4 +1,4 @@
-"""From what the scheduler tells of a sequence to what its client is told."""
+"""Converts the scheduler's updates into the deltas that clients get."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ if TYPE_CHECKING:
 
 
 def deltas_of(updates: Iterable[Update]) -> tuple[SequenceDelta, ...]:
-    """One for each update that a client knows the sequence of."""
+    """Return a delta for each update of a sequence that the client knows."""
     return tuple([_delta(update) for update in updates if _is_choice(update.sequence)])
 
 
 def overdue(updates: Iterable[Update], now: float) -> list[SequenceDelta]:
-    """The ends of sequences whose time is over: an error if their request was never started.
+    """Return the ends of expired sequences: errors for requests that were never started.
 
-    Args:
-        updates: what became of each.
-        now: seconds of the clock of their arrival.
+    `now` is on the clock of their arrival.
     """
     return [
         _delta(update) if update.token_ids else _late(update.sequence, now)
@@ -52,7 +50,7 @@ def _delta(update: Update) -> SequenceDelta:
             finish_reason=finish_reason,
             error=error,
         )
-    is_search = cumulative_logprob is not None  # which shows nothing before its end
+    is_search = cumulative_logprob is not None  # a search shows nothing before its end
     first = sequence.index == 0 if is_search else sequence.num_output_tokens == len(token_ids)
     if prompt_logprobs is not None or pooled is not None:
         first = False  # more is to come
@@ -83,11 +81,10 @@ def _late(sequence: Sequence, now: float) -> SequenceDelta:
 
 
 def _is_choice(sequence: Sequence) -> bool:
-    """Whether the client knows of it: a search may have more beams than answers."""
+    """Return True if the client knows of it: a search may have more beams than answers."""
     return sequence.index < sequence.request.sampling.num_choices
 
 
 def _waited(sequence: Sequence) -> float:
-    """Seconds in the queue, until its first step."""
     first = sequence.first_scheduled
     return 0.0 if first is None else first - sequence.arrival

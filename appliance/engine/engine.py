@@ -1,7 +1,7 @@
-"""The engine: submit requests, step, collect what each step added. Decide, run, commit.
+"""The engine: accepts requests, plans and runs steps, and returns what each step added.
 
-Where the runner's device works by itself, the next step is decided and enqueued before the tokens
-of the one before it are read.
+On an asynchronous device the next step is planned and enqueued before the tokens of the one before
+it are read.
 """
 
 from __future__ import annotations
@@ -42,16 +42,14 @@ logger = logging.getLogger(__name__)
 
 
 class LLMEngine:
-    """A loaded model with its cache and its queue; one thread drives it.
+    """A loaded model with its cache and its queue, driven by one thread.
 
     Args:
-        scheduler: decides.
-        tiers: what the scheduler keeps of content that leaves the cache.
-        runner: runs.
-        info: what was loaded.
-        matchers: what the runner follows grammars with.
+        tiers: keep content that leaves the cache.
+        info: facts about the loaded model and cache.
+        matchers: the grammars' states, shared with the runner.
         clock: monotonic seconds.
-        beacon: for whoever watches.
+        beacon: shows progress to other processes.
     """
 
     def __init__(
@@ -72,8 +70,8 @@ class LLMEngine:
         self._tiers = tiers
         self._runner = runner
         self._grammars = Grammars(scheduler, matchers, info)
-        self._in_flight: deque[tuple[Plan, float]] = deque()  # each with when it was begun
-        self._expired: list[SequenceDelta] = []  # to be told with the next report
+        self._in_flight: deque[tuple[Plan, float]] = deque()  # each with the time it was launched
+        self._expired: list[SequenceDelta] = []  # for the next report
         self._last_end = 0.0
         self._step_seconds = 0.0
         self._num_steps = 0
@@ -94,11 +92,11 @@ class LLMEngine:
         """Plan memory, then load the model.
 
         Args:
-            config: what to load and how much to run at once; `model` is a path.
+            config: the settings; `model` is a path.
             eos_token_ids: tokens that end an answer.
-            metadata: where block metadata goes; None keeps it private.
+            metadata: memory for block metadata; None keeps it private.
             on_progress: called with stage, done, total.
-            beacon: for whoever watches; None keeps its signs private.
+            beacon: shows progress to other processes; None keeps it private.
 
         Raises:
             ModelError: the model cannot be read or is not supported.
@@ -109,7 +107,7 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """True if a step would do anything."""
         serving = self._scheduler.has_work or bool(
             self._in_flight or self._expired or self._grammars.waiting
         )
@@ -117,7 +115,7 @@ class LLMEngine:
         return serving or spare
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """The model's tokens; needed before the first request with a grammar."""
+        """Set the model's tokens; needed before the first request with a grammar."""
         self._grammars.set_vocabulary(vocabulary)
 
     def submit(self, request: Request) -> None:
@@ -135,14 +133,13 @@ class LLMEngine:
             self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, or one choice of it, in whatever phase; False if it was not live."""
+        """End a request, or one choice of it, in any phase; return False if it was not live."""
         return self._grammars.abandon(request_id) or self._scheduler.abort(request_id, index)
 
     def step(self) -> StepReport:
         """Start one step and finish the oldest one; deltas are in the order of its plan.
 
-        If it is interrupted, as by Ctrl-C, nothing of what is in flight is remembered and the next
-        steps repeat it.
+        An interrupt, such as Ctrl-C, discards what is in flight; the next steps repeat it.
         """
         begin = now = self._clock()
         self._expired += overdue(self._scheduler.expire(now), now)
@@ -200,7 +197,7 @@ class LLMEngine:
         return deltas_of(self._grammars.advance(self._scheduler.commit(plan, sampled)))
 
     def close(self) -> None:
-        """Write what is left for the disk, as far as there is time for it."""
+        """Write what the disk tier still lacks, as far as time allows."""
         self._tiers.close()
 
     def _discard_plans(self) -> None:
@@ -209,7 +206,7 @@ class LLMEngine:
         self._scheduler.discard_plans()
 
     def stats(self) -> EngineStats:
-        """A snapshot of the numbers."""
+        """Return a snapshot of the engine's numbers."""
         return msgspec.structs.replace(
             self._grammars.add_stats(self._scheduler.stats()),
             step_seconds=self._step_seconds,
@@ -218,17 +215,17 @@ class LLMEngine:
         )
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        """All live sequences, as the dashboard shows them."""
+        """Describe all live sequences for the dashboard."""
         return view_sequences(self._scheduler, self._tiers, self._clock())
 
     def take_steps(self) -> tuple[StepView, ...]:
-        """The steps since the last call, or the latest of them."""
+        """Return the steps since the last call, at most the latest `MAX_STEPS_KEPT`."""
         steps = tuple(self._steps)
         self._steps.clear()
         return steps
 
     def block_table(self, request_id: str, index: int) -> Table:
-        """The blocks of one sequence."""
+        """Return the block table of one sequence."""
         for sequence in self._scheduler.sequences():
             if (sequence.request.request_id, sequence.index) == (request_id, index):
                 num_full = sequence.num_computed // self.info.block_size
@@ -254,7 +251,7 @@ class LLMEngine:
 
 
 def _view(number: int, plan: Plan, seconds: float) -> StepView:
-    """Some microseconds in every step, so it looks at no more than it has to."""
+    """Describe a step; it runs in every step, so it reads no more than it must."""
     single = plan.num_single_rows
     rows = sum(entry.num_tokens for entry in plan.scheduled[single:])
     return StepView(number, rows, single, len(plan.scheduled), seconds)

@@ -1,4 +1,4 @@
-"""What executes a model on a device: the CPU library, or torch with the kernels of a backend."""
+"""Chooses what executes a model: the CPU library, or torch with a backend's kernels."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ TORCH_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Element types that "auto" stands for on this device."""
+    """Element types that "auto" resolves to on this device."""
 
     device: torch.device
     dtype: torch.dtype
-    kv_format: KVFormat  # of most layers; the words for it
+    kv_format: KVFormat  # of most layers; used in messages
     block_size: int
     kv_layers: tuple[LayerPrecision, ...] | None = None  # where layers differ
 
     def kv_of(self, num_layers: int) -> Sequence[LayerPrecision]:
-        """How each layer's cache is stored."""
+        """Return the KV precision of each layer."""
         return self.kv_layers or precisions(self.kv_format, num_layers)
 
     def is_sealed(self, num_layers: int) -> bool:
-        """Whether there are open pages."""
+        """Return True if any layer has open pages."""
         return any(layer.format.is_sealed for layer in self.kv_of(num_layers))
 
 
 class Execution(Protocol):
-    """A way to execute models; nothing is loaded yet."""
+    """A way to execute models; it has loaded nothing yet."""
 
     @property
     def precision(self) -> Precision:
@@ -82,29 +82,29 @@ class Execution(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for people."""
         ...
 
     @property
     def uses_triton(self) -> bool:
-        """Whether Triton's kernels run steps, and move blocks."""
+        """True if Triton kernels run steps and move blocks."""
         ...
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one element of an activation."""
+        """Bytes per activation element."""
         ...
 
     def weight_bytes(self, source: ModelSource) -> int:
-        """Bytes that the weights will take, rounded up."""
+        """Estimate the bytes of the weights, rounded up."""
         ...
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
-        """Bytes that one token takes in the cache, all layers."""
+        """Return the bytes of one token in the cache, all layers."""
         ...
 
     def open_page_bytes(self, spec: DecoderSpec) -> int:
-        """Bytes of one open page, all layers; 0 if none is sealed."""
+        """Return the bytes of one open page, all layers; 0 if none is sealed."""
         ...
 
     def load(
@@ -117,7 +117,7 @@ class Execution(Protocol):
         ...
 
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
-        """What draws tokens without waiting for the device.
+        """Return the function that draws tokens without waiting for the device.
 
         Raises:
             UnsupportedModelError: no kernel covers the vocabulary.
@@ -126,12 +126,12 @@ class Execution(Protocol):
 
     @property
     def penalize(self) -> Penalize:
-        """What lowers logits without waiting for the device."""
+        """Function that lowers logits without waiting for the device."""
         ...
 
     @property
     def mask_tokens(self) -> MaskTokens:
-        """What bans tokens without waiting for the device."""
+        """Function that bans tokens without waiting for the device."""
         ...
 
     @property
@@ -150,25 +150,25 @@ class NativeExecution:
 
     @property
     def name(self) -> str:
-        """With the instruction set in use."""
+        """Name with the instruction set in use."""
         return f"cpu library ({self.isa})"
 
     @property
     def uses_triton(self) -> bool:
-        """Never."""
+        """False."""
         return False
 
     @property
     def activation_bytes(self) -> int:
-        """Everything between two weights is float32."""
+        """4: everything between two weights is float32."""
         return 4
 
     def weight_bytes(self, source: ModelSource) -> int:
-        """Packed weights in their codes, all others in `dtype`."""
+        """Count packed weights by their codes, all others in `dtype`."""
         return estimate_native_bytes(source, self.precision.dtype)
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
-        """Whole pages of the library, divided by their tokens."""
+        """Divide whole pages of the library by their tokens."""
         layers = self.precision.kv_of(len(spec.layers))
         return sum(
             bytes_per_token(self.engine.library, layer.format, heads, width)
@@ -176,7 +176,7 @@ class NativeExecution:
         )
 
     def open_page_bytes(self, spec: DecoderSpec) -> int:
-        """A block's tokens at 8 bits, in the layers that are sealed."""
+        """Count a block's tokens at 8 bits in the sealed layers."""
         layers = self.precision.kv_of(len(spec.layers))
         return self.precision.block_size * sum(
             bytes_per_token(self.engine.library, KVFormat.INT8, heads, width)
@@ -190,7 +190,7 @@ class NativeExecution:
         on_progress: Callable[[str, int, int], None],
         context_length: int,
     ) -> Executor[Any]:
-        """Lay the weights out in the library's tiles."""
+        """Load the weights into the library's tiles."""
         return load_native(
             source,
             self.engine,
@@ -200,17 +200,17 @@ class NativeExecution:
         )
 
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
-        """The library's."""
+        """Return the library's sampling."""
         return NativeSampling(self.engine)
 
     @property
     def penalize(self) -> Penalize:
-        """Torch's."""
+        """Torch's function."""
         return penalties_on_cpu.penalize
 
     @property
     def mask_tokens(self) -> MaskTokens:
-        """The library's."""
+        """The library's function."""
         return NativeMasks(self.engine.library)
 
     @property
@@ -228,25 +228,25 @@ class TorchExecution:
 
     @property
     def name(self) -> str:
-        """The backend's."""
+        """The backend's name."""
         return self.backend.name
 
     @property
     def uses_triton(self) -> bool:
-        """As the backend says."""
+        """True for the Triton backend."""
         return self.backend.name == "triton"
 
     @property
     def activation_bytes(self) -> int:
-        """As the dtype says."""
+        """Size of the dtype."""
         return self.precision.dtype.itemsize
 
     def weight_bytes(self, source: ModelSource) -> int:
-        """As the backend lays them out."""
+        """Estimate the backend's layout of the weights."""
         return estimate_weight_bytes(source, self.precision.device, self.precision.dtype)
 
     def kv_bytes_per_token(self, spec: DecoderSpec) -> int:
-        """Elements and scales."""
+        """Count elements and scales."""
         layers = self.precision.kv_of(len(spec.layers))
         return sum(
             KVPages.bytes_per_token(layer.format, *heads)
@@ -256,7 +256,7 @@ class TorchExecution:
         )
 
     def open_page_bytes(self, spec: DecoderSpec) -> int:
-        """A block's tokens at 8 bits, in the layers that are sealed."""
+        """Count a block's tokens at 8 bits in the sealed layers."""
         layers = self.precision.kv_of(len(spec.layers))
         return self.precision.block_size * sum(
             KVPages.bytes_per_token(KVFormat.INT8, *heads)
@@ -270,7 +270,7 @@ class TorchExecution:
         on_progress: Callable[[str, int, int], None],
         context_length: int,
     ) -> Executor[Any]:
-        """Lay the weights out for the backend."""
+        """Load the weights in the backend's layout."""
         return load_decoder(
             source,
             self.backend,
@@ -281,7 +281,7 @@ class TorchExecution:
         )
 
     def sample_tokens(self, spec: DecoderSpec, max_rows: int) -> SampleTokens:
-        """Triton's, or torch's.
+        """Return Triton's sampling, or torch's.
 
         Raises:
             UnsupportedModelError: no kernel covers the vocabulary.
@@ -294,7 +294,7 @@ class TorchExecution:
 
     @property
     def penalize(self) -> Penalize:
-        """Triton's, or torch's."""
+        """Triton's function, or torch's."""
         if not self.uses_triton:
             return penalties_on_cpu.penalize
         from appliance.kernels.penalties.launch import penalize
@@ -303,7 +303,7 @@ class TorchExecution:
 
     @property
     def mask_tokens(self) -> MaskTokens:
-        """Triton's, or torch's."""
+        """Triton's function, or torch's."""
         if not self.uses_triton:
             return masks_by_torch.mask_tokens
         from appliance.kernels.token_mask.launch import mask_tokens
@@ -319,13 +319,13 @@ class TorchExecution:
 def choose_execution(
     config: EngineConfig, precision: Precision, source: ModelSource, threads: int
 ) -> tuple[Execution, tuple[str, ...]]:
-    """Choose the fastest way there is.
+    """Choose the fastest execution available.
 
     Returns:
-        The way, and in words whatever a person should know about it.
+        The execution, and notes for the user.
 
     Raises:
-        ConfigError: the settings ask for something that this way cannot do.
+        ConfigError: the settings ask for something this execution cannot do.
     """
     notes: list[str] = []
     num_layers = len(source.spec.layers)
@@ -368,7 +368,7 @@ def _check_block_size(precision: Precision, num_layers: int) -> None:
 
 
 def why_not_native(config: EngineConfig, source: ModelSource) -> str | None:
-    """Why the CPU library cannot execute a model on this machine, in words; None: it can."""
+    """Say why the CPU library cannot execute a model on this machine; None if it can."""
     if config.block_size is not None and config.block_size % 16:
         return f"its blocks hold a multiple of 16 tokens, not {config.block_size}"
     try:
@@ -379,7 +379,6 @@ def why_not_native(config: EngineConfig, source: ModelSource) -> str | None:
 
 
 def _check_kernels(spec: DecoderSpec, precision: Precision) -> None:
-    """Refuse a layer that no GPU kernel covers before memory is spent on it."""
     from appliance.kernels.norm_rope.launch import check_supported as check_norm
     from appliance.kernels.paged_attention.launch import check_supported
     from appliance.kernels.sampling.launch import check_vocabulary

@@ -1,4 +1,4 @@
-"""Which precision each layer's KV cache has: what was asked for, or what the checkpoint says."""
+"""Chooses each layer's KV cache precision: the requested one, or the checkpoint's."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def choose_kv(
     *,
     native: bool,
 ) -> tuple[Precision, tuple[str, ...]]:
-    """Settle the KV cache of every layer.
+    """Choose the KV cache precision of every layer.
 
     Args:
-        config: `kv_cache_dtype` "auto" takes what the checkpoint says, if it says anything.
+        config: `kv_cache_dtype` "auto" takes the checkpoint's, if it declares one.
         source: the model.
         device: where it runs.
         dtype: of activations.
-        native: whether the CPU library executes the model.
+        native: the CPU library executes the model.
 
     Returns:
-        The precision, and in words whatever a person should know about it.
+        The precision, and notes for the user.
 
     Raises:
-        CheckpointError: what the checkpoint says is damaged.
-        UnsupportedModelError: it asks for a precision that there is not.
+        CheckpointError: the checkpoint's declaration is damaged.
+        UnsupportedModelError: it asks for an unknown precision.
         ConfigError: the settings ask for one that this device does not serve.
     """
     notes: list[str] = []
@@ -93,7 +93,7 @@ def choose_kv(
 
 
 def in_words(precision: Precision) -> str:
-    """Such as "int8", or "20 layers int4-sealed, 10 layers k8v4"."""
+    """Format a precision, such as "int8", or "20 layers int4-sealed, 10 layers k8v4"."""
     counts = Counter(layer.format.value for layer in precision.kv_layers or ())
     if len(counts) < 2:
         return precision.kv_format.value
@@ -101,7 +101,7 @@ def in_words(precision: Precision) -> str:
 
 
 def _usual(config: EngineConfig, source: ModelSource, dtype: torch.dtype, native: bool) -> KVFormat:
-    """What nobody asked for: INT8 where it is the fastest and next to nothing is lost.
+    """Return the default format: INT8 where it is fastest and loses next to nothing.
 
     The CPU library attends to INT8 twice as fast as to BF16. Keys with a bias or a norm of their
     own have outlying dimensions, which one scale a token and head does not suit: INT8 moved
@@ -115,13 +115,13 @@ def _usual(config: EngineConfig, source: ModelSource, dtype: torch.dtype, native
 
 
 def _format_of(word: str) -> KVFormat:
-    """What a setting stands for; "int4" is the better of its two forms."""
+    """Return the format a setting names; "int4" is the better of its two forms."""
     words = {"int4": KVFormat.INT4_SEALED, "int4-rotated": KVFormat.INT4}
     return words.get(word) or KVFormat(word)
 
 
 def _on_gpu(layers: list[LayerPrecision], notes: list[str]) -> list[LayerPrecision]:
-    """What a GPU's kernels can do of a plan: none of them closes blocks of K8V4."""
+    """Replace K8V4, which no GPU kernel closes, by INT8."""
     count = sum(layer.format is KVFormat.K8V4 for layer in layers)
     if count:
         notes.append(

@@ -1,4 +1,4 @@
-"""How long a prompt and an answer may get: what is refused, and when a sequence ends.
+"""Limits of prompts and answers: which requests are refused, and when a sequence ends.
 
 Imports no torch.
 """
@@ -23,9 +23,9 @@ LOGIT_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """How much runs at once.
+    """Limits of what runs at once.
 
-    With at least as many rows as sequences, every running sequence moves in every step.
+    With at least as many rows as sequences, every running sequence advances in every step.
     """
 
     max_num_seqs: int
@@ -40,14 +40,13 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Where every answer of an engine ends.
+    """Limits that end every answer of an engine.
 
     Attributes:
-        limits: how much runs at once, and how long a sequence gets.
-        num_blocks: of the KV cache.
-        block_size: token slots in a block.
+        limits: of what runs at once, and of one sequence's length.
+        block_size: token slots per block.
         eos_token_ids: tokens that end an answer, unless its request ignores them.
-        max_tokens: most tokens that one sequence can have, prompt and answer together.
+        max_tokens: most tokens of one sequence, prompt and answer together.
     """
 
     limits: SchedulerLimits
@@ -57,7 +56,7 @@ class Bounds:
     max_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # To sample a token, all before it must be in the cache, and the token itself not yet.
+        # To sample a token, all tokens before it must be in the cache, but not the token itself.
         most = min(self.limits.context_length, self.num_blocks * self.block_size + 1)
         object.__setattr__(self, "max_tokens", most)
 
@@ -125,7 +124,7 @@ def check_beams(num_tokens: int, width: int, *, max_num_seqs: int, blocks: tuple
         num_tokens: length of the prompt.
         width: beams.
         max_num_seqs: sequences that run at once.
-        blocks: of the KV cache: how many, and the token slots of each.
+        blocks: of the KV cache: their number, and the token slots of each.
 
     Raises:
         RequestError: there are not enough sequences or blocks for all beams at once.
@@ -148,22 +147,22 @@ def check_beams(num_tokens: int, width: int, *, max_num_seqs: int, blocks: tuple
 
 
 def max_beam_tokens(num_tokens: int, width: int, block_size: int, num_blocks: int) -> int:
-    """Most tokens of one beam, prompt and answer together, that all beams can have at once.
+    """Return the most tokens, prompt and answer together, that every beam can have at once.
 
-    Beams share the prompt's full blocks for certain, and nothing else.
+    Beams certainly share the prompt's full blocks, and nothing else.
     """
     shared = num_tokens // block_size
     return (shared + (num_blocks - shared) // width) * block_size + 1
 
 
 def reason_to_finish(sequence: Sequence, bounds: Bounds) -> FinishReason | None:
-    """Why the token that a sequence got last is its last one, if it is."""
+    """Return why a sequence's last token ends it, or None."""
     sampling = sequence.request.sampling
     token_id = sequence.token_ids[-1]
     ends = token_id in sampling.stop_token_ids or (
         token_id in bounds.eos_token_ids and not sampling.ignore_eos
     )
-    # The first min_tokens tokens end nothing: the sampler bans what would.
+    # The first min_tokens tokens end nothing: the sampler bans tokens that would.
     if ends and sequence.num_output_tokens > sampling.min_tokens:
         return FinishReason.STOP
     if is_full(sequence, len(sequence.token_ids), bounds.max_tokens):
@@ -172,7 +171,7 @@ def reason_to_finish(sequence: Sequence, bounds: Bounds) -> FinishReason | None:
 
 
 def is_full(sequence: Sequence, num_tokens: int, max_tokens: int) -> bool:
-    """Whether a sequence that has come to `num_tokens` ends there, whatever its last token is."""
+    """Return True if a sequence ends at `num_tokens`, whatever its last token is."""
     num_output_tokens = num_tokens - sequence.num_prompt_tokens
     most = sequence.request.sampling.max_tokens
     return (most is not None and num_output_tokens >= most) or num_tokens >= max_tokens

@@ -1,4 +1,4 @@
-"""The tiers below a KV cache, set up as the settings say; what cannot be had is said, not fatal."""
+"""Sets up the tiers below a KV cache; a tier that fails is reported, not fatal."""
 
 from __future__ import annotations
 
@@ -36,17 +36,8 @@ def load_tiers(
 ) -> tuple[Tiers, tuple[str, ...]]:
     """Set up host memory and disk.
 
-    Args:
-        config: the settings.
-        blocks: the cache's books.
-        moves: takes blocks out of the cache.
-        rates: what `moves` measures.
-        info: of the engine.
-        precision: how the cache is stored.
-        host_bytes: host memory for content that is not in the cache.
-
     Returns:
-        The tiers, and in words what a person should know of them.
+        The tiers, and notes for the user.
     """
     device = precision.device.type
     sizes = TierSizes(
@@ -88,14 +79,14 @@ def load_tiers(
 
 
 def kv_fingerprint(model: Path, fingerprint: str, precision: Precision, block_bytes: int) -> bytes:
-    """All that decides a block's bytes beside its tokens: 16 bytes.
+    """Hash everything besides its tokens that decides a block's bytes: 16 bytes.
 
-    A file of weights that is written anew counts as another one, even where its ends are the same.
+    A rewritten weight file counts as another one, even if its content is the same.
 
     Args:
         model: file or folder.
         fingerprint: of the engine: version, weights, arithmetic, usual format.
-        precision: how each layer is stored.
+        precision: of each layer.
         block_bytes: of a block in all layers.
     """
     digest = hashlib.blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""From settings to a loaded engine: device, precision, memory plan, weights, cache."""
+"""Loads an engine from its settings: device, precision, memory plan, weights, cache."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def load_parts(
     beacon: Beacon | None = None,
     source: ModelSource | None = None,
 ) -> tuple[Scheduler, Tiers, Runner, EngineInfo, Matchers]:
-    """Load everything that an engine is made of; see `LLMEngine.load`.
+    """Load all parts of an engine; see `LLMEngine.load`.
 
     Args:
         config: see there.
@@ -79,15 +79,15 @@ def load_parts(
         metadata: see there.
         on_progress: see there.
         device: runs steps; None takes the GPU or the CPU, wherever the model goes.
-        beacon: is told how far a step is.
-        source: the model, opened already; None opens `config.model`.
+        beacon: counts a step's progress.
+        source: the model, if opened already; None opens `config.model`.
     """
     begin = time.perf_counter()
     threads = config.threads or psutil.cpu_count(logical=False) or 1
     torch.set_num_threads(threads)
     on_progress("reading the model", 0, 0)
     source = source or open_model(Path(config.model))
-    # A tokenizer may name tokens that the model has no logits for, and so never generates.
+    # A tokenizer may name tokens for which the model has no logits, so it never generates them.
     eos_token_ids = tuple(i for i in eos_token_ids if 0 <= i < source.spec.vocab_size)
     precision, kv_notes = _precision(config, source)
     execution, notes = choose_execution(config, precision, source, threads)
@@ -95,10 +95,10 @@ def load_parts(
         device = _open_device(precision.device)
     num_open = _num_open(config, source, precision, device)
     request = _memory_request(config, source, precision, execution, num_open)
-    # Where the workspace is measured later, only what cannot fit at all is refused now.
+    # Where the workspace is measured later, refuse only what cannot fit at all.
     plan = plan_memory(replace(request, workspace_bytes=0) if device.is_asynchronous else request)
     executor = execution.load(source, on_progress, plan.context_length)
-    release_unused()  # what weights were read with
+    release_unused()  # memory that reading the weights took
     process_bytes = plan.process_bytes
     if process_bytes:  # more of the libraries is in use than before
         process_bytes = max(process_bytes, resident_bytes() - executor.weight_bytes)
@@ -146,9 +146,9 @@ def _open_device(device: torch.device) -> Device:
 
 
 def _may_capture(config: EngineConfig, execution: Execution, device: Device) -> bool:
-    """Whether decode steps can become graphs.
+    """Return True if decode steps can become graphs.
 
-    On a GPU plain torch functions read the host's numbers, which a captured graph would keep.
+    On a GPU plain torch functions read the host's numbers, which a captured graph would freeze.
     """
     replays = execution.uses_triton or device.torch_device.type == "cpu"
     return config.cuda_graphs != "off" and device.is_asynchronous and replays
@@ -188,7 +188,7 @@ def _describe(
         memory_bytes=plan.budget_bytes,
         load_seconds=0.0,
         fingerprint=_fingerprint(Path(config.model), arithmetic),
-        # As `BlockManager` writes them: 1 is a block that has an open page.
+        # As `BlockManager` writes them: 1 is a block with an open page.
         precisions=(kv_format, *(["int8 while open"] if steps.num_open else [])),
         kv_host_bytes=plan.kv_host_bytes,
     )
@@ -232,7 +232,7 @@ def _memory_request(
     num_open: int,
 ) -> MemoryRequest:
     budget_bytes = memory_budget(precision.device, config.gpu_memory_utilization)
-    # What is taken already is no longer among what is free, and part of what this process uses.
+    # Memory taken already is not free any more, and counts as this process's use.
     process_bytes = resident_bytes() if precision.device.type == "cpu" else 0
     return MemoryRequest(
         spec=source.spec,
@@ -255,7 +255,7 @@ def _memory_request(
 
 
 def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
-    """What to say where little is left for blocks that have to make room."""
+    """Build a note if little is left for blocks that have to leave the cache."""
     if not plan.host_is_short:
         return ()
     return (
@@ -266,7 +266,7 @@ def _host_notes(plan: MemoryPlan) -> tuple[str, ...]:
 
 
 def memory_budget(device: torch.device, gpu_memory_utilization: float) -> int:
-    """Bytes that this process may take on a device now, beside what it has."""
+    """Return the bytes that this process may still take on a device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(total * gpu_memory_utilization) - (total - free)
@@ -279,7 +279,7 @@ def _host_budget() -> int:
 
 
 def _cgroup_headroom() -> int:
-    """Bytes that a container's limit leaves, or more than any machine has if there is no limit."""
+    """Return the bytes below a container's limit; without one, more than any machine has."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text().strip()

@@ -1,7 +1,7 @@
-"""Will it fit? Weights, KV cache, workspace and the process itself, before anything is loaded.
+"""Divides memory between weights, KV cache, workspace and the process before loading.
 
-A plan that does not fit is refused with the numbers and the nearest settings that would. Imports
-no torch.
+A plan that does not fit is refused with the numbers and the nearest settings that would. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from appliance.errors import ConfigError, MemoryPlanError
 if TYPE_CHECKING:
     from appliance.model.spec import DecoderSpec
 
-# A cache for this many whole contexts is as much as a home needs by default on a CPU, whose
-# memory other programs want too; on a GPU all that is left is used.
+# On a CPU, whose memory other programs want too, a cache for this many whole contexts is enough for
+# a home by default; on a GPU all that is left is used.
 DEFAULT_CONTEXTS = 4
-# Host memory for blocks that had to make room: a share of what is left, and most of it. Where the
-# cache is host memory itself, only preempted sequences and what is read ahead need some.
+# Host memory for blocks that leave the cache: a share of what is left, and its maximum. Where the
+# cache is host memory itself, only preempted sequences and read-ahead need some.
 _SHARE_BESIDE_CPU, _MOST_BESIDE_CPU = 16, 1 << 30
 _SHARE_BESIDE_GPU, _MOST_BESIDE_GPU = 8, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How memory is divided; bytes, except where said otherwise."""
+    """The division of memory; bytes, except where said otherwise."""
 
     num_blocks: int
     block_size: int  # token slots
@@ -34,42 +34,42 @@ class MemoryPlan:
     weight_bytes: int
     kv_bytes: int
     workspace_bytes: int
-    budget_bytes: int  # what this process may use
-    process_bytes: int = 0  # of that, what it has without a model
-    kv_host_bytes: int = 0  # of host memory, for blocks that have to leave the cache
-    host_is_short: bool = False  # that is less than usual, and than one context
+    budget_bytes: int  # that this process may use
+    process_bytes: int = 0  # of the budget, taken without a model
+    kv_host_bytes: int = 0  # host memory for blocks that leave the cache
+    host_is_short: bool = False  # less than usual, and less than one context
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """What is to be fitted."""
+    """The memory that must fit, and the budget."""
 
     spec: DecoderSpec
     weight_bytes: int
     kv_bytes_per_token: int  # all layers
     kv_format: str
     block_size: int
-    activation_bytes: int  # of one element
+    activation_bytes: int  # per element
     budget_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int | None  # tokens; None means the model's own context
-    kv_cache_memory: int | None  # bytes asked for, or None
-    fill: bool  # use all that is left for the KV cache
+    kv_cache_memory: int | None  # requested bytes, or None
+    fill: bool  # use all remaining memory for the KV cache
     workspace_bytes: int | None = None  # measured; None estimates it
-    open_bytes: int = 0  # of open pages, for blocks that are sealed
-    kv_host_memory: int | None = None  # bytes asked for, or None
-    host_budget_bytes: int | None = None  # beside a GPU; None if the cache is in host memory itself
-    process_bytes: int = 0  # of the budget, taken by this process before a model is loaded
+    open_bytes: int = 0  # of open pages, for sealed blocks
+    kv_host_memory: int | None = None  # requested bytes, or None
+    host_budget_bytes: int | None = None  # beside a GPU; None if the cache is host memory itself
+    process_bytes: int = 0  # of the budget, taken before a model is loaded
 
 
 def plan_memory(request: MemoryRequest) -> MemoryPlan:
     """Divide the budget.
 
     Raises:
-        ConfigError: the context asked for is longer than the model's.
+        ConfigError: the requested context is longer than the model's.
         MemoryPlanError: one whole context does not fit beside the weights, or there is less host
-            memory than was asked for.
+            memory than requested.
     """
     context = request.max_model_len or request.spec.context_length
     if context > request.spec.context_length:
@@ -107,16 +107,16 @@ def plan_memory(request: MemoryRequest) -> MemoryPlan:
 
 
 def _host_share(request: MemoryRequest) -> int:
-    """What was asked for of host memory, where it is taken from the same memory as the cache."""
+    """Return the requested host memory, if it comes out of the cache's own budget."""
     return (request.kv_host_memory or 0) if request.host_budget_bytes is None else 0
 
 
 def _host_bytes(request: MemoryRequest, left: int) -> tuple[int, int]:
-    """Host memory for blocks that leave the cache, and how much is usual.
+    """Return the host memory for blocks that leave the cache, and the usual amount.
 
     Args:
-        request: what is to be fitted.
-        left: bytes of the budget that nothing else takes, what was asked for of them not counted.
+        request: the memory that must fit.
+        left: bytes of the budget that nothing else takes, before requested host memory.
     """
     asked, budget = request.kv_host_memory, request.host_budget_bytes
     if asked is None:
@@ -133,9 +133,9 @@ def _host_bytes(request: MemoryRequest, left: int) -> tuple[int, int]:
 
 
 def workspace_bytes(request: MemoryRequest) -> int:
-    """Bytes that one largest step needs beside weights and cache: measured, or estimated.
+    """Return the bytes that the largest step needs beside weights and cache.
 
-    Open pages, which are not for keeping, count among them.
+    This is measured or estimated, and includes open pages, which are transient.
 
     The estimate: the widest layer's activations for every row (residual, normed, q/k/v, attention
     output, gate and up, their product), hidden states for the head, twice where prompts are read,

@@ -15,7 +15,7 @@ from appliance.stats import SequenceView as SequenceView
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """The first message: what to load."""
+    """The first message: the settings to load."""
 
     config: EngineConfig
     eos_token_ids: tuple[int, ...]
@@ -35,17 +35,17 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchTable(msgspec.Struct, frozen=True, tag=True):
-    """Answer with the `Table` of a sequence."""
+    """Ask for the `Table` of a sequence."""
 
     request_id: str
     index: int
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag=True):
-    """The model's tokens, which the engine needs for grammars; sent before the first of them."""
+    """The model's tokens, which grammars need; sent before the first request with one."""
 
-    tokens: tuple[bytes, ...]  # by id; none for an id that stands for no text
-    special: tuple[int, ...]  # those that a text cannot contain
+    tokens: tuple[bytes, ...]  # by id; empty for an id that stands for no text
+    special: tuple[int, ...]  # ids that a text cannot contain
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -67,7 +67,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step added to one choice of one request."""
+    """Tokens, or the end, that one step added to one choice of one request."""
 
     request_id: str
     index: int = 0
@@ -75,17 +75,17 @@ class SequenceDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None  # with FinishReason.ERROR
-    refused: bool = False  # the error is the request's own fault
-    expired: bool = False  # the error is that it waited for too long and was not started
+    refused: bool = False  # the request itself is at fault
+    expired: bool = False  # the request waited too long and was never started
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
-    queue_seconds: float | None = None  # on the first delta: waiting time in the engine
+    queue_seconds: float | None = None  # on the first delta: time in the engine's queue
     cumulative_logprob: float | None = None  # of an answer of beam search, which is one delta
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the next tokens of the prompt
     pooled: bytes | None = None  # float32, the hidden state that stands for the prompt
 
 
 class Table(msgspec.Struct, frozen=True, kw_only=True):
-    """Which blocks a sequence holds, in logical order; none if it is not live."""
+    """The blocks of a sequence, in logical order; none if it is not live."""
 
     request_id: str
     index: int
@@ -95,7 +95,7 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """How far loading has come."""
+    """Progress of loading."""
 
     stage: str
     done: int
@@ -103,7 +103,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was loaded and how memory is laid out; bytes unless said otherwise."""
+    """The loaded model and its memory layout; bytes unless said otherwise."""
 
     model: str
     architecture: str
@@ -120,13 +120,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes: int
     workspace_bytes: int
-    memory_bytes: int  # memory of the device when it was planned
+    memory_bytes: int  # of the device when memory was planned
     load_seconds: float
     fingerprint: str  # of weights, formats and engine version
-    precisions: tuple[str, ...] = ()  # what the index in a block's word means; kv_format if empty
-    notes: tuple[str, ...] = ()  # fallbacks taken, in words
-    kv_host_bytes: int = 0  # of host memory, for blocks that have to leave the cache
-    process_bytes: int = 0  # of the engine's process besides all that; 0 if it is not that memory
+    precisions: tuple[str, ...] = ()  # by the index in a block's word; kv_format if empty
+    notes: tuple[str, ...] = ()  # fallbacks taken
+    kv_host_bytes: int = 0  # host memory for blocks that leave the cache
+    process_bytes: int = 0  # of the engine's process besides; 0 if that is other memory
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -143,13 +143,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What a step did. Stats, sequences and steps come at most a few times a second."""
+    """The results of a step. Stats, sequences and steps come at most a few times a second."""
 
     deltas: tuple[SequenceDelta, ...] = ()
     started: tuple[str, ...] = ()  # request ids that left the queue in this step
     stats: EngineStats | None = None
     sequences: tuple[SequenceView, ...] | None = None
-    steps: tuple[StepView, ...] = ()  # all since the last report that had some
+    steps: tuple[StepView, ...] = ()  # since the last report that had some
     logs: tuple[LogLine, ...] = ()  # warnings and errors of the engine process
     tables: tuple[Table, ...] = ()
 

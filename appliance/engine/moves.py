@@ -1,4 +1,4 @@
-"""Blocks on their way: within the cache, out of it to host memory, and back into it.
+"""Moves of blocks: within the cache, out of it to host memory, and back.
 
 Plain frozen data. Imports no torch and knows neither tensors nor devices.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy one whole block of every layer, and with sealed layers its open page."""
+    """Copy one whole block in every layer, with its open page if layers are sealed."""
 
     source: int
     destination: int
@@ -24,11 +24,10 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class BlockSave:
-    """Take the content of one block of every layer out of the cache.
+    """Copy the content of one block, in every layer, out of the cache.
 
     Attributes:
-        block: in the cache.
-        open_page: that goes with it, where it is not full and layers are sealed.
+        open_page: the block's, if it is partial and layers are sealed.
     """
 
     block: int
@@ -37,12 +36,11 @@ class BlockSave:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """Put content into one block of every layer.
+    """Write content into one block, in every layer.
 
     Attributes:
-        block: in the cache.
-        source: what to put there, or its place among what the same plan saves.
-        open_page: that goes with it, where it is not full and layers are sealed.
+        source: the content, or its place among the same plan's saves.
+        open_page: the block's, if it is partial and layers are sealed.
     """
 
     block: int
@@ -50,15 +48,15 @@ class BlockLoad:
     open_page: int = -1
 
     def content(self, saved: Sequence[SavedBlock]) -> SavedBlock:
-        """What to put there, given what the plan has saved."""
+        """Return the content to write, given the same plan's saves."""
         return saved[self.source] if isinstance(self.source, int) else self.source
 
 
 class Awaitable(Protocol):
-    """Something on a device that is over at some time."""
+    """Work on a device that ends at some time."""
 
     def wait(self) -> None:
-        """Block until then, as often as anybody asks."""
+        """Block until it has ended; may be called repeatedly."""
         ...
 
 
@@ -68,14 +66,14 @@ class SavedBlock:
 
     Attributes:
         content: the bytes.
-        over: when they are all there, if the device brings them by itself.
+        over: ends when they have arrived, if the device copies them asynchronously.
     """
 
     content: bytes | bytearray | memoryview
     over: Awaitable | None = None
 
     def read(self) -> bytes | bytearray | memoryview:
-        """The bytes, once they are all there."""
+        """Wait for the bytes and return them."""
         if self.over is not None:
             self.over.wait()
         return self.content

@@ -1,4 +1,4 @@
-"""What one step is to do and what came of it: decided by the scheduler, executed by others.
+"""The plan of one step and its results: made by the scheduler, executed by others.
 
 Plain frozen data. Imports no torch and knows neither tensors nor devices.
 """
@@ -23,9 +23,7 @@ class ScheduledSequence(NamedTuple):
     """Rows [start, start + num_tokens) of a sequence's token ids run in this step.
 
     Attributes:
-        sequence: whose rows they are.
-        start: the sequence's num_computed once all plans before this one are committed.
-        num_tokens: how many rows.
+        start: its num_computed once all earlier plans are committed.
         samples: the last row yields a new token.
         follows: the only row's token is the one that the plan before samples, and nobody knows it
             yet: where that token ends the sequence, this row was for nothing.
@@ -47,19 +45,19 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence after this step, the one that it samples not included."""
+        """Tokens of the sequence after this step, without the sampled one."""
         return self.start + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoad:
-    """What decides how long a step takes.
+    """The quantities that decide how long a step takes.
 
     Attributes:
         num_answers: sequences with a single row.
-        context: tokens before these rows, all together.
+        context: sum of the tokens before these rows.
         prompt_rows: rows of the others.
-        prompt_work: for each of these rows the tokens before it, summed up.
+        prompt_work: sum over these rows of the tokens before each.
     """
 
     num_answers: int = 0
@@ -75,12 +73,12 @@ class Plan:
     Attributes:
         scheduled: each sequence at most once; those with a single row come first.
         copies: to be done before any row of this step is written. No block is the destination of
-            two of them, and none is both a source and a destination, so their order is free.
+            two copies, and none is both a source and a destination, so their order is free.
         started: request ids that left the queue for the first time.
         preempted: sequences that lost their blocks and wait again.
-        open_pages: with sealed layers, of each entry those of the blocks that its rows lie in.
-        saves: content to be taken out before anything else is done, since it may be overwritten.
-        loads: content to be put in after the copies and before any row.
+        open_pages: with sealed layers, the open pages of the blocks that each entry writes.
+        saves: content to copy out first of all, since it may be overwritten.
+        loads: content to write after the copies and before any row.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
@@ -98,7 +96,7 @@ class Plan:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Rows that extend an answer; the rest are prompts, and what a preemption lost."""
+        """Rows that extend an answer; the rest are prompts, and what preemption lost."""
         return sum(
             entry.samples
             and entry.num_tokens == 1
@@ -108,15 +106,15 @@ class Plan:
 
     @property
     def num_single_rows(self) -> int:
-        """Sequences with one row: all that extend an answer, and now and then a prompt's end.
+        """Sequences with one row: all that extend an answer, and sometimes the end of a prompt.
 
-        Takes the same time for any number of them, so it can be asked in every step.
+        Takes the same time for any number of them, so it can be read in every step.
         """
         return bisect_left(self.scheduled, 2, key=attrgetter("num_tokens"))
 
     @property
     def load(self) -> StepLoad:
-        """How much work it is."""
+        """The amount of work in this step."""
         single = self.num_single_rows
         prompts = self.scheduled[single:]
         return StepLoad(
@@ -146,11 +144,11 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Continuations:
-    """What may follow a beam: the likeliest tokens, likeliest first.
+    """The likeliest tokens after a beam, likeliest first.
 
     Attributes:
-        candidates: with the log probabilities that the search goes by; banned tokens left out.
-        top: as many as the request wants to be told of, with the model's log probabilities.
+        candidates: with the log probabilities that rank beams, without banned tokens.
+        top: as many as the request wants reported, with the model's log probabilities.
     """
 
     candidates: tuple[Candidate, ...]
@@ -158,15 +156,15 @@ class Continuations:
 
 
 class Update(NamedTuple):
-    """What a step added to a sequence, or that it has ended.
+    """Tokens that a step added to a sequence, or the sequence's end.
 
     A token that ends the answer (end of sequence, stop token) is part of the sequence and of the
-    update; whether it is shown is up to the detokenizer.
+    update; the detokenizer decides whether it is shown.
 
     Attributes:
-        sequence: whose tokens they are; of a beam search, whose index is the answer's place.
-        token_ids: the next ones; all of them at once where nothing is shown before the end.
-        finish_reason: why these are the last ones, if they are.
+        sequence: the sequence; in a beam search its index is the answer's rank.
+        token_ids: the next ones; all at once where nothing is shown before the end.
+        finish_reason: set with the last token.
         logprobs: of each token, if the request wants them.
         cumulative_logprob: natural logarithm of the whole answer's probability, of a beam search.
         error: what went wrong, if something did.

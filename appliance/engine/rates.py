@@ -1,16 +1,16 @@
-"""How fast this machine computes prompts and moves blocks, measured while it does. No torch."""
+"""Measures how fast this machine computes prompts and moves blocks. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_ROWS = 16  # of a step that tells how fast prompts are computed
+MIN_ROWS = 16  # of a step that measures prefill
 _WEIGHT = 0.2  # of the newest measurement
 
 
 @dataclass(slots=True)
 class Rates:
-    """Moving averages; 0 until something was measured."""
+    """Moving averages; 0 before the first measurement."""
 
     prefill: float = 0.0  # tokens per second
     moves: float = 0.0  # bytes per second, one way
@@ -27,5 +27,5 @@ class Rates:
 
 
 def moving_average(before: float, now: float) -> float:
-    """An average that follows what is measured; 0 is none so far."""
+    """Update an exponential moving average; 0 means no measurement so far."""
     return now if before == 0 else before + _WEIGHT * (now - before)

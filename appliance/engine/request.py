@@ -1,4 +1,4 @@
-"""What a client asked for, frozen: the prompt as token ids and how to sample the answer.
+"""A client's request, frozen: the prompt as token ids and the sampling parameters.
 
 Crosses the process boundary, so these are msgspec structs. Imports no torch.
 """
@@ -21,21 +21,21 @@ MAX_LENGTH_PENALTY = 10.0
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
 MAX_STOP_LENGTH = 256
-GREEDY = 1e-5  # a temperature below it takes the likeliest token
-FORCE = 1e6  # on a logit: no other token is left any probability
+GREEDY = 1e-5  # lower temperatures take the likeliest token
+FORCE = 1e6  # added to a logit: no other token keeps any probability
 MAX_LOGIT_BIAS = 300
-MAX_PRIORITY = 100  # and as far below 0
+MAX_PRIORITY = 100  # and its negative
 MAX_TIMEOUT = 86_400.0  # seconds
 
 
 class FinishReason(Enum):
-    """Why a sequence ended."""
+    """Reason why a sequence ended."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"  # max_tokens, the context or the pool was used up
     ABORT = "abort"  # the client went away
-    TIMEOUT = "timeout"  # the request's own time was over; what there is, is right
-    ERROR = "error"  # the engine could not go on with it; the delta carries a message
+    TIMEOUT = "timeout"  # the request's own timeout; the answer so far is valid
+    ERROR = "error"  # the engine could not continue; the delta carries a message
 
 
 class Pooling(Enum):
@@ -46,11 +46,11 @@ class Pooling(Enum):
 
 
 class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
-    """How long an answer may think; the mark that ends a thought is forced after that.
+    """Limits how long an answer may think; the closing mark is forced after that.
 
     Args:
-        tokens: of the answer's beginning.
-        opening: ids that begin a thought; none if the prompt has begun it.
+        tokens: number of the answer's first tokens.
+        opening: ids that begin a thought; empty if the prompt has begun it.
         closing: ids that end it.
     """
 
@@ -59,14 +59,14 @@ class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
     closing: tuple[int, ...]
 
     def forces(self, output: Sequence[int], num_output_tokens: int) -> int | None:
-        """The token that has to come next, if one has to.
+        """Return the token that must come next, or None.
 
-        What is said of the last token before the end does not count: a device may not have told it
-        yet. So a thought that ends just in time has its mark twice.
+        The last token of the budget does not count: a device may not have returned it yet. So a
+        thought that ends just in time has its mark twice.
 
         Args:
             output: the answer's tokens, as far as they are known.
-            num_output_tokens: how many there are.
+            num_output_tokens: their number, unknown ones included.
         """
         place = num_output_tokens - self.tokens
         if not 0 <= place < len(self.closing):
@@ -78,13 +78,13 @@ class ThoughtBudget(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _find(tokens: tuple[int, ...], part: tuple[int, ...]) -> bool:
-    """Whether some tokens hold others, one after the other."""
+    """Return True if some tokens contain others consecutively."""
     starts = range(len(tokens) - len(part) + 1)
     return not part or any(tokens[start : start + len(part)] == part for start in starts)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to choose tokens, validated on construction.
+    """Sampling parameters, validated on construction.
 
     Args:
         n: answers per prompt; they share the prompt's blocks.
@@ -104,11 +104,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set whose probabilities sum to this.
         min_p: drop tokens less likely than this share of the likeliest.
-        seed: same seed and prompt give the same tokens. Where the CPU library executes the model
-            this holds whatever else is in the batch; the sums of torch and of GPUs depend in
-            their last bits on how many rows there are, and now and then so does a token.
-        repetition_penalty: divides (or multiplies, if negative) logits of tokens seen in prompt
-            or answer.
+        seed: same seed and prompt give the same tokens. With the CPU library this holds whatever
+            else is in the batch; the sums of torch and of GPUs depend in their last bits on the
+            number of rows, and so, rarely, does a token.
+        repetition_penalty: divides (or multiplies, if negative) logits of tokens seen in prompt or
+            answer.
         presence_penalty: subtracted from logits of tokens seen in the answer.
         frequency_penalty: the same, times the count.
         logit_bias: token id to a value added to its logit, -100 to 100.
@@ -117,12 +117,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         prompt_logprobs: the same of each prompt token but the first, which nothing precedes.
         stop: strings that end the answer; they are not part of it.
         stop_token_ids: token ids that end the answer.
-        ignore_eos: go on past the end-of-sequence token.
-        forced: tokens that the answer begins with, whatever the model would choose; what is
-            reported of them is what the model thinks of them.
-        thought_budget: after how many tokens a thought is ended.
-        grammar: what the answer must look like; it ends where the grammar does. Log probabilities
-            are the model's own, as if there were none.
+        ignore_eos: continue past the end-of-sequence token.
+        forced: tokens that the answer begins with; their reported log probabilities are the model's
+            own.
+        thought_budget: limits the thinking at the start of the answer.
+        grammar: the answer must match it and ends with it. Log probabilities are the model's own,
+            as if there were no grammar.
 
     Raises:
         RequestError: a value is out of range; `param` names the field.
@@ -260,11 +260,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise RequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
 
     def bias_at(self, num_output_tokens: int, output: Sequence[int] = ()) -> dict[int, float]:
-        """What is added to the logits of the token after that many of the answer.
+        """Return the values added to the logits of the token after `num_output_tokens`.
 
-        Args:
-            num_output_tokens: how many there are.
-            output: those of them that are known, where a budget has to look at them.
+        A thought budget needs `output`, the known tokens of the answer.
         """
         if num_output_tokens < len(self.forced):
             return {self.forced[num_output_tokens]: FORCE}
@@ -276,29 +274,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run for one prompt; of beam search, its width."""
+        """Sequences that run for one prompt; for beam search, its width."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_choices(self) -> int:
-        """Choices that the engine reports; the best of several are chosen from these."""
+        """Choices that the engine reports; best_of picks from these."""
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def takes_best(self) -> bool:
-        """Whether more answers are sampled than the client gets."""
+        """True if more answers are sampled than the client gets."""
         return self.num_choices > self.n
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the next token depends on which tokens came before, beyond the model."""
+        """True if tokens of the prompt or answer change the logits."""
         return bool(
             self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
         )
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether single logits are changed, at least at some steps."""
+        """True if single logits are changed, at least at some steps."""
         return bool(self.logit_bias or self.forced or self.min_tokens or self.thought_budget)
 
 
@@ -309,10 +307,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0  # lower is served earlier
-    timeout: float | None = None  # seconds from its arrival in the engine to its end
-    max_queue_seconds: float | None = None  # from its arrival to its start
+    timeout: float | None = None  # seconds from arrival in the engine to the end
+    max_queue_seconds: float | None = None  # seconds from arrival to start
     cache_salt: str = ""  # prefixes are shared only between equal salts
-    owner: str = ""  # name of the API key, for the dashboard and fairness; never the key
+    owner: str = ""  # name of the API key, for dashboard and fairness; never the key
     stop_pieces: dict[int, bytes] = {}  # for beam search with stop strings, see `stop_pieces`
     pooling: Pooling | None = None  # ends it with its prompt, and a hidden state instead of tokens
 

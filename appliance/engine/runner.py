@@ -1,4 +1,4 @@
-"""What the engine asks of whoever runs plans: enqueue one, and later what it sampled."""
+"""The engine's interface to a runner: launch a plan, collect its samples later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Runner(Protocol):
     Attributes:
         depth: plans that may be in flight when the next one is launched. With one or more, a plan
             may hold rows whose token the plan before samples.
-        seconds: inside the model and the sampler, for the last step.
+        seconds: spent in model and sampler by the last step.
     """
 
     @property
@@ -26,10 +26,10 @@ class Runner(Protocol):
     def launch(self, plan: Plan) -> tuple[SavedBlock, ...]:
         """Start a plan, with its saves, copies and loads in this order.
 
-        May raise MemoryError, and whatever else the model raises.
+        May raise MemoryError, and any error of the model.
 
         Returns:
-            What the plan saves, in its order.
+            The plan's saves, in its order.
         """
         ...
 
@@ -43,9 +43,9 @@ class Runner(Protocol):
 
     @property
     def has_idle_work(self) -> bool:
-        """Whether there is something for a moment without requests."""
+        """True if there is work to do while no request runs."""
         ...
 
     def idle(self) -> None:
-        """Do a short piece of it."""
+        """Do a short piece of that work."""
         ...

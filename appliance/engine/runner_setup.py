@@ -1,4 +1,4 @@
-"""From a loaded model to a runner: measure what steps take, plan what is left, allocate."""
+"""Builds a runner for a loaded model: measures steps, divides memory, allocates."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What steps will be made of: a loaded model, where it runs, and how large steps get."""
+    """A loaded model, its device and the limits of its steps."""
 
     execution: Execution
     executor: Executor[Any]
@@ -51,25 +51,20 @@ class Steps:
     limits: SchedulerLimits
     sample_tokens: SampleTokens
     num_open: int  # open pages; 0 if nothing is sealed
-    # Whether decode steps may be captured. Then the cache has one block more than is planned with,
-    # and one open page: rows that fill a step up to a size that has a graph write there.
+    # Decode steps may be captured. Then the cache has one block more than planned, and one open
+    # page: padding rows write there.
     with_graphs: bool
 
     @property
     def kv_layers(self) -> Sequence[LayerPrecision]:
-        """How each layer's cache is stored."""
+        """Precision of each layer's cache."""
         return self.execution.precision.kv_of(len(self.executor.spec.layers))
 
 
 def plan_measured(
     steps: Steps, request: MemoryRequest, on_progress: Callable[[str, int, int], None]
 ) -> tuple[MemoryPlan, int]:
-    """Run the largest steps on an asynchronous device, and divide what the weights leave.
-
-    Args:
-        steps: what they are made of.
-        request: what was planned with before anything was loaded.
-        on_progress: called with stage, done, total while kernels are compiled.
+    """Run the largest steps on an asynchronous device, and divide the memory left by the weights.
 
     Returns:
         The plan, and the bytes that graphs may take.
@@ -131,16 +126,7 @@ def make_runner(
     rates: Rates,
     matchers: Matchers,
 ) -> tuple[ModelRunner[Any], BlockMoves]:
-    """Allocate the cache and set the runner up.
-
-    Args:
-        steps: what they are made of.
-        plan: how many blocks there are.
-        graph_bytes: bound on the memory of graphs.
-        eos_token_ids: tokens that end an answer.
-        rates: where the time of moved blocks is noted.
-        matchers: of the sequences that will run.
-    """
+    """Allocate the cache and build the runner."""
     num_open = steps.num_open
     cache = steps.executor.allocate_cache(
         steps.kv_layers,
@@ -185,7 +171,6 @@ def _device_moves(cache: Any, device: Device, rates: Rates) -> BlockMoves:
 
 @contextmanager
 def _refusals(limits: SchedulerLimits) -> Iterator[None]:
-    """What the first steps on a device may run into, in words that say what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""One growing list of token ids with its block table and status: the engine's only mutable noun.
+"""A sequence: token ids with their block table and status, the only object that changes in place.
 
 Imports no torch.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life."""
+    """Phase of a sequence's life."""
 
     WAITING = "waiting"  # holds no blocks: new, or preempted
     RUNNING = "running"  # holds blocks
@@ -29,8 +29,7 @@ class Sequence:
     """Prompt and answer of one choice of a request.
 
     Attributes:
-        request: what was asked.
-        index: which of the request's `n` choices this is.
+        index: its number among the request's choices.
         token_ids: prompt, then answer.
         num_computed: leading tokens whose keys and values are in the cache.
         num_cached: prompt tokens that came from the prefix cache at first admission.
@@ -42,8 +41,8 @@ class Sequence:
         block_table: block ids, append-only while running; 32 bits each, as devices read them.
         block_hashes: chained hash of each full block known so far.
         parent: sibling whose prompt blocks this one forks as soon as they are computed.
-        group: the sequences of the same request, and what is done to them together.
-        is_held: whether it runs without blocks until it forks a sibling's.
+        group: all sequences of the request, and the operations on them together.
+        is_held: runs without blocks until it forks a sibling's.
         slot: small number that identifies the sequence in block metadata while it runs.
     """
 
@@ -78,7 +77,7 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens the client sent."""
+        """Tokens of the client's prompt."""
         return len(self.request.prompt_token_ids)
 
     @property
@@ -98,5 +97,5 @@ class Sequence:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that are not in the cache yet; 1 while decoding."""
+        """Tokens not in the cache yet; 1 while decoding."""
         return len(self.token_ids) - self.num_computed

@@ -1,6 +1,6 @@
-"""What is scheduled as one: the sequences of one request, and how they depend on each other.
+"""A sequence group: the sequences of one request, scheduled together.
 
-The scheduler asks a group and knows of no kind of it. Imports no torch.
+The scheduler calls a group's methods and knows none of its kinds. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 class SequenceGroup:
-    """A sequence, or `n` siblings that share a prompt; each of them is served by itself.
-
-    Args:
-        request: what was asked.
-        members: one for each choice, by index.
-        bounds: where answers end.
+    """A sequence, or `n` siblings that share a prompt; each is scheduled on its own.
 
     Attributes:
         live: members that have not ended.
@@ -38,31 +33,26 @@ class SequenceGroup:
             member.group = self
 
     def unit(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """The live members that start, give way and end together with one, the first leads."""
+        """Return the live members that start, give way and end together; the first leads."""
         return (sequence,)
 
     def num_beside(self, sequence: Sequence) -> int:
-        """Blocks that a waiting sequence's unit will soon need beside its own, if it has any."""
+        """Return how many blocks a waiting sequence's unit will soon need beside its own."""
         return 0
 
     def start(self) -> None:
-        """A unit was admitted: its leader has blocks."""
+        """Start a unit that was admitted: its leader has blocks."""
 
     def lose(self) -> None:
-        """A unit is about to lose its blocks; all but its tokens will be computed again."""
+        """Prepare a unit for the loss of its blocks; its tokens will be computed again."""
 
     def take(
         self, sequence: Sequence, sampled: Sampled, updates: list[Update]
     ) -> FinishReason | None:
-        """Grow by what was sampled for a member whose tokens are all computed.
-
-        Args:
-            sequence: the member.
-            sampled: that came of its last row.
-            updates: what clients are told, to which this adds.
+        """Append the sample of a member whose tokens are all computed.
 
         Returns:
-            Why the member ends now, and its unit with it, if it does.
+            Why the member ends now, with its unit, or None.
         """
         if not sequence.request.generates:
             updates.append(Update(sequence, finish_reason=FinishReason.LENGTH))
@@ -74,10 +64,10 @@ class SequenceGroup:
         return reason
 
     def cut(self) -> tuple[Update, ...]:
-        """The answers that can be given now that there is no more time."""
+        """Return the answers that can be given at a timeout."""
         return ()
 
     def check_invariants(self) -> None:
-        """Assert that the members are where the group thinks they are."""
+        """Assert that the members match the group's records."""
         assert all(member.group is self for member in self.live)
         assert not any(member.is_held for member in self.live)

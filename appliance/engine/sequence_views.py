@@ -1,4 +1,4 @@
-"""The live sequences in the words of the dashboard. Imports no torch."""
+"""Describes live sequences for the dashboard. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ if TYPE_CHECKING:
 
 
 def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[SequenceView, ...]:
-    """All that wait or run, by request in the order of arrival.
+    """Describe all waiting and running sequences, by request in the order of arrival.
 
-    Args:
-        scheduler: whose they are.
-        tiers: what is kept of them outside the cache.
-        now: seconds of the clock of their arrival.
+    `now` is on the clock of their arrival.
     """
     reading = frozenset(tiers.reading)
     return tuple(
@@ -44,7 +41,7 @@ def view_sequences(scheduler: Scheduler, tiers: Tiers, now: float) -> tuple[Sequ
 
 
 def _status(sequence: Sequence, *, held: bool, reads: bool) -> str:
-    """One of `SEQUENCE_STATES`."""
+    """Return one of `SEQUENCE_STATES`."""
     if sequence.status is SequenceStatus.RUNNING:
         return "to fork" if held else "running"
     if reads:

@@ -1,4 +1,4 @@
-"""GGUF files: a header that is checked before it is believed, and tensors read by copy.
+"""Reads GGUF files: a header checked before use, and tensors read by copy.
 
 Knows no model family. Importing it loads no torch: the API process opens GGUF files for their
 tokenizer.

@@ -1,7 +1,7 @@
-"""The types of GGUF that are brought into the packed form with a small loss, and how small it is.
+"""Converts GGUF types to the packed form with a small loss, and measures the loss.
 
-Q4_K and Q5_K keep their codes, and their scales are rounded to float16: 5 and 9 bits a weight where
-exact ones would take 6 and 10. All others get codes of 8 bits in groups of 32.
+Q4_K and Q5_K keep their codes, and their scales are rounded to float16: 5 and 9 bits per weight
+where exact ones would take 6 and 10. All others get codes of 8 bits in groups of 32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGEST_CODE = 127
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a conversion did to some weights: sums of squares."""
+    """The loss of a conversion, as sums of squares."""
 
     weights: float = 0.0
     errors: float = 0.0
@@ -40,22 +40,22 @@ class Loss:
 
     @classmethod
     def between(cls, exact: Tensor, found: Tensor) -> Loss:
-        """Of weights (out_features, in_features) float32."""
+        """Compare weights (out_features, in_features) float32."""
         return cls(float(exact.square().sum()), float((found - exact).square().sum()))
 
 
 def convert(type_name: str, blocks: Tensor) -> tuple[PackedWeight, Callable[[], Tensor]]:
-    """Bring rows of a matrix into the packed form.
+    """Convert rows of a matrix to the packed form.
 
     Args:
         type_name: any type that is neither dense nor in `LOSSLESS`.
-        blocks: (out_features, blocks, bytes of a block) uint8.
+        blocks: (out_features, blocks, bytes per block) uint8.
 
     Returns:
-        The rows, and what makes their exact weights (out_features, in_features) float32.
+        The rows, and a function that makes their exact weights (out_features, in_features) float32.
 
     Raises:
-        NotImplementedError: nobody knows how to read this type.
+        NotImplementedError: the type is unknown.
     """
     if type_name in _EXACT:
         exact = _EXACT[type_name](blocks)
@@ -72,10 +72,9 @@ _EXACT: dict[str, Callable[[Tensor], PackedWeight]] = {
 
 
 def requantize(values: Tensor) -> PackedWeight:
-    """Codes of 8 bits around 128, the largest weight of each group of 32 at 127 steps.
+    """Quantize (out_features, in_features) float32 to 8-bit codes in groups of 32.
 
-    Args:
-        values: (out_features, in_features) float32.
+    Codes are around 128, with 127 steps to each group's largest weight.
     """
     groups = values.unflatten(1, (-1, GROUP_SIZE))
     scale = (groups.abs().amax(dim=-1) / LARGEST_CODE).half()
@@ -85,7 +84,7 @@ def requantize(values: Tensor) -> PackedWeight:
 
 
 def _any(type_name: str, blocks: Tensor) -> Tensor:
-    """Weights of a type that is rare enough for the `gguf` package to dequantize it."""
+    """Dequantize rare types with the `gguf` package."""
     # Imported late: the types above do not need it, and it takes a quarter of a second.
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize

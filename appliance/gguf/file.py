@@ -1,4 +1,4 @@
-"""One GGUF file: its metadata, and its tensors read one at a time."""
+"""A GGUF file: its metadata, and its tensors read one at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class GGUFFile:
     """A checked GGUF file.
 
     Args:
-        path: the file; it is opened anew for each tensor and never stays mapped.
+        path: the file; it is opened for each read and never stays mapped.
 
     Raises:
         CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
-        UnsupportedModelError: a tensor type, or a model split over files.
+        UnsupportedModelError: an unknown tensor type, or a model split over files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class GGUFFile:
         return self._header.metadata
 
     def tensor_names(self) -> list[str]:
-        """All tensors, in the order of the file."""
+        """List all tensors, in the order of the file."""
         return list(self._header.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -52,7 +52,8 @@ class GGUFFile:
         """Read one tensor.
 
         Quantized matrices become a `PackedWeight`: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 without loss,
-        the others with one that `losses` shows. F32, F16, BF16 and the integer types keep theirs.
+        the others with a loss that `losses` reports. F32, F16, BF16 and the integer types keep
+        theirs.
 
         Raises:
             CheckpointError: the file changed since it was opened, or holds damaged scales.
@@ -61,8 +62,8 @@ class GGUFFile:
         return self.load_rows(name, 0, self.shape(name)[0])
 
     def load_rows(self, name: str, start: int, stop: int) -> Tensor | PackedWeight:
-        """Read part of a tensor along its first dimension; see `load`."""
-        # Here, not at the top: opening a file for its tokenizer must not load torch.
+        """Read rows `start` to `stop` of a tensor; see `load`."""
+        # Imported here: opening a file for its tokenizer must not load torch.
         from appliance.gguf.tensors import read_tensor
 
         info = self._header.tensors[name].rows(start, stop)
@@ -73,9 +74,9 @@ class GGUFFile:
         return tensor
 
     def losses(self) -> dict[str, float]:
-        """Relative errors of what was loaded and not kept exactly, by type.
+        """Return the relative error of the tensors loaded with a loss, by type.
 
-        Root mean square of the errors over that of the weights, in the first 262,144 weights
-        of each matrix.
+        Root mean square of the errors over that of the weights, in the first 262,144 weights of
+        each matrix.
         """
         return {name: loss.relative for name, loss in self._losses.items()}

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata, and where each tensor lies.
+"""Reads the header of a GGUF file: metadata, and the place of each tensor.
 
-A header comes from a stranger. Every count is held against the bytes that are left before anything
-is allocated for it, and every tensor must lie inside the file, behind the one before. Imports
-neither torch nor numpy.
+A header is untrusted. Every count is checked against the remaining bytes before anything is
+allocated for it, and every tensor must lie inside the file, after the one before. Imports neither
+torch nor numpy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_KEY_BYTES = 65535  # what the format allows
+MAX_KEY_BYTES = 65535  # the format's limit
 MAX_ARRAY_LENGTH = 1 << 24  # the largest vocabularies have under 2 ** 19 entries
 MAX_ARRAY_NESTING = 3
 MAX_DIMENSIONS = 4
@@ -58,7 +58,7 @@ class TensorInfo:
     nbytes: int
 
     def rows(self, start: int, stop: int) -> TensorInfo:
-        """A part along the first dimension."""
+        """Return some rows of the tensor, along its first dimension."""
         row_bytes = self.nbytes // self.shape[0]
         shape = (stop - start, *self.shape[1:])
         offset = self.offset + start * row_bytes
@@ -67,7 +67,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """All that a GGUF file says before its tensor data."""
+    """Everything in a GGUF file before its tensor data."""
 
     identity: FileIdentity
     version: int
@@ -80,7 +80,7 @@ def read_header(path: Path) -> GGUFHeader:
 
     Raises:
         CheckpointError: the file is empty, cut, inconsistent or no GGUF file.
-        UnsupportedModelError: a tensor type, or a model split over files.
+        UnsupportedModelError: an unknown tensor type, or a model split over files.
     """
     identity = FileIdentity.of(path)
     try:
@@ -91,7 +91,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 class _HeaderReader:
-    """Reads forward through the header and keeps count of what is left of the file."""
+    """Reads forward through the header and counts the remaining bytes."""
 
     def __init__(self, file: BinaryIO, path: Path, identity: FileIdentity) -> None:
         self._read = file.read
@@ -216,7 +216,7 @@ class _HeaderReader:
         return [value for (value,) in scalar.iter_unpack(self._take(count * scalar.size))]
 
     def _strings(self, count: int) -> list[str]:
-        # A vocabulary has a quarter of a million of these, so this loop does without `_string`.
+        # A vocabulary has a quarter of a million of these, so this loop avoids `_string`.
         read, length_of = self._read, _U64.unpack
         strings, left = [], self._left
         try:

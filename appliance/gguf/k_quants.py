@@ -1,4 +1,4 @@
-"""The K types of GGUF, in blocks of 256 weights with scales of their own scales.
+"""The K types of GGUF: blocks of 256 weights with quantized scales.
 
 Layouts are those of llama.cpp's block_q4_K, block_q5_K and block_q6_K.
 """
@@ -19,7 +19,7 @@ GROUPS = 8  # of 32 weights in a block
 
 
 def q4_k(blocks: Tensor) -> PackedWeight:
-    """Blocks (out, blocks, 144): d, dmin, scales and minima of 6 bits, 256 nibbles; exact.
+    """Convert blocks (out, blocks, 144): d, dmin, 6-bit scales and minima, 256 nibbles; exact.
 
     w = q * (d * scale) - dmin * minimum, in groups of 32; the products take float32.
     """
@@ -30,7 +30,7 @@ def q4_k(blocks: Tensor) -> PackedWeight:
 
 
 def q5_k(blocks: Tensor) -> PackedWeight:
-    """Blocks (out, blocks, 176): as Q4_K, with 256 fifth bits before the nibbles; exact."""
+    """Convert blocks (out, blocks, 176): as Q4_K, with 256 fifth bits before the nibbles; exact."""
     low, high = _nibbles(blocks[..., 48:])
     fifth = blocks[..., None, 16:48]  # (out, blocks, 1, 32): bit g is that of group g
     shifts = torch.arange(GROUPS, dtype=torch.uint8).view(4, 2, 1)
@@ -40,7 +40,7 @@ def q5_k(blocks: Tensor) -> PackedWeight:
 
 
 def q6_k_values(blocks: Tensor) -> Tensor:
-    """Weights (out, in_features) float32 of blocks (out, blocks, 210).
+    """Dequantize blocks (out, blocks, 210) to weights (out, in_features) float32.
 
     128 bytes of low nibbles, 64 of high bit pairs, 16 signed scales, each of 16 weights, and a
     float16 d; w = d * scale * (q - 32). Each half of a block is four runs of 32.
@@ -57,17 +57,17 @@ def q6_k_values(blocks: Tensor) -> Tensor:
 
 
 def _nibbles(packed_pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, blocks, 128) -> low and high ones, each (out, blocks, 4, 32)."""
+    """Split (out, blocks, 128) into low and high nibbles, each (out, blocks, 4, 32)."""
     runs = packed_pairs.unflatten(-1, (4, 32))
     return runs & 0xF, runs >> 4
 
 
 def _scales_and_offsets(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the groups of Q4_K and Q5_K: (out, groups) float32 each, both exact.
+    """Decode scales and offsets of Q4_K's and Q5_K's groups: (out, groups) float32, exact.
 
-    Twelve bytes hold 8 scales and 8 minima of 6 bits. Of the first four of each all bits lie in
-    bytes 0 to 3 and 4 to 7; of the last four, the low bits in bytes 8 to 11 and the high two above
-    the first four.
+    Twelve bytes hold 8 scales and 8 minima of 6 bits. The first four of each lie in bytes 0 to 3
+    and 4 to 7; of the last four, the low bits in bytes 8 to 11 and the high two above the first
+    four.
     """
     first, second, third = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
     scales = torch.cat((first & 63, (third & 0xF) | ((first >> 6) << 4)), dim=-1)

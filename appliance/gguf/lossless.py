@@ -1,4 +1,4 @@
-"""The types of GGUF that the packed form holds without loss: groups of 32 with float16 scales."""
+"""The GGUF types that the packed form holds without loss: groups of 32, float16 scales."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ GROUP_SIZE = 32
 
 
 def _q4_0(blocks: Tensor) -> PackedWeight:
-    """Blocks (out, groups, 18): a float16 scale d, then 32 codes; w = (q - 8) * d."""
+    """Convert blocks (out, groups, 18): a float16 scale d, then 32 codes; w = (q - 8) * d."""
     scale = float16_at(blocks, 0)
     return packed(interleave(blocks[..., 2:]), scale, scale * -8, bits=4)
 
 
 def _q4_1(blocks: Tensor) -> PackedWeight:
-    """Blocks (out, groups, 20): float16 scale d and minimum m, then 32 codes; w = q * d + m."""
+    """Convert blocks (out, groups, 20): float16 scale d and minimum m, 32 codes; w = q * d + m."""
     return packed(interleave(blocks[..., 4:]), float16_at(blocks, 0), float16_at(blocks, 2), bits=4)
 
 
 def _q5_0(blocks: Tensor) -> PackedWeight:
-    """Blocks (out, groups, 22): float16 scale d, 32 fifth bits, 32 low nibbles; w = (q - 16) * d.
+    """Convert blocks (out, groups, 22): float16 d, 32 fifth bits, 32 nibbles; w = (q - 16) * d.
 
-    There is no packed form of 5 bits; with 8, a code of 128 stands for zero, as in Q8_0.
+    There is no packed form of 5 bits; with 8, code 128 stands for zero, as in Q8_0.
     """
     scale = float16_at(blocks, 0)
     return packed(_five_bits(blocks, 2) + (128 - 16), scale, scale * -128, bits=8)
 
 
 def _q5_1(blocks: Tensor) -> PackedWeight:
-    """Blocks (out, groups, 24): like Q5_0, with a float16 minimum m after d; w = q * d + m."""
+    """Convert blocks (out, groups, 24): as Q5_0, with float16 minimum m after d; w = q * d + m."""
     return packed(_five_bits(blocks, 4), float16_at(blocks, 0), float16_at(blocks, 2), bits=8)
 
 
 def _five_bits(blocks: Tensor, start: int) -> Tensor:
-    """Codes of 5 bits: fifth bits (out, groups, 4) at `start`, then nibbles (out, groups, 16).
+    """Decode 5-bit codes: fifth bits (out, groups, 4) at `start`, then nibbles (out, groups, 16).
 
-    Element i has its fifth bit at bit i, and its nibble as in `interleave`; the result is
-    (out, in_features) uint8.
+    Element i has its fifth bit at bit i, and its nibble as in `interleave`; the result is (out,
+    in_features) uint8.
     """
     high = blocks[..., start : start + 4].unsqueeze(-1)  # (out, groups, 4, 1)
     bits = (high >> torch.arange(8, dtype=torch.uint8)) & 1  # (out, groups, 4, 8)
@@ -55,7 +55,7 @@ def _five_bits(blocks: Tensor, start: int) -> Tensor:
 
 
 def _q8_0(blocks: Tensor) -> PackedWeight:
-    """Blocks (out, groups, 34): a float16 scale d, then 32 signed codes; w = q * d."""
+    """Convert blocks (out, groups, 34): a float16 scale d, then 32 signed codes; w = q * d."""
     scale = float16_at(blocks, 0)
     return packed((blocks[..., 2:] ^ 0x80).flatten(1), scale, scale * -128, bits=8)
 
@@ -70,7 +70,7 @@ LOSSLESS: dict[str, Callable[[Tensor], PackedWeight]] = {
 
 
 def packed(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> PackedWeight:
-    """Groups of 32 with additive offsets."""
+    """Build a weight in groups of 32 with additive offsets."""
     return PackedWeight(
         codes=codes,
         scale=scale,
@@ -82,15 +82,15 @@ def packed(codes: Tensor, scale: Tensor, offset: Tensor, *, bits: int) -> Packed
 
 
 def float16_at(blocks: Tensor, start: int) -> Tensor:
-    """The float16 value at a byte offset of every block: (out, groups)."""
+    """Return the float16 value at a byte offset of every block: (out, groups)."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
 def interleave(halves: Tensor) -> Tensor:
-    """Bring nibbles into our order: (out, groups, 16) uint8 -> (out, in_features / 2) uint8.
+    """Reorder nibbles: (out, groups, 16) uint8 -> (out, in_features / 2) uint8.
 
     GGUF puts element i of a group of 32 into the low nibble of byte i and element i + 16 into its
-    high nibble; the packed form wants neighbours in one byte.
+    high nibble; the packed form puts neighbours into one byte.
     """
     low, high = halves & 0xF, halves >> 4
     first = low[..., 0::2] | (low[..., 1::2] << 4)  # elements 0 to 15

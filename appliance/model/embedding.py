@@ -1,4 +1,4 @@
-"""Token embedding, from a plain or a packed matrix; only the rows asked for are unpacked."""
+"""Token embedding from a plain or a packed matrix; unpacks only the rows it looks up."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rows of a matrix, times a number.
+    """Looks up rows of a matrix and scales them.
 
     Attributes:
         weight: (vocab_size, hidden_size), of type `dtype` or packed.
-        scale: multiplies the rows, rounded to `dtype` as the models that have it were trained.
-        dtype: of the result.
+        scale: multiplies the rows, rounded to `dtype` as in training.
     """
 
     weight: Tensor | PackedWeight

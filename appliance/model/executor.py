@@ -1,4 +1,4 @@
-"""What executes a `DecoderSpec`: the torch decoder and the CPU library, by the same protocols."""
+"""The protocols of executors of a `DecoderSpec`: the torch decoder and the CPU library."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
 
 
 class Cache(Protocol):
-    """All physical blocks of all layers; only its executor knows what lies in them."""
+    """All physical blocks of all layers, in a layout that only the executor knows."""
 
     @property
     def block_size(self) -> int:
-        """Token slots in a block."""
+        """Token slots per block."""
         ...
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of all layers."""
+        """Bytes of one block in all layers."""
         ...
 
     @property
     def open_bytes(self) -> int:
-        """Bytes of one open page of all layers; 0 if none is sealed."""
+        """Bytes of one open page in all layers; 0 if none is sealed."""
         ...
 
     def read_block(self, block: int, open_page: int = -1) -> bytes:
-        """The bytes of a block, and of an open page if one is named; for host memory only."""
+        """Return the bytes of a block, and of its open page if given; for host memory only."""
         ...
 
     def write_block(
         self, block: int, content: bytes | bytearray | memoryview, open_page: int = -1
     ) -> None:
-        """Put back what `read_block` returned."""
+        """Write back the bytes that `read_block` returned."""
         ...
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
@@ -48,7 +48,7 @@ class Cache(Protocol):
         ...
 
     def copy_open(self, sources: list[int], destinations: list[int]) -> None:
-        """Copy open pages; where no layer is sealed there are none."""
+        """Copy open pages; without sealed layers there are none."""
         ...
 
 
@@ -59,7 +59,6 @@ class Executor(Protocol[AnyCache]):
     """A loaded model; it holds no cache.
 
     Attributes:
-        spec: what it computes.
         dtype: of activations, and of weights that are not packed.
         device: where tensors of a step go.
         weight_bytes: bytes that the weights take as they are laid out.
@@ -85,7 +84,7 @@ class Executor(Protocol[AnyCache]):
         block_size: int,
         num_open: int = 0,
     ) -> AnyCache:
-        """Fresh blocks for every layer, and open pages for those that are sealed."""
+        """Allocate blocks for every layer, and open pages for sealed ones."""
         ...
 
     def forward(
@@ -96,15 +95,14 @@ class Executor(Protocol[AnyCache]):
         cache: AnyCache,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Run one step and leave its keys and values in the cache.
+        """Run one step and write its keys and values to the cache.
 
         Args:
-            token_ids: (num_tokens,) int64, all sequences' rows one after another.
-            positions: (num_tokens,) int64, each row's place in its sequence.
-            batch: which rows belong to which sequence, and their blocks.
-            cache: the blocks.
-            rows: (num_rows,) int64, the rows whose logits are wanted, perhaps none; None means
-                all of them.
+            token_ids: (num_tokens,) int64, the rows of all sequences in turn.
+            positions: (num_tokens,) int64, each row's position in its sequence.
+            batch: maps rows to sequences and their blocks.
+            cache: the KV cache.
+            rows: (num_rows,) int64, rows whose logits are wanted, possibly none; None means all.
 
         Returns:
             Logits, (num_rows, vocab_size) float32.
@@ -132,5 +130,5 @@ class Executor(Protocol[AnyCache]):
 
 
 def heads_of(spec: DecoderSpec) -> Sequence[tuple[int, int]]:
-    """KV heads of each layer, and their width."""
+    """List (num_kv_heads, head_dim) of each layer."""
     return [(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers]

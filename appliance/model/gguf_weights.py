@@ -1,4 +1,4 @@
-"""A GGUF file's tensors as the Hugging Face checkpoint of the same model would hold them."""
+"""Presents a GGUF file's tensors under their Hugging Face names and row order."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class GGUFWeights:
-    """Reads tensors by their Hugging Face names; quantized ones stay in their own codes.
+    """Reads tensors by their Hugging Face names; quantized ones keep their own codes.
 
     Args:
         file: an open file of the family.
         family: has a GGUF mapping.
-        spec: what the file's metadata describes.
+        spec: built from the file's metadata.
     """
 
     def __init__(self, file: GGUFFile, family: Family, spec: DecoderSpec) -> None:
@@ -42,24 +42,24 @@ class GGUFWeights:
         }
 
     def tensor_names(self) -> list[str]:
-        """Hugging Face names of the tensors in the file."""
+        """List the Hugging Face names of the tensors in the file."""
         return list(self._slots)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, (out_features, in_features) of a linear."""
+        """Return a tensor's shape, (out_features, in_features) of a linear."""
         return tuple(self._file.shape(self._slots[name][1]))
 
     def packed_bits(self, name: str) -> int | None:
-        """Bits of a packed weight's codes, None of a tensor that loads dense."""
+        """Return the bits of a packed weight's codes; None for a tensor that loads dense."""
         stored = self._slots[name][1]
         return held_bits(self._file.type_name(stored)) if len(self.shape(name)) == 2 else None
 
     def is_fp8(self, name: str) -> bool:
-        """False: GGUF has no such type."""
+        """Return False: GGUF has no such type."""
         return False
 
     def notes(self) -> tuple[str, ...]:
-        """How much was lost in types that the packed form does not hold exactly."""
+        """Report the loss in types that the packed form does not hold exactly."""
         losses = self._file.losses()
         if not losses:
             return ()
@@ -71,7 +71,7 @@ class GGUFWeights:
         return self.load_rows(name, 0, self.shape(name)[0])
 
     def load_rows(self, name: str, start: int, stop: int) -> Tensor | PackedWeight:
-        """Read part of a tensor along its first dimension."""
+        """Read rows `start` to `stop` of a tensor."""
         slot, stored_name = self._slots[name]
         if slot.role in (Role.QUERY, Role.KEY) and self._mapping.interleaved_rope:
             rows = halves_from_pairs(slot.shape[0], self._head_dim(slot))[start:stop]
@@ -91,10 +91,10 @@ class GGUFWeights:
 
 
 def halves_from_pairs(num_rows: int, head_dim: int) -> Tensor:
-    """Which stored row each row comes from, where heads are stored as interleaved pairs.
+    """Return each row's stored row, where heads are stored as interleaved pairs.
 
     A stored head holds rows 0, d/2, 1, d/2 + 1, ... of the head; the result (num_rows,) int64
-    puts them back.
+    undoes that.
     """
     pairs = torch.arange(num_rows).view(-1, head_dim // 2, 2)
     return pairs.transpose(1, 2).reshape(-1)

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its KV cache, in the words of its model."""
+"""Reads a checkpoint's declarations about its KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def planned_kv(source: ModelSource) -> tuple[KVLayer, ...] | None:
-    """The plan of `appliance quantize --kv-bits`, or None if there is none.
+    """Read the plan of `appliance quantize --kv-bits`; None if there is none.
 
     Raises:
         CheckpointError: it is damaged or of another model.
@@ -26,10 +26,10 @@ def planned_kv(source: ModelSource) -> tuple[KVLayer, ...] | None:
 
 
 def kv_scales(source: ModelSource) -> tuple[list[Tensor | None], int]:
-    """FP8 scales of each layer, (2, num_kv_heads) or None, and how many layers have none.
+    """Read FP8 scales of each layer, (2, num_kv_heads) or None, and count layers without.
 
     Raises:
-        CheckpointError: scales of a shape that nobody knows.
+        CheckpointError: a scale has an unknown shape.
     """
     names = source.family.names
     layers = [names.in_layer(i, "").removesuffix(".") for i in range(len(source.spec.layers))]
@@ -38,7 +38,7 @@ def kv_scales(source: ModelSource) -> tuple[list[Tensor | None], int]:
 
 
 def wants_fp8(source: ModelSource) -> bool:
-    """Whether `kv_cache_scheme` in config.json asks for FP8 keys and values.
+    """Return True if `kv_cache_scheme` in config.json asks for FP8 keys and values.
 
     Raises:
         UnsupportedModelError: it asks for something else.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GatedLinear:
-    """act(gate(x)) * up(x), where the backend has no one operation for it."""
+    """act(gate(x)) * up(x), for backends without a fused operation."""
 
     backend: Backend
     activation: Activation
@@ -36,7 +36,7 @@ class GatedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the weight and bias take."""
+        """Bytes of weight and bias."""
         return self.gate_up.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -60,13 +60,13 @@ class MLP:
 class DecoderLayer:
     """Attention and MLP on a residual stream.
 
-    A layer takes its input normed already and norms its output for whoever comes next, so that
-    each addition to the stream is one operation with the norm after it.
+    A layer takes its input normed already and norms its output for the next layer, so that each
+    addition to the stream is one operation with the norm after it.
 
     Attributes:
-        attention_post_norm: of what attention returns; with `mlp_post_norm`, or neither.
+        attention_post_norm: of attention's output; set together with `mlp_post_norm`.
         mlp_norm: of the stream before the MLP.
-        mlp_post_norm: of what the MLP returns.
+        mlp_post_norm: of the MLP's output.
         next_norm: of the stream after this layer: the next layer's, or the decoder's last.
     """
 
@@ -86,12 +86,12 @@ class DecoderLayer:
         Args:
             hidden: (num_tokens, hidden_size), the stream under this layer's first norm.
             stream: (num_tokens, hidden_size), the sum so far.
-            step: what the step's layers share.
+            step: data shared by the step's layers.
             cache: this layer's blocks.
-            rows: the only rows that are needed after attention; None means all of them.
+            rows: the only rows needed after attention; None means all.
 
         Returns:
-            The same two for what comes next, of the rows that were asked for.
+            Hidden and stream for the next layer, of these rows.
         """
         added = self.attention(hidden, step, cache)
         if rows is not None:

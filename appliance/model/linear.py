@@ -1,4 +1,4 @@
-"""Linears of a decoder: weights of one input fused into one matmul where their packing allows."""
+"""Linears of a decoder: weights of one input are fused where their packing allows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LinearPart:
     bias: Tensor | None  # (out_features,)
 
     def rows(self, index: slice) -> LinearPart:
-        """Some of its outputs; an FP8 weight, whose blocks they may cut, becomes dense."""
+        """Return some output rows; an FP8 weight becomes dense, since this may cut its blocks."""
         bias = None if self.bias is None else self.bias[index]
         if isinstance(self.weight, PackedWeight):
             return LinearPart(self.weight.rows(index), bias)
@@ -34,7 +34,7 @@ class LinearPart:
 
 
 class SideBySide:
-    """Linears of one input that could not be fused: their outputs, one after another."""
+    """Linears of one input that could not be fused; concatenates their outputs."""
 
     def __init__(self, parts: list[Linear]) -> None:
         self.parts = parts
@@ -48,14 +48,9 @@ class SideBySide:
 
 
 def prepare_fused(parts: list[LinearPart], backend: Backend, dtype: torch.dtype) -> Linear:
-    """One linear whose output rows are those of the parts in order.
+    """Prepare one linear whose output rows are those of the parts in order.
 
-    Neighbours of one packing are stacked; if that leaves several, they are called in turn.
-
-    Args:
-        parts: weights of equal in_features.
-        backend: lays out the weights.
-        dtype: of activations.
+    Neighbours with the same packing are stacked; if several remain, they are called in turn.
     """
     linears = [
         backend.prepare_linear(part.weight, part.bias, dtype) for part in stack_neighbours(parts)
@@ -64,11 +59,7 @@ def prepare_fused(parts: list[LinearPart], backend: Backend, dtype: torch.dtype)
 
 
 def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:
-    """The same output rows in as few parts as packing allows.
-
-    Args:
-        parts: weights of equal in_features.
-    """
+    """Stack the same output rows into as few parts as packing allows."""
     runs: list[list[LinearPart]] = []
     for part in parts:
         if runs and _stacks(runs[-1][-1].weight, part.weight):
@@ -84,7 +75,7 @@ def stack_neighbours(parts: list[LinearPart]) -> list[LinearPart]:
 
 
 def _stacks(upper: Weight, lower: Weight) -> bool:
-    """Whether a weight may follow below another in one matrix."""
+    """Return True if one weight can follow another in one matrix."""
     if isinstance(upper, PackedWeight):
         return isinstance(lower, PackedWeight) and lower.stacks_with(upper)
     if isinstance(upper, Fp8Weight):

@@ -1,7 +1,7 @@
 """Builds the torch decoder from a model source, layer by layer.
 
-What is read is laid out for the backend and let go at once, so that the most memory in use is
-about the finished model and one layer.
+Weights are laid out for the backend and released at once, so that peak memory is about the finished
+model and one layer.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def load_decoder(
         backend: lays out the weights and later executes them.
         device: where they go.
         dtype: of activations, and of weights that are not packed.
-        on_progress: called with a stage, the parts done and the parts there are.
-        context_length: most tokens of a sequence; the model's own by default. Some models
-            rotate differently where it is above the context they were trained with.
+        on_progress: called with a stage, the number of parts done, and their total.
+        context_length: most tokens of a sequence; the model's own by default. Some models rotate
+            differently if it exceeds their training context.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
@@ -103,7 +103,7 @@ class LayerBuilder:
         self._ropes = ropes
 
     def layer(self, weights: LayerWeights, spec: LayerSpec, next_norm: Norm) -> DecoderLayer:
-        """Everything of one layer."""
+        """Lay out one layer."""
         return DecoderLayer(
             backend=self._backend,
             attention=Attention(
@@ -126,7 +126,7 @@ class LayerBuilder:
         )
 
     def gated(self, parts: list[LinearPart], activation: Activation) -> Linear:
-        """act(gate(x)) * up(x): one operation, if the backend has it and the packing allows it."""
+        """Build act(gate(x)) * up(x), fused if the backend and the packing allow it."""
         stacked = stack_neighbours(parts)
         if len(stacked) == 1:
             (part,) = stacked
@@ -137,7 +137,7 @@ class LayerBuilder:
         return GatedLinear(self._backend, activation, self._linear(stacked))
 
     def counted(self, norm: Norm) -> Norm:
-        """The same norm, its bytes added to the sum."""
+        """Count a norm's bytes and return it."""
         self.nbytes += norm.weight.nbytes
         return norm
 

@@ -33,11 +33,9 @@ class NativeDecoder:
     """A model in the library's layout; activations are float32 throughout.
 
     Attributes:
-        spec: what it computes.
         dtype: of weights that are not packed.
         engine: threads and workspace.
         model: points into `arena`.
-        arena: the weights.
         weight_format: in words.
     """
 
@@ -50,7 +48,7 @@ class NativeDecoder:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of a step are."""
+        """The CPU."""
         return CPU
 
     @property
@@ -66,7 +64,7 @@ class NativeDecoder:
         block_size: int,
         num_open: int = 0,
     ) -> NativeCache:
-        """Fresh blocks for every layer."""
+        """Allocate blocks for every layer."""
         return NativeCache(
             self.engine.library,
             format,
@@ -87,7 +85,7 @@ class NativeDecoder:
         """Run one step; see `Executor.forward`.
 
         Raises:
-            MemoryError: the step needs more workspace than there is.
+            MemoryError: the step needs more workspace than is free.
         """
         logits = self._rows(token_ids, rows, self.spec.vocab_size)
         self._step(token_ids, positions, batch, cache, rows, None, logits)
@@ -154,7 +152,7 @@ class NativeDecoder:
             query_start=batch.query_start.data_ptr(),
             context_lens=batch.context_lens.data_ptr(),
             block_tables=batch.block_tables.data_ptr(),
-            # An empty tensor has no address, and without one all rows are meant.
+            # An empty tensor has no address, and no address means all rows.
             rows=None if rows is None else rows.data_ptr() or token_ids.data_ptr(),
             open_pages=None if batch.sealed is None else batch.sealed.open_tables.data_ptr(),
         )

@@ -38,7 +38,7 @@ MOST_HEAD_WIDTH = 256
 
 
 def why_unsupported(source: ModelSource) -> str | None:
-    """What in a model the library does not cover, in words; None if it covers all of it."""
+    """Say why the CPU library does not cover a model; None if it does."""
     for index, layer in enumerate(source.spec.layers):
         width = layer.attention.head_dim
         if width % HEAD_WIDTH_STEP or width > MOST_HEAD_WIDTH:
@@ -60,15 +60,15 @@ def load_native(
     """Read all weights and lay them out.
 
     Args:
-        source: an opened and checked model that `why_unsupported` has nothing against.
+        source: an opened and checked model for which `why_unsupported` returns None.
         engine: lays out the weights and later executes them.
         dtype: of weights that are not packed.
-        on_progress: called with a stage, the parts done and the parts there are.
+        on_progress: called with a stage, the number of parts done, and their total.
         context_length: most tokens of a sequence; the model's own by default.
 
     Raises:
         CheckpointError: a weight holds NaN or infinity.
-        MemoryError: the system gives no memory for the weights.
+        MemoryError: the system has too little memory for the weights.
     """
     spec = source.spec
     report = on_progress or (lambda stage, done, total: None)
@@ -150,7 +150,7 @@ def _attention(
 
 
 def _gate_and_up(parts: list[LinearPart], width: int) -> tuple[LinearPart, LinearPart]:
-    """The two, which some checkpoints hold in one weight."""
+    """Return gate and up, which some checkpoints hold in one weight."""
     if len(parts) == 1:
         return parts[0].rows(slice(0, width)), parts[0].rows(slice(width, None))
     gate, up = parts

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMS norm, as backends take it."""
+    """An RMS norm in the form that backends take."""
 
     weight: Tensor  # (dim,) float32, the spec's offset already added
     eps: float

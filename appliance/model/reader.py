@@ -1,4 +1,4 @@
-"""Reads a model's weights part by part, checked, before any executor lays them out.
+"""Reads a model's weights part by part and checks them, for any executor.
 
 Knows no family and no file format.
 """
@@ -29,7 +29,7 @@ _DENSE_DTYPES = frozenset({*DTYPE_NAMES, torch.float64})
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """All weights of one layer; linears of one input as the checkpoint splits them."""
+    """All weights of one layer; linears of one input are split as in the checkpoint."""
 
     qkv: list[LinearPart]  # rows of query heads, key heads, value heads, in this order
     output: LinearPart
@@ -44,12 +44,10 @@ class LayerWeights:
 
 
 class ModelReader:
-    """Reads parts of one source and keeps account of their formats.
+    """Reads parts of one source and counts their formats.
 
     Args:
-        source: an opened and checked model.
-        device: where tensors go.
-        dtype: in which weights that are not packed are going to be held.
+        dtype: the type to hold weights in that are not packed.
     """
 
     def __init__(self, source: ModelSource, device: torch.device, dtype: torch.dtype) -> None:
@@ -61,7 +59,7 @@ class ModelReader:
         self._head_format = ""
 
     def layer(self, index: int) -> LayerWeights:
-        """Everything of one layer."""
+        """Read one layer."""
         spec, names = self._source.spec.layers[index], self._names
         attention = spec.attention
         return LayerWeights(
@@ -78,7 +76,7 @@ class ModelReader:
         )
 
     def first_norm(self, index: int) -> Norm:
-        """The norm at the start of a layer; past the last layer, the decoder's own."""
+        """Read the norm at the start of a layer; past the last layer, the decoder's own."""
         spec = self._source.spec
         if index == len(spec.layers):
             return self._norm(self._names.final_norm, spec.final_norm)
@@ -86,7 +84,7 @@ class ModelReader:
         return self._norm(name, spec.layers[index].norm)
 
     def embedding_and_head(self) -> tuple[Weight, Weight]:
-        """The two ends, (vocab_size, hidden_size); the same object if they are tied."""
+        """Read embedding and head, (vocab_size, hidden_size); the same object if they are tied."""
         embedding = self._load(f"{self._names.embedding}.weight")
         head = embedding
         if not self._source.spec.tied_head:
@@ -95,7 +93,7 @@ class ModelReader:
         return embedding, head
 
     def weight_format(self) -> str:
-        """How what was read is stored, in words: of the layers the most common first, the head."""
+        """Describe the formats of the weights read: layers by frequency, then the head."""
         formats = [name for name, _ in self._layer_formats.most_common()]
         if formats == [self._head_format]:
             return self._head_format
@@ -104,7 +102,6 @@ class ModelReader:
         return f"{' + '.join(formats)}, head {head}"
 
     def _parts(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
-        """The weights that make up a linear of a layer."""
         parts = []
         for source in sources:
             name = self._names.in_layer(index, source)
@@ -130,7 +127,6 @@ class ModelReader:
         return tensor
 
     def _load(self, name: str) -> Weight:
-        """Read one tensor onto the device, checked."""
         tensor = self._source.weights.load(name)
         if isinstance(tensor, PackedWeight):
             tensor = tensor.to(self._device)
@@ -161,15 +157,15 @@ class ModelReader:
         dense = DTYPE_NAMES[self._dtype]
         if not isinstance(weight, Fp8Weight):
             return dense
-        # No kernel of a CPU multiplies e4m3, and float32 activations are for checking.
+        # No CPU kernel multiplies e4m3, and float32 activations are for checking.
         is_held = self._device.type == "cuda" and self._dtype != torch.float32
         return "fp8" if is_held else f"fp8 (held as {dense})"
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is NaN or infinite.
+    """Return True if no element is NaN or infinite.
 
-    The sum is enough to tell in nearly all cases, and many times faster than a look at each.
+    The sum decides nearly all cases, many times faster than a check of each element.
     """
     if bool(torch.isfinite(tensor.sum(dtype=torch.float32))):
         return True

@@ -1,7 +1,7 @@
-"""Rotary frequencies of every scaling kind, and the cosines and sines of a step.
+"""Computes rotary frequencies of every scaling kind, and a step's cosines and sines.
 
-Sources: linear (position interpolation, arXiv 2306.15595), YaRN (arXiv 2309.00071), LongRoPE
-(arXiv 2402.13753), Llama 3.1 (its reference code).
+Sources: linear (position interpolation, arXiv 2306.15595), YaRN (arXiv 2309.00071), LongRoPE (arXiv
+2402.13753), Llama 3.1 (its reference code).
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ class Rope:
 
     @classmethod
     def of(cls, spec: RopeSpec, context_length: int, device: torch.device) -> Rope:
-        """Work out the frequencies.
+        """Compute the frequencies.
 
         Args:
-            spec: what the model asks for.
-            context_length: most tokens a sequence may have. LongRoPE has one set of frequencies
-                for up to its original context and another beyond. The keys in a cache must all
-                have been rotated alike, so the limit decides, not the current length.
+            spec: the model's.
+            context_length: most tokens of a sequence. LongRoPE has one set of frequencies up to its
+                original context and another beyond. All keys in a cache must be rotated alike, so
+                this limit decides, not the current length.
             device: where the frequencies go.
         """
         return cls(_frequencies(spec, context_length).to(device), spec.attention_factor)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each position (num_tokens,): (num_tokens, rotary_dim / 2) float32."""
+        """Return cosine and sine, both (num_tokens, rotary_dim / 2) float32, of (num_tokens,)."""
         angles = positions.to(torch.float32).unsqueeze(1) * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.amplitude == 1.0 else (cos * self.amplitude, sin * self.amplitude)
 
 
 def distinct_ropes(spec: DecoderSpec) -> tuple[RopeSpec, ...]:
-    """The kinds of RoPE in a model, in order of appearance."""
+    """List the kinds of RoPE in a model, in order of appearance."""
     return tuple(dict.fromkeys(layer.attention.rope for layer in spec.layers))
 
 

@@ -1,4 +1,4 @@
-"""How many bytes a model's weights will take once they are laid out, before any is loaded."""
+"""Estimates the bytes of a model's weights as laid out, before loading any."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from appliance.model.tensors import Role
 if TYPE_CHECKING:
     from appliance.model.source import ModelSource
 
-# What packed kernels hold beside a code: four bytes of scale and offset for each group; groups of
-# 32 are the smallest there are.
+# Held by packed kernels beside a code: four bytes of scale and offset per group; the smallest
+# groups have 32.
 _PARAMS_BYTES_PER_WEIGHT = 4 / 32
 
 # An output feature of a GPU kernel's FP8 weight has a float32 scale for each 128 inputs.
 _FP8_SCALE_BYTES_PER_WEIGHT = 4 / 128
 
-# The most that the CPU library holds beside a code: two 32-bit numbers for each group of 32.
+# Held by the CPU library beside a code, at most: two 32-bit numbers per group of 32.
 _SCALE_BYTES_PER_WEIGHT = 8 / 32
 
 
 def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torch.dtype) -> int:
-    """Bytes of all weights, rounded up where the layout is the backend's choice.
+    """Estimate the bytes of all weights, rounded up where the backend chooses the layout.
 
-    On a GPU packed and FP8 weights stay so, unless activations are float32; all other matrices are
-    held in the activations' type, and a packed embedding in its codes too.
+    On a GPU packed and FP8 weights stay so, unless activations are float32; all other matrices have
+    the activations' type, and a packed embedding stays packed too.
     """
     stay_packed = {4, 8} if device.type != "cpu" and dtype != torch.float32 else set[int]()
     total = 0.0
@@ -48,7 +48,7 @@ def estimate_weight_bytes(source: ModelSource, device: torch.device, dtype: torc
 
 
 def estimate_native_bytes(source: ModelSource, dtype: torch.dtype) -> int:
-    """Bytes of all weights in the CPU library, rounded up; a tied matrix is held once.
+    """Estimate the bytes of all weights in the CPU library, rounded up; a tied matrix counts once.
 
     FP8 weights are held in `dtype`.
     """

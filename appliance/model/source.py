@@ -1,4 +1,4 @@
-"""Opens a model on disk, whatever form it is in, and checks it before any weight is loaded."""
+"""Opens a model on disk in any supported format, and checks it before loading weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from appliance.model.families.family import Family
     from appliance.model.spec import DecoderSpec
 
-# Tensors that checkpoints carry along and that no arithmetic here needs.
+# Tensors in checkpoints that no arithmetic here needs.
 _UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale")
 
 
@@ -30,9 +30,8 @@ class ModelSource:
 
     Attributes:
         path: the folder or file.
-        family: how its tensors are called.
-        config: its Hugging Face config; of a GGUF file, the one it would have.
-        spec: what to compute.
+        family: the names of its tensors.
+        config: its Hugging Face config; for a GGUF file, the equivalent one.
         weights: tensors by their Hugging Face names, packed ones in their own codes.
     """
 
@@ -43,7 +42,7 @@ class ModelSource:
     weights: WeightReader
 
     def slots(self) -> list[TensorSlot]:
-        """Every tensor that the decoder reads, under its Hugging Face name."""
+        """List every tensor that the decoder reads, by its Hugging Face name."""
         return tensor_slots(self.spec, self.family.names)
 
 
@@ -51,7 +50,7 @@ def open_model(path: Path) -> ModelSource:
     """Open a GGUF file, or a folder with config.json and safetensors.
 
     Raises:
-        CheckpointError: something is missing, cut or of the wrong shape; the first such thing.
+        CheckpointError: a part is missing, cut or of the wrong shape; names the first.
         UnsupportedModelError: an architecture or setting that no code here covers.
     """
     if path.is_dir():
@@ -86,7 +85,6 @@ def _open_gguf(path: Path) -> ModelSource:
 
 
 def _check(source: ModelSource) -> None:
-    """Compare the tensors there are with the tensors the spec needs."""
     present = set(source.weights.tensor_names())
     where = f"{source.path.name}: "
     for slot in source.slots():

@@ -1,4 +1,4 @@
-"""A decoder as plain frozen data: what to compute, layer by layer, and nothing about how.
+"""A decoder as plain frozen data: its arithmetic layer by layer, without implementation.
 
 Two executors read it: the torch decoder and the CPU library. Imports no torch.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RopeScaling(Enum):
-    """How rotary frequencies are stretched beyond the trained context."""
+    """Method that stretches rotary frequencies beyond the trained context."""
 
     NONE = "none"
     LINEAR = "linear"
@@ -60,7 +60,7 @@ class AttentionSpec:
     scale: float  # multiplies q . k
     rope: RopeSpec
     window: int | None = None  # a query sees this many latest positions, its own included
-    softcap: float | None = None  # scores become cap * tanh(scores / cap)
+    softcap: float | None = None  # a query sees this many latest positions, including its own
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: NormSpec | None = None  # per head, before RoPE

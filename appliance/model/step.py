@@ -1,4 +1,4 @@
-"""What all layers of one step share, prepared once."""
+"""Data shared by all layers of one step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The geometry of a step, and what follows from it."""
+    """The geometry of a step, and data derived from it."""
 
     batch: RaggedBatch
-    attention_work: object  # what the backend's plan_attention made of the batch
+    attention_work: object  # the result of the backend's plan_attention
     # Cosine and sine, (num_tokens, rotary_dim / 2) float32, for each kind of RoPE.
     rotations: tuple[tuple[Tensor, Tensor], ...]

@@ -1,4 +1,4 @@
-"""Runs a whole list of tokens through a decoder without an engine, for tests and evaluation."""
+"""Runs a list of tokens through a decoder without an engine, for tests and evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from appliance.model.executor import AnyCache, Executor
 
-BLOCK_SIZE = 32  # what the kernels of every backend take
+BLOCK_SIZE = 32  # supported by the kernels of every backend
 _UNQUANTIZED = {
     torch.float32: KVFormat.FP32,
     torch.float16: KVFormat.FP16,
@@ -32,12 +32,12 @@ def logits_of(
     format: KVFormat | Sequence[LayerPrecision] | None = None,
     block_table: Sequence[int] | None = None,
 ) -> Tensor:
-    """Logits after each of the tokens, teacher-forced: (num_tokens, vocab_size) float32.
+    """Return logits after each token, teacher-forced: (num_tokens, vocab_size) float32.
 
     Args:
         decoder: the model.
         token_ids: one sequence.
-        chunks: lengths of the steps it is run in, which sum to its length; one step by default.
+        chunks: lengths of the steps, which sum to its length; one step by default.
         format: of the KV cache, or of each layer's; by default that of the activations.
         block_table: blocks of the sequence in order; 0, 1, 2, ... by default.
     """
@@ -82,7 +82,7 @@ def one_sequence(
     *,
     sealed: bool = False,
 ) -> RaggedBatch:
-    """A step of one sequence, from position `start` up to `end`; each block has an open page."""
+    """Build a step of one sequence, from position `start` to `end`; each block has an open page."""
     pages = range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)) if sealed else None
     return RaggedBatch.of(
         [end - start],

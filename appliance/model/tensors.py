@@ -1,7 +1,7 @@
-"""Which tensors a decoder needs, under which names and in which shapes.
+"""Lists the tensors of a decoder with their names and shapes.
 
-Knows no family: the names are data, so that a safetensors folder and a GGUF file of one model
-differ only in the `TensorNames` given. Imports no torch.
+Knows no family: names are data, so that a safetensors folder and a GGUF file of one model differ
+only in their `TensorNames`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """What a tensor is to the decoder."""
+    """A tensor's part in the decoder."""
 
     EMBEDDING = "embedding"
     HEAD = "head"
@@ -37,8 +37,8 @@ class Role(Enum):
 class TensorNames:
     """Names of a decoder's parts, without `.weight` or `.bias`; the defaults are the usual ones.
 
-    `qkv` and `gate_up` list their sources in the order of the rows: three parts and two, or one
-    that is stored fused. Names of parts that a spec does not have are not used.
+    `qkv` and `gate_up` list their sources in the order of the rows: three parts and two, or a
+    single fused one. Names of parts that a spec does not have are not used.
     """
 
     embedding: str = "model.embed_tokens"
@@ -57,11 +57,11 @@ class TensorNames:
     mlp_post_norm: str = ""
 
     def in_layer(self, index: int, part: str) -> str:
-        """Full name of a layer's part."""
+        """Return the full name of a layer's part."""
         return self.layer.format(index) + part
 
     def linears(self, index: int) -> tuple[tuple[str, ...], ...]:
-        """Full names of the weights that a layer's linears are made of, in the order of use.
+        """Return the full names of the weights of a layer's linears, in the order of use.
 
         Four linears: into the heads, out of them, into the MLP and out of it.
         """
@@ -82,15 +82,14 @@ class TensorSlot:
 
     @property
     def is_linear(self) -> bool:
-        """Whether this is the weight of one of a layer's linears, what a quantizer quantizes."""
+        """True for the weight of a layer's linear, which a quantizer quantizes."""
         return self.layer is not None and len(self.shape) == 2
 
 
 def tensor_slots(spec: DecoderSpec, names: TensorNames) -> list[TensorSlot]:
-    """Every tensor of a decoder, in the order in which they are needed.
+    """List every tensor of a decoder, in the order in which they are needed.
 
-    The order depends on the spec alone, so that lists made from two sets of names can be read
-    side by side.
+    The order depends only on the spec, so that lists with two sets of names can be zipped.
     """
     matrix = (spec.vocab_size, spec.hidden_size)
     slots = [TensorSlot(f"{names.embedding}.weight", matrix, Role.EMBEDDING)]

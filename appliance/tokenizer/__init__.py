@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizer, chat template, streaming detokenizer, stop strings.
+"""Converts text to token ids and back: tokenizer, chat template, detokenizer, stop strings.
 
 Loads neither torch nor transformers: this runs in the API process.
 """

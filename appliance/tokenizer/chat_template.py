@@ -1,4 +1,4 @@
-"""A model's chat template: messages to the text that the model was trained on."""
+"""A model's chat template: turns messages into the text format of its training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from appliance.tokenizer.sandbox import BUDGET, Budget, TemplateEnvironment
 logger = logging.getLogger(__name__)
 
 MAX_TEMPLATE_BYTES = 64 * 1024
-# A rendered chat may be this many times as long as what goes into it, plus a fixed allowance.
+# A rendered chat may be this many times as long as its input, plus a fixed allowance.
 MAX_GROWTH = 8
 GROWTH_ALLOWANCE = 64 * 1024
 MAX_NESTING = 64  # of messages and tools
@@ -25,8 +25,8 @@ class ChatTemplate:
 
     Args:
         source: Jinja text by Hugging Face's conventions.
-        variables: texts that the template may use, such as bos_token and eos_token.
-        tool_source: a template for chats that offer tools, if the model has one of its own.
+        variables: texts for the template, such as bos_token and eos_token.
+        tool_source: the template for chats with tools, if the model has a separate one.
 
     Raises:
         ChatTemplateError: it is too large or is not valid Jinja.
@@ -49,13 +49,13 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat as one text.
+        """Render a chat as one text.
 
         Args:
-            messages: dicts with `role` and `content`, and what else the template reads.
+            messages: dicts with `role` and `content`, and other keys that the template reads.
             tools: tool definitions that the model may use.
             add_generation_prompt: end with the beginning of the assistant's turn.
-            options: more variables for the template; they give way to those above.
+            options: more variables for the template; those above take precedence.
 
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or takes too long.
@@ -89,12 +89,7 @@ class ChatTemplate:
 
 
 def check_nesting(value: Any, param: str, nesting: int = 0) -> None:
-    """Refuse messages or tools that are nested so deeply that walking them is a risk.
-
-    Args:
-        value: of the field.
-        param: its name.
-        nesting: of the value in the field.
+    """Refuse messages or tools that are nested too deeply to walk safely.
 
     Raises:
         RequestError: they are.
@@ -131,7 +126,6 @@ def _compile(source: str) -> Template:
 
 
 def _text_length(value: Any, nesting: int = 0) -> int:
-    """Characters of all strings in messages or tools, and one for everything else."""
     if nesting > MAX_NESTING:
         raise ValueError(f"they are nested more than {MAX_NESTING} deep")
     if isinstance(value, str):

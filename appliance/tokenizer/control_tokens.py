@@ -1,9 +1,9 @@
-"""Control tokens in text: where they stand, and how text of a stranger is kept from being one.
+"""Finds control tokens in text, and keeps users' text from becoming one.
 
 A chat is rendered to one text before it is tokenized, because tokens may span the border between
-template and content. So that content cannot end its own turn, what looks like a control token in
-it is replaced by a placeholder that nobody can guess while the template is rendered, and comes
-back as plain text afterwards. Content without such text is not touched at all.
+template and content. So that content cannot end its own turn, text that looks like a control token
+is replaced by an unguessable placeholder while the template is rendered, and restored as plain text
+afterwards. Other content is not touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]*")
 
 
 class Occurrence(NamedTuple):
-    """A control token in a text: characters start to end, with spaces that belong to it."""
+    """A control token in a text: characters start to end, including spaces that belong to it."""
 
     start: int
     end: int
@@ -36,7 +36,7 @@ class ControlTokens:
     """
 
     def __init__(self, tokens: Mapping[int, AddedToken]) -> None:
-        # A tokenizer that knows nothing else finds them by the same rules as the full one.
+        # A tokenizer with only these tokens finds them by the same rules as the full one.
         self._finder = Tokenizer(WordLevel({"\0": 0}, unk_token="\0"))
         self._finder.add_special_tokens(list(tokens.values()))
         self._ids = {token.content: token_id for token_id, token in tokens.items()}
@@ -50,10 +50,10 @@ class ControlTokens:
         self._longest = max(map(len, self._ids), default=0)
 
     def find(self, text: str) -> list[Occurrence]:
-        """Every control token in the text, from left to right."""
+        """Return all control tokens in the text, from left to right."""
         if not any(opening in text for opening in self._openings):
             return []
-        # Batches, even of one, let other threads run meanwhile; a single text does not.
+        # Batches, even of one, release Python's lock; a single text does not.
         (encoding,) = self._finder.encode_batch([text], add_special_tokens=False)
         return [
             Occurrence(start, end, self._id_of[finder_id])
@@ -62,11 +62,11 @@ class ControlTokens:
         ]
 
     def length_begun(self, text: str) -> int:
-        """How many characters at the end of the text could be the beginning of a control token."""
+        """Return how many characters at the text's end could begin a control token."""
         return self._partial_length(text[-self._longest - 1 :], self._sorted)
 
     def length_ended(self, text: str) -> int:
-        """How many characters at its beginning could be the end of a control token."""
+        """Return how many characters at the text's start could end a control token."""
         return self._partial_length(text[: self._longest][::-1], self._sorted_backwards)
 
     def _partial_length(self, text: str, contents: list[str]) -> int:
@@ -79,7 +79,7 @@ class ControlTokens:
 
 
 class ContentGuard:
-    """Hides control tokens in the parts of one chat while its template is rendered."""
+    """Hides control tokens in a chat's messages while its template is rendered."""
 
     def __init__(self, control_tokens: ControlTokens) -> None:
         self._control_tokens = control_tokens
@@ -87,7 +87,7 @@ class ContentGuard:
         self._hidden: list[str] = []
 
     def hide(self, value: Any) -> Any:
-        """A copy of messages or tools in which no string holds, begins or ends a control token."""
+        """Copy messages or tools so that no string holds, begins or ends a control token."""
         if isinstance(value, str):
             return self._hide_text(value)
         if isinstance(value, Mapping):
@@ -97,7 +97,7 @@ class ContentGuard:
         return value
 
     def restore(self, text: str) -> str:
-        """Bring back what was hidden."""
+        """Restore the hidden texts."""
         if not self._hidden:
             return text
         return re.sub(self._nonce + r"(\d+)Z", lambda match: self._hidden[int(match[1])], text)

@@ -1,4 +1,4 @@
-"""A tokenizer from a Hugging Face folder."""
+"""Loads a tokenizer from a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_from_folder(path: Path) -> TokenizerSource:
 
     Raises:
         ModelError: tokenizer.json is missing or damaged, or its rules take too long.
-        ChatTemplateError: the chat template cannot be used.
+        ChatTemplateError: the chat template is unusable.
     """
     patterns = unknown_patterns(_content_of(path))
     if not patterns:
@@ -38,16 +38,16 @@ def load_from_folder(path: Path) -> TokenizerSource:
     from appliance.tokenizer.isolation import IsolatedEncoder
 
     logger.info("%s splits texts by rules of its own, in a process with limits", path)
-    encoder = IsolatedEncoder(path, new_separator())  # first: reading may take without end, too
+    encoder = IsolatedEncoder(path, new_separator())  # first: reading may take forever, too
     return replace(read_folder(path), encoder=encoder)
 
 
 def read_folder(path: Path) -> TokenizerSource:
-    """The same, whatever rules it has.
+    """Read the folder in this process, whatever its rules.
 
     Raises:
         ModelError: tokenizer.json is missing or damaged.
-        ChatTemplateError: the chat template cannot be used.
+        ChatTemplateError: the chat template is unusable.
     """
     backend = _read_backend(path)
     config = _optional_json(path / "tokenizer_config.json")
@@ -89,7 +89,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises nothing more specific
         file = path / "tokenizer.json"
         raise ModelError(f"{file} is damaged: {error}; download it again") from error
-    # Both would change a prompt without a word.
+    # Either would silently change a prompt.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -105,7 +105,6 @@ def _ensure_bos(backend: tokenizers.Tokenizer, content: str, bos: int) -> None:
 def _chat_template(
     path: Path, config: dict[str, Any], variables: dict[str, str]
 ) -> ChatTemplate | None:
-    """The file chat_template.jinja, or the entry in the configuration: a text or named texts."""
     file = path / "chat_template.jinja"
     entry = config.get("chat_template")
     named: dict[str, str] = {}
@@ -136,7 +135,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _content(value: Any) -> str | None:
-    """A token is written as its text, or as an object that holds it."""
+    """Return a token's text, given as such or in an object."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""A tokenizer from the metadata of a GGUF file."""
+"""Builds a tokenizer from a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from appliance.tokenizer.source import END_OF_TURN, TokenizerSource, with_end_of
 
 T = TypeVar("T")
 
-# Characters that are looked at to find all ways to make the pieces of others: the square of the
-# length of each. Gemma 3, with the largest vocabulary in use, has 11 million.
+# Bound on the work of finding all splits of pieces: the sum of their squared lengths. Gemma 3, with
+# the largest vocabulary in use, has 11 million.
 MAX_SPLIT_CHARACTERS = 2**27
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of token_type
 
-# Converters write there what generation_config.json has under these names.
+# Converters write the values of generation_config.json under these names.
 _SAMPLING = {
     "temperature": "general.sampling.temp",
     "top_p": "general.sampling.top_p",
@@ -35,7 +35,7 @@ _SAMPLING = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 
-# Phi-3 swallows white space behind its control tokens, these excepted. The file does not say so.
+# Phi-3 swallows white space after its control tokens, except these. The file does not say so.
 _PHI3_KEEPS_SPACE = frozenset({"<s>", "<unk>", "<|endoftext|>"})
 
 
@@ -44,7 +44,7 @@ def load_from_gguf(path: Path) -> TokenizerSource:
 
     Raises:
         ModelError: the file has no tokenizer, or an inconsistent one.
-        UnsupportedModelError: a kind of tokenizer that no code here covers.
+        UnsupportedModelError: an unknown kind of tokenizer.
     """
     return _GGUFTokenizer(path, read_header(path).metadata).build()
 
@@ -105,7 +105,7 @@ class _GGUFTokenizer:
         return backend, rules.add_bos
 
     def _sentencepiece(self) -> tuple[Tokenizer, bool]:
-        # Runs of spaces are user-defined tokens in some files; text has the mark in their place.
+        # Runs of spaces are user-defined tokens in some files; text has the mark instead.
         pieces = [SPACE_MARK * len(t) if t and not t.strip(" ") else t for t in self._tokens]
         unknown = self._token_id("unknown_token_id")
         model = self._bpe(
@@ -130,11 +130,11 @@ class _GGUFTokenizer:
         return backend, True
 
     def _merges_by_score(self, pieces: list[str]) -> list[tuple[str, str]]:
-        """Every way to make a piece of two others, likeliest piece first.
+        """List every split of a piece into two others, likeliest piece first.
 
-        SentencePiece merges by score and keeps no list of pairs. Its vocabularies are written in
-        the order of their scores, and where a file breaks that order it is because user-defined
-        tokens were given an arbitrary one; so the position is the better rank.
+        SentencePiece merges by score and keeps no list of pairs. Its vocabularies are ordered by
+        score; where a file breaks that order, user-defined tokens were given arbitrary scores, so
+        the position is the better rank.
         """
         if (total := sum(len(piece) ** 2 for piece in pieces)) > MAX_SPLIT_CHARACTERS:
             raise self._damaged(
@@ -161,7 +161,7 @@ class _GGUFTokenizer:
     def _bpe(
         self, pieces: list[str], merges: list[tuple[str, str]], **options: bool | str | None
     ) -> BPE:
-        # Of a piece that occurs twice, the first id counts.
+        # Of a repeated piece, the first id counts.
         last_first = range(len(pieces) - 1, -1, -1)
         vocabulary = dict(zip(reversed(pieces), last_first, strict=True))
         try:
@@ -170,7 +170,6 @@ class _GGUFTokenizer:
             raise self._damaged(str(error)) from error
 
     def _add_tokens(self, backend: Tokenizer) -> None:
-        """Make control tokens special, and have user-defined ones taken whole."""
         swallow_space = self._kind == "llama" and self._architecture() == "phi3"
         control, user_defined = [], []
         for content, kind in zip(self._tokens, self._types, strict=True):

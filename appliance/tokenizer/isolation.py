@@ -1,4 +1,4 @@
-"""A chat template and an encoder whose work is done in processes with limits, see `worker`."""
+"""A chat template and an encoder that run in processes with limits, see `worker`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from appliance.tokenizer.worker import WorkerEndedError, Workers
 if TYPE_CHECKING:
     from appliance.tokenizer.chat_template import ChatTemplate
 
-CPU_SECONDS = 5.0  # of one chat
+CPU_SECONDS = 5.0  # per chat
 MEMORY_BYTES = 1 << 30
-MOST_WORKERS = 2  # that render at once
+MOST_WORKERS = 2  # rendering at once
 
-ENCODE_SECONDS = 5.0  # of some texts, and
-CHARACTERS_PER_SECOND = 100_000  # more of the processor for each so many: ten times what is usual
+ENCODE_SECONDS = 5.0  # base limit for a request
+CHARACTERS_PER_SECOND = 100_000  # one more CPU second per so many: ten times what is usual
 ENCODE_MEMORY_BYTES = 4 << 30
 
 _USER = {"role": "user", "content": "What is the weather in Paris?"}
@@ -38,13 +38,10 @@ _CHATS: tuple[tuple[list[dict[str, Any]], list[dict[str, Any]] | None], ...] = (
 
 
 class IsolatedTemplate:
-    """Renders a chat template in processes of its own.
+    """Renders a chat template in separate processes.
 
-    The sandbox bounds what a template can do step by step; this bounds single steps that ask for
-    gigabytes or minutes, such as a filter on a long text.
-
-    Args:
-        template: what to render.
+    The sandbox bounds a template step by step; this bounds single steps that ask for gigabytes or
+    minutes, such as a filter on a long text.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -68,7 +65,7 @@ class IsolatedTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat as one text; arguments as of `ChatTemplate.render`.
+        """Render a chat as one text; arguments as in `ChatTemplate.render`.
 
         Raises:
             ChatTemplateError: the template refuses the messages, fails, or takes too much.
@@ -92,10 +89,10 @@ class IsolatedTemplate:
         return text
 
     def try_out(self) -> None:
-        """Render three short chats; a template may refuse a chat, but not use up its limits.
+        """Render three short chats; the template may refuse them, but not exceed its limits.
 
         Raises:
-            ChatTemplateError: it did.
+            ChatTemplateError: it exceeded them.
         """
         for messages, tools in _CHATS:
             try:
@@ -106,23 +103,23 @@ class IsolatedTemplate:
                 continue
 
     def close(self) -> None:
-        """End the processes; the next chat starts one."""
+        """End the processes; the next chat starts a new one."""
         self._workers.close()
 
 
 class TemplateLimitError(ChatTemplateError):
-    """A chat template used up its time or its memory."""
+    """A chat template exceeded its time or memory."""
 
 
 class IsolatedEncoder:
-    """Encodes texts in a process of its own, with a tokenizer.json whose rules are not known.
+    """Encodes texts in a separate process, for a tokenizer.json with unknown rules.
 
     Args:
-        folder: that holds it.
+        folder: contains the file.
         separator: a text that becomes a token by itself, see `Tokenizer`.
 
     Raises:
-        ModelError: it cannot even be read within the limits.
+        ModelError: reading it exceeds the limits.
     """
 
     def __init__(self, folder: Path, separator: str) -> None:
@@ -142,7 +139,7 @@ class IsolatedEncoder:
             ) from error
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text.
+        """Return the token ids of each text.
 
         Raises:
             RequestError: it takes too long, or the tokenizer fails.
@@ -155,7 +152,7 @@ class IsolatedEncoder:
             ) from error
 
     def close(self) -> None:
-        """End the process; the next text starts one."""
+        """End the process; the next text starts a new one."""
         self._workers.close()
 
     def _ask(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:

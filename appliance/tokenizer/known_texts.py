@@ -1,4 +1,4 @@
-"""Token ids of texts that were tokenized lately: a conversation is sent again with every turn."""
+"""Caches token ids of recent texts: a conversation is sent again with every turn."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ MAX_CHARACTERS = 4 << 20  # of all texts; with their ids, 10 to 30 MB
 
 
 class KnownTexts:
-    """The latest texts with their ids, up to a number of characters. Safe from several threads.
+    """Recent texts with their ids, up to a number of characters. Thread-safe.
 
     Args:
-        encode: ids of each of some texts.
-        max_characters: of all texts that are kept; the least recently used go first.
+        encode: returns the ids of each of some texts.
+        max_characters: of all cached texts; the least recently used go first.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class KnownTexts:
         self._lock = threading.Lock()
 
     def ids_of(self, texts: Sequence[str], salt: str = "") -> list[Sequence[int]]:
-        """Ids of each text.
+        """Return the ids of each text.
 
         Args:
-            texts: those that are not known under this salt are encoded together.
-            salt: keeps apart what one caller must not learn of another, by the time that it takes.
+            texts: those not cached under this salt are encoded together.
+            salt: separates callers, so that none can learn another's texts from the timing.
         """
         found: dict[str, Sequence[int]] = {}
         with self._lock:

@@ -1,4 +1,4 @@
-"""The bytes that a token stands for, in the two spellings that vocabularies use."""
+"""Converts vocabulary entries to bytes, in the two spellings that vocabularies use."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from enum import Enum
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-SPACE_MARK = "\u2581"  # how SentencePiece spells a space
+SPACE_MARK = "\u2581"  # SentencePiece's space
 
 
 class Spelling(Enum):
-    """How a vocabulary writes bytes as text."""
+    """Spelling of bytes in a vocabulary."""
 
     BYTE_LEVEL = "byte-level"  # each byte is one printable character (GPT-2)
     SENTENCEPIECE = "sentencepiece"  # plain text, spaces marked, odd bytes as <0xXX>
@@ -28,7 +28,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def piece_bytes(piece: str, spelling: Spelling) -> bytes:
-    """Bytes of a vocabulary entry that is not an added token."""
+    """Return the bytes of a vocabulary entry that is not an added token."""
     if spelling is Spelling.BYTE_LEVEL:
         return b"".join(
             bytes((_BYTE_OF[c],)) if c in _BYTE_OF else c.encode("utf-8", "replace") for c in piece

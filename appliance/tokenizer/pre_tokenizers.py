@@ -1,7 +1,7 @@
-"""How vocabularies split text into words: by the name that GGUF files give it, and known rules.
+"""Word-splitting rules by their GGUF names, and regular expressions known to be safe.
 
-A regular expression of a stranger can take hours for a short text. Those that are known here take
-a time that grows as the text does.
+An unknown regular expression can take hours on a short text. The known ones take time linear in the
+text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-# As they stand in the tokenizer.json of models in use.
+# As in the tokenizer.json of models in use.
 KNOWN_PATTERNS = frozenset(
     {
         *(_LLAMA3, _QWEN2, _TEKKEN, _GPT4O, _GPT2, _POSSESSIVE, _DEEPSEEK3),
@@ -53,16 +53,16 @@ KNOWN_PATTERNS = frozenset(
 
 
 class _Rules(msgspec.Struct):
-    """Of a tokenizer.json what splits texts; the vocabulary is skipped."""
+    """The text-splitting parts of a tokenizer.json; the vocabulary is skipped."""
 
     normalizer: Any = None
     pre_tokenizer: Any = None
 
 
 def unknown_patterns(tokenizer_json: bytes) -> list[str]:
-    """Regular expressions of a tokenizer that are not known to be harmless.
+    """List a tokenizer's regular expressions that are not known to be safe.
 
-    None of a file that is damaged: whoever reads it says so.
+    Empty for a damaged file: reading it raises the error.
     """
     try:
         rules = msgspec.json.decode(tokenizer_json, type=_Rules)
@@ -86,12 +86,12 @@ def _patterns(value: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class WordRules:
-    """What happens to text before byte pairs are merged.
+    """Rules that prepare text for byte-pair merges.
 
     Attributes:
         pre_tokenizer: makes the splitter.
-        ignore_merges: a word that is in the vocabulary is taken whole.
-        add_bos: whether a prompt begins with BOS where the file does not say.
+        ignore_merges: a word in the vocabulary is taken whole.
+        add_bos: a prompt begins with BOS unless the file says otherwise.
         normalizer: makes the normalizer, if there is one.
     """
 

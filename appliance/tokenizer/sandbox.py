@@ -1,9 +1,9 @@
-"""A Jinja environment for templates that came with a model, which is to say from a stranger.
+"""A Jinja environment for untrusted chat templates.
 
-Sandboxed: no private attributes, no changes to what it is given. Bounded: loops, calls and
-recursion draw on one budget, and texts may not grow past a limit. Not bounded are single calls
-that ask for a huge result at once (a filter such as `center`) or take long (one such as `replace`);
-a server renders in processes that the system ends, see `isolation`.
+Sandboxed: no private attributes, no changes to its inputs. Bounded: loops, calls and recursion draw
+on one budget, and texts may not grow past a limit. Not bounded: single calls that ask for a huge
+result (a filter such as `center`) or take long (such as `replace`); therefore a server renders in
+processes with limits, see `isolation`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
     from jinja2.runtime import Context
 
-MAX_STEPS = 200_000  # loop rounds and calls of one rendering
-MACRO_STEPS = 10  # of calling a macro, which takes that much longer than a method
+MAX_STEPS = 200_000  # loop rounds and calls per rendering
+MACRO_STEPS = 10  # per macro call, which takes that much longer than a method
 MAX_EXPONENT = 64
 MAX_NUMBER = 2**63
-BUDGET = "the budget"  # where a rendering keeps it: under what is no name in a template
+BUDGET = "the budget"  # key of a rendering's budget; not a valid name in a template
 
 
 @dataclass(slots=True)
 class Budget:
-    """What one rendering may still do.
+    """The remaining budget of one rendering.
 
     Attributes:
         max_chars: longest text or list it may build.
-        steps: loop rounds and calls that are left.
+        steps: loop rounds and calls left.
     """
 
     max_chars: int
     steps: int = MAX_STEPS
 
     def spend(self, steps: int) -> None:
-        """Take from the budget."""
+        """Take steps from the budget."""
         self.steps -= steps
         if self.steps < 0:
             raise SecurityError(f"it takes more than {MAX_STEPS} steps")
@@ -57,7 +57,7 @@ class Budget:
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The conventions of Hugging Face chat templates, with a budget per rendering."""
+    """Implements the conventions of Hugging Face chat templates, with a budget per rendering."""
 
     intercepted_binops = frozenset({"+", "*", "**"})
 
@@ -65,7 +65,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # nothing is computed when a template is compiled
+            optimized=False,  # compute nothing when compiling a template
             extensions=["jinja2.ext.loopcontrols", _GenerationTag],
         )
         self.filters["tojson"] = _to_json
@@ -80,7 +80,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return metered
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call something on behalf of a template."""
+        """Call something on behalf of a template, charging the budget."""
         _budget(context).spend(MACRO_STEPS if isinstance(obj, Macro) else 1)
         return super().call(context, obj, *args, **kwargs)
 
@@ -107,7 +107,7 @@ def _budget(context: Context) -> Budget:
 
 
 class _Meter(NodeTransformer):
-    """Puts every loop and every concatenation of a template on the budget."""
+    """Charges every loop and every concatenation of a template to the budget."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - Jinja calls it by this name
         self.generic_visit(node)
@@ -166,7 +166,7 @@ def _strftime_now(format: str) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks what the model wrote, for training; it renders as its content."""
+    """`{% generation %}` marks the model's own text, for training; it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type that Jinja looks for
 

@@ -1,4 +1,4 @@
-"""What a tokenizer is made of, whatever kind of file it came from."""
+"""The parts of a tokenizer, whatever kind of file they came from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from appliance.tokenizer.chat_template import ChatTemplate
 
-# Control tokens with which models of several families end their turn. A file does not always name
-# them as end-of-sequence, and a base model's file may name another one.
+# Control tokens that end a turn in several families. A file does not always list them as
+# end-of-sequence, and a base model's file may list another one.
 END_OF_TURN = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -30,21 +30,21 @@ END_OF_TURN = (
     "<|return|>",
     "<|call|>",
 )
-# Of harmony, which has them, a turn is several messages, each with an end of its own.
+# In harmony, which has these, a turn is several messages, each with its own end.
 _MESSAGE_MARK, _MESSAGE_END = "<|message|>", "<|end|>"
 
 
 class Encoder(Protocol):
-    """Encodes texts elsewhere."""
+    """Encodes texts in another process."""
 
-    separator: str  # a token by itself there, too
+    separator: str  # becomes a token by itself there, too
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text."""
+        """Return the token ids of each text."""
         ...
 
     def close(self) -> None:
-        """End the process that does it; the next text would start one."""
+        """End the process; the next text would start a new one."""
         ...
 
 
@@ -57,8 +57,8 @@ class TokenizerSource:
         bos_token_id: the token that begins a text, if there is one.
         eos_token_ids: tokens that end an answer.
         chat_template: None for a base model.
-        sampling: as recommended; it lies in the same files, which take a while to read again.
-        encoder: takes the place of the backend's own, whose rules are not to be trusted.
+        sampling: recommended values, from the same files, which are slow to read again.
+        encoder: replaces the backend's encoder if its rules are not trusted.
     """
 
     backend: tokenizers.Tokenizer
@@ -70,19 +70,19 @@ class TokenizerSource:
 
 
 def new_separator() -> str:
-    """A text that no other can contain."""
+    """Return a random text that no other text contains."""
     return f"\uf8ff{secrets.token_hex(16)}\uf8ff"
 
 
 def with_separator(backend: tokenizers.Tokenizer, separator: str) -> tokenizers.Tokenizer:
-    """The same backend, which finds that text and no control token in what it encodes."""
+    """Make the backend recognize the separator, and treat control tokens in text as text."""
     backend.encode_special_tokens = True
     backend.add_tokens([AddedToken(separator, normalized=False, special=False)])
     return backend
 
 
 def with_end_of_turn(backend: tokenizers.Tokenizer, named: Iterable[int | None]) -> tuple[int, ...]:
-    """End-of-sequence ids that a file names, in its order, and then the end-of-turn tokens."""
+    """Return a file's end-of-sequence ids, in its order, followed by the end-of-turn tokens."""
     added = backend.get_added_tokens_decoder()
     special = {token.content: token_id for token_id, token in added.items() if token.special}
     ends = [end for end in END_OF_TURN if end != _MESSAGE_END or _MESSAGE_MARK not in special]

@@ -1,15 +1,15 @@
-"""Stop strings in text that arrives in pieces."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
 
 class StopStringMatcher:
-    """Finds the first stop string to be complete, and lets nothing of it through.
+    """Finds the first stop string to complete, and emits no part of it.
 
-    The result does not depend on how the text is cut into pieces.
+    The result does not depend on how the text is split.
 
     Args:
-        stop: strings that end the text; none of them is empty.
+        stop: strings that end the text; none is empty.
     """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
@@ -23,11 +23,11 @@ class StopStringMatcher:
         """Add text.
 
         Returns:
-            What is now certain to stand before any stop string, and whether one is complete. After
-            a match the rest of the text is dropped.
+            The text that certainly precedes any stop string, and whether one is complete. After a
+            match the rest of the text is dropped.
         """
         if not self._held and self._openings.isdisjoint(text):
-            return text, False  # as with most tokens
+            return text, False  # the usual case
         text = self._held + text
         self._held = ""
         found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
@@ -39,7 +39,7 @@ class StopStringMatcher:
         return text[: len(text) - held], False
 
     def flush(self) -> str:
-        """The text still held back, once it is known that no more will come."""
+        """Return the text still held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive."""
+"""Converts token ids to text as they arrive."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ if TYPE_CHECKING:
 
 
 class DecodeStream:
-    """The text of one growing answer. Control tokens are skipped, but for some.
+    """Decodes one growing answer. Control tokens are skipped, except those in `shown`.
 
-    Works on the bytes of the tokens: a character that is spread over several tokens comes out when
-    its last byte is there, and never as halves. Most tokens are whole characters, and between
-    characters the text of these is known beforehand.
+    Works on the tokens' bytes: a character spread over several tokens is emitted when its last byte
+    arrives, never in parts. Most tokens are whole characters, whose text is cached.
 
     Args:
-        tokenizer: of the model.
-        shown: control tokens to be written like any other.
+        shown: control tokens to emit as text.
     """
 
     def __init__(self, tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> None:
         self._visible_bytes = tokenizer.visible_bytes
         self._whole_text = tokenizer.whole_text
         self._shown = {token_id: tokenizer.token_bytes(token_id) for token_id in shown}
-        self._begun = b""  # a character that is not complete
+        self._begun = b""  # an incomplete character
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Add tokens; returns the characters that they complete."""
+        """Add tokens; return the characters they complete."""
         text = ""
         for token_id in token_ids:
             known = not self._begun and token_id not in self._shown
@@ -38,7 +36,7 @@ class DecodeStream:
         return text
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that never became complete."""
+        """Return the rest at the end: U+FFFD for an incomplete character."""
         text, _ = codecs.utf_8_decode(self._begun, "replace", True)
         self._begun = b""
         return text

@@ -1,4 +1,4 @@
-"""The tokenizer of a model: text to ids, ids to text, chats to ids."""
+"""A model's tokenizer: text to ids, ids to text, chats to ids."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _CONTROL = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")  # <tool_call>, [TOOL_CALLS]
 
 
 class WholeText(dict[int, str | None]):
-    """The text of each token that was looked up, see `Tokenizer.whole_text`."""
+    """The cached text of each token, see `Tokenizer.whole_text`."""
 
     def __init__(self, find_bytes: Callable[[int], bytes]) -> None:
         super().__init__()
         self._find_bytes = find_bytes
 
     def __missing__(self, token_id: int) -> str | None:
-        """Find the text once."""
+        """Look up the text once."""
         try:
             text = self._find_bytes(token_id).decode()
         except UnicodeDecodeError:
@@ -51,16 +51,16 @@ class WholeText(dict[int, str | None]):
 
 
 class Tokenizer:
-    """Safe to use from several threads.
+    """A model's tokenizer; thread-safe.
 
     Attributes:
         vocab_size: one more than the highest token id.
         bos_token_id: the token that begins a text, if there is one.
         eos_token_ids: tokens that end an answer.
-        add_bos: whether `add_special_tokens` puts BOS in front.
+        add_bos: `add_special_tokens` puts BOS in front.
         chat_template: None for a base model.
-        sampling: how the checkpoint recommends to sample.
-        whole_text: what a token adds to an answer, or None if that is no whole characters.
+        sampling: the checkpoint's recommendation.
+        whole_text: a token's text in an answer; None if it is not whole characters.
     """
 
     def __init__(self, source: TokenizerSource) -> None:
@@ -80,14 +80,14 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self.whole_text = WholeText(self._find_visible_bytes)
 
-        # The library finds control tokens in all of a text or in none of it. It is told: in none;
-        # where they are wanted a separator stands in for them, which no text can contain.
+        # The library finds control tokens in all of a text or in none of it. It is set to none;
+        # where they are wanted a separator stands for them, which no text can contain.
         self._encoder = source.encoder
         self._separator = new_separator() if self._encoder is None else self._encoder.separator
         with_separator(self._backend, self._separator)
         self._separator_id = self._backend.token_to_id(self._separator)
         self._isolated: IsolatedTemplate | None = None
-        # What follows a separator is tokenized as if nothing stood before it.
+        # Text after a separator is tokenized as if nothing stood before it.
         self._known_texts = KnownTexts(self._encode_texts)
         self.add_bos = self.bos_token_id is not None and self.encode("", add_special_tokens=True)[
             :1
@@ -95,7 +95,7 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: Path) -> Tokenizer:
-        """The tokenizer of a GGUF file or of a Hugging Face folder.
+        """Load the tokenizer of a GGUF file or of a Hugging Face folder.
 
         Raises:
             ModelError: there is none, or it is damaged; the message names the file.
@@ -105,16 +105,16 @@ class Tokenizer:
     def encode(
         self, text: str, *, add_special_tokens: bool, allow_special: bool = True
     ) -> list[int]:
-        """Token ids of a text.
+        """Encode a text.
 
         Args:
             text: any text.
             add_special_tokens: put BOS in front, if the model wants it.
-            allow_special: whether `<|im_end|>` in the text means the control token; if not, it is
-                plain text like any other.
+            allow_special: `<|im_end|>` in the text means the control token; if False, it is plain
+                text.
 
         Raises:
-            RequestError: the text holds lone surrogates.
+            RequestError: the text contains lone surrogates.
         """
         occurrences = self._control_tokens.find(_valid(text)) if allow_special else []
         pieces = _split(text, occurrences)
@@ -129,15 +129,15 @@ class Tokenizer:
         options: Mapping[str, Any] | None = None,
         salt: str = "",
     ) -> list[int]:
-        """Token ids of a chat in the model's own format.
+        """Encode a chat in the model's own format.
 
-        Control tokens come from the template alone: what looks like one in a message stays text.
-        Texts between them that were in a chat lately are not tokenized again; `salt` keeps chats
-        apart that must not learn of one another, by the time that it takes.
+        Only the template can produce control tokens: what looks like one in a message stays text.
+        Texts between them from recent chats are cached; `salt` separates chats that must not learn
+        of one another from the timing.
 
         Raises:
             ChatTemplateError: the model has no chat template, or it refuses the messages.
-            RequestError: a message is nested too deeply or holds lone surrogates.
+            RequestError: a message is nested too deeply or contains lone surrogates.
         """
         check_nesting(messages, "messages")
         check_nesting(tools, "tools")
@@ -162,7 +162,7 @@ class Tokenizer:
 
     @cached_property
     def dialect(self) -> Dialect:
-        """How the model writes thoughts and tool calls, as its chat template tells.
+        """The model's format of thoughts and tool calls, learned from its chat template.
 
         Raises:
             ChatTemplateError: the model has no chat template.
@@ -175,11 +175,11 @@ class Tokenizer:
         )
 
     def control_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """The control tokens among some texts."""
+        """Return the ids of control tokens among some texts."""
         return frozenset(self.mark_ids(texts).values()) & self._control_ids
 
     def mark_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Those of some texts that are a token which no other text contains, see `vocabulary`."""
+        """Return the ids of texts that are a token no other text contains, see `vocabulary`."""
         wanted = set(texts)
         return {
             text: token_id
@@ -189,14 +189,14 @@ class Tokenizer:
 
     @property
     def is_isolated(self) -> bool:
-        """Whether even a short text is encoded in another process."""
+        """True if even a short text is encoded in another process."""
         return self._encoder is not None
 
     def isolate_template(self) -> None:
-        """Render chats in processes with limits from now on; try that out, and learn the dialect.
+        """Render chats in processes with limits from now on; test that, and learn the dialect.
 
         Raises:
-            ChatTemplateError: the template uses up its limits for a short chat.
+            ChatTemplateError: the template exceeds its limits on a short chat.
         """
         if self.chat_template is None:
             return
@@ -207,35 +207,35 @@ class Tokenizer:
             self._isolated.try_out()
             logger.debug("the dialect of the model: %s", self.dialect)
         finally:
-            self._isolated.close()  # who only completes texts needs none
+            self._isolated.close()  # servers of plain completions need none
 
     def close(self) -> None:
-        """End the processes that work for it; the next text would start one."""
+        """End the worker processes; the next text would start a new one."""
         for elsewhere in (self._isolated, self._encoder):
             if elsewhere is not None:
                 elsewhere.close()
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of a whole sequence, without control tokens."""
+        """Decode a whole sequence, without control tokens."""
         known = [token_id for token_id in token_ids if 0 <= token_id < self.vocab_size]
         text: str = self._backend.decode(known, skip_special_tokens=True)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """A token by itself, control tokens included; U+FFFD where it is part of a character."""
+        """Decode one token, control tokens included; U+FFFD for part of a character."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, control tokens included; none for an id outside the vocabulary."""
+        """Return a token's bytes, control tokens included; empty outside the vocabulary."""
         if (cached := self._bytes.get(token_id)) is None:
             cached = self._bytes[token_id] = self._find_bytes(token_id)
         return cached
 
     def vocabulary(self) -> tuple[list[bytes], list[int]]:
-        """Of every token its bytes, and the ids of those that no text contains.
+        """Return every token's bytes, and the ids of tokens that no text contains.
 
-        Those are control tokens, and added ones that are written like one. Takes some tenths of a
-        second for a large vocabulary.
+        The latter are control tokens, and added ones that are spelled like one. Takes some tenths
+        of a second for a large vocabulary.
         """
         tokens = [self._find_bytes(token_id) for token_id in range(self.vocab_size)]
         return tokens, list(filter(self._is_mark, self._added_text))
@@ -245,7 +245,7 @@ class Tokenizer:
         return is_control or _CONTROL.fullmatch(self._added_text[token_id]) is not None
 
     def visible_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token adds to an answer: none for control tokens."""
+        """Return the bytes that a token adds to an answer: none for control tokens."""
         return b"" if token_id in self._control_ids else self.token_bytes(token_id)
 
     def _template(self) -> IsolatedTemplate | ChatTemplate:
@@ -270,7 +270,7 @@ class Tokenizer:
     def _encode_pieces(
         self, pieces: list[str], between: list[Occurrence], add_special_tokens: bool
     ) -> list[int]:
-        """Ids of texts with a control token between each two."""
+        """Encode texts with a control token between each two."""
         (ids,) = self._encode_texts([self._separator.join(pieces)], add_special_tokens)
         if not between:
             return ids
@@ -283,26 +283,25 @@ class Tokenizer:
         if self._encoder is not None:
             return self._encoder.encode(texts, add_special_tokens)
         try:
-            # Batches, even of one, let other threads run meanwhile; a single text does not.
+            # Batches, even of one, release Python's lock; a single text does not.
             encodings = self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, which cannot be imported
+            if type(error).__name__ != "PanicException":  # Rust's, which cannot be imported
                 raise
             raise RequestError("this model's tokenizer fails on this text") from error
         return [encoding.ids for encoding in encodings]
 
 
 def _split(text: str, occurrences: list[Occurrence]) -> list[str]:
-    """The texts before, between and after some control tokens."""
     starts = [0, *(occurrence.end for occurrence in occurrences)]
     ends = [*(occurrence.start for occurrence in occurrences), len(text)]
     return [text[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 def _valid(text: str) -> str:
-    """The text itself, if it can be written as UTF-8."""
+    """Return the text, or raise RequestError if it is not encodable as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -313,7 +312,6 @@ def _valid(text: str) -> str:
 
 
 def _spelling(decoder: Any) -> Spelling:
-    """How the vocabulary writes bytes, judged by the decoder that would undo it."""
     steps = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()))
     if '"Regex"' in steps:  # it would run on every answer
         raise ModelError("the tokenizer's decoder has a regular expression; use another model")

@@ -1,8 +1,8 @@
-"""A process for the code of strangers: a model's chat template and regular expressions, grammars.
+"""Runs untrusted code in a process with limits: chat templates, regular expressions, grammars.
 
-Any of them can ask for hours or gigabytes in one step that nobody can interrupt. Here the system
-ends the process when it has used its time or its memory, and the next text gets a new one. It loads
-no torch, and ends with the process that started it.
+Any of them can ask for hours or gigabytes in one step that nothing can interrupt. Here the system
+ends the process when it exceeds its time or memory, and the next text gets a new one. It loads no
+torch, and ends with its parent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from appliance.errors import ChatTemplateError
 from appliance.runtime import child_environment
 from appliance.tokenizer.chat_template import ChatTemplate
 
-WALL_FACTOR = 10  # seconds that may pass for one of the processor's: the machine may be busy
+WALL_FACTOR = 10  # wall seconds per CPU second: the machine may be busy
 START_SECONDS = 60.0  # for Python to start, on a busy machine
 _LENGTH = struct.Struct("<I")
 
@@ -34,16 +34,16 @@ Handler = Callable[[dict[str, Any]], Any]
 
 
 class WorkerEndedError(Exception):
-    """The process ended, by itself or because it used up what it may use."""
+    """The process ended by itself or exceeded its limits."""
 
 
 class Worker:
     """One process; used by one thread at a time.
 
     Args:
-        setup: what it is for: `template`, `tokenizer` or `grammar`, see `_handler`.
-        cpu_seconds: of the processor, for the setup.
-        memory_bytes: of its address space.
+        setup: its task: `template`, `tokenizer` or `grammar`, see `_handler`.
+        cpu_seconds: limit for the setup.
+        memory_bytes: limit of its address space.
     """
 
     def __init__(self, setup: Mapping[str, Any], *, cpu_seconds: float, memory_bytes: int) -> None:
@@ -55,7 +55,7 @@ class Worker:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=child_environment(TOKENIZERS_PARALLELISM="false", RUST_BACKTRACE="0"),
-                start_new_session=True,  # Ctrl-C in the terminal is for the server alone
+                start_new_session=True,  # Ctrl-C in the terminal goes only to the server
             )
         self._socket = ours
         try:
@@ -67,15 +67,10 @@ class Worker:
     def ask(
         self, request: Mapping[str, Any], *, cpu_seconds: float, wall_seconds: float = 0.0
     ) -> Any:
-        """Its answer.
-
-        Args:
-            request: JSON.
-            cpu_seconds: that it may take of the processor.
-            wall_seconds: that may pass besides.
+        """Send a request and return the answer.
 
         Raises:
-            WorkerEndedError: it took more; the worker is of no use any more.
+            WorkerEndedError: it exceeded a limit; do not use the worker again.
         """
         deadline = time.monotonic() + wall_seconds + WALL_FACTOR * cpu_seconds
         frame = json.dumps([cpu_seconds, request]).encode()
@@ -88,7 +83,7 @@ class Worker:
             raise WorkerEndedError(str(error)) from error
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         self._socket.close()
@@ -105,15 +100,13 @@ class Worker:
 
 
 class Workers:
-    """Some processes for the same work, each started when it is first needed and then kept.
+    """Several processes for the same work, started on demand and kept.
 
-    Safe to use from several threads; one more than there may be processes waits for its turn.
+    Thread-safe; a call waits while all processes are busy.
 
     Args:
         setup: see `Worker`.
-        cpu_seconds: of the processor, for the setup.
-        memory_bytes: of the address space of each.
-        most: of them.
+        cpu_seconds: limit for the setup.
     """
 
     def __init__(
@@ -130,10 +123,10 @@ class Workers:
         weakref.finalize(self, _end_all, self._all)
 
     def ask(self, request: Mapping[str, Any], *, cpu_seconds: float) -> Any:
-        """The answer of one of them.
+        """Return the answer of one of them.
 
         Raises:
-            WorkerEndedError: it used up what it may use; the next one is another.
+            WorkerEndedError: it exceeded a limit; the next call gets another process.
         """
         with self._turn:
             worker = self._take()
@@ -143,12 +136,12 @@ class Workers:
                 self._drop(worker)
                 raise
             with self._lock:
-                if worker in self._all:  # or `close` has ended it
+                if worker in self._all:  # else `close` has ended it
                     self._idle.append(worker)
             return answer
 
     def close(self) -> None:
-        """End all of them, also those at work."""
+        """End all of them, including busy ones."""
         with self._lock:
             self._idle.clear()
             _end_all(self._all)
@@ -178,11 +171,11 @@ def _end_all(workers: set[Worker]) -> None:
 
 
 def _handler(setup: Mapping[str, Any]) -> Handler:
-    """What answers requests.
+    """Build the function that answers requests.
 
     Args:
-        setup: `template`, arguments of a `ChatTemplate`; `tokenizer`, the folder of one, and
-            `separator`, see `Tokenizer`; or `grammar`, to look for faults in grammars.
+        setup: `template`, arguments of a `ChatTemplate`; `tokenizer`, its folder, and `separator`,
+            see `Tokenizer`; or `grammar`, to check grammars.
     """
     if "grammar" in setup:
         from appliance.grammar.check import answer_of
@@ -213,7 +206,7 @@ def _handler(setup: Mapping[str, Any]) -> Handler:
 
 
 def _serve(sock: socket.socket, memory_bytes: int) -> None:
-    """Answer until the other side goes away. The process is ended by what breaches a limit."""
+    """Answer until the other side goes away; exceeding a limit ends the process."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     handle: Handler | None = None
@@ -222,7 +215,7 @@ def _serve(sock: socket.socket, memory_bytes: int) -> None:
         if content is None:
             return
         cpu_seconds, request = json.loads(content)
-        # Counts what all threads use, and its signal ends the process whatever it is doing.
+        # Counts all threads; its signal ends the process whatever it is doing.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         if handle is None:
             handle, answer = _handler(request), None

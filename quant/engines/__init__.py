@@ -1,4 +1,4 @@
-"""Other people's quantizers, called where they are installed; nothing here is loaded otherwise."""
+"""Adapters for other projects' quantizers, imported only on request."""
 
 from appliance.quant.engines.run import quantize_by_engine
 

@@ -1,4 +1,4 @@
-"""AWQ by the AutoAWQ library."""
+"""Quantizes with the AutoAWQ library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from appliance.quant.formats.scheme import WeightScheme
 
-# What was found when it was tried; the package is archived, so that it will not change.
+# Findings of a trial run. The package is archived, so they will not change.
 TRIED = (
     "autoawq 0.2.9, its last release, worked with transformers 5.23 and torch 2.13, with datasets"
     " and zstandard beside it; with transformers 4.57.6 it cannot be imported"
@@ -22,10 +22,10 @@ TRIED = (
 
 
 def installed() -> str:
-    """The version that can be imported.
+    """Return the version of the library.
 
     Raises:
-        ImportError: none can.
+        ImportError: it cannot be imported.
     """
     import awq  # noqa: F401 - it fails to import with some versions of transformers
 
@@ -36,10 +36,10 @@ def quantize(model_path: Path, out: Path, scheme: WeightScheme, rows: Tensor) ->
     """Quantize a Hugging Face folder into an AWQ folder.
 
     Args:
-        model_path: of the 16-bit model.
+        model_path: folder of the 16-bit model.
         out: an empty folder.
         scheme: 4 bits, asymmetric, in groups.
-        rows: (num_rows, row_tokens) int64 to calibrate with.
+        rows: (num_rows, row_tokens) int64, the calibration text.
     """
     from awq import AutoAWQForCausalLM
 

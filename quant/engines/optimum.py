@@ -1,4 +1,4 @@
-"""GPTQ by the Optimum library, which has GPTQModel do it."""
+"""Quantizes with the Optimum library, which calls GPTQModel."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TRIED = (
 
 
 def installed() -> str:
-    """The versions that can be imported.
+    """Return the versions of both libraries.
 
     Raises:
-        ImportError: none can.
+        ImportError: one of them cannot be imported.
     """
-    import gptqmodel  # noqa: F401 - optimum imports without it, and then dies of a missing name
+    import gptqmodel  # noqa: F401 - optimum imports without it and fails later
     import optimum.gptq  # noqa: F401
 
     return f"{version('optimum')} with gptqmodel {version('gptqmodel')}"
@@ -36,10 +36,10 @@ def quantize(model_path: Path, out: Path, scheme: WeightScheme, rows: Tensor) ->
     """Quantize a Hugging Face folder into a GPTQ folder.
 
     Args:
-        model_path: of the 16-bit model.
+        model_path: folder of the 16-bit model.
         out: an empty folder.
         scheme: 4 or 8 bits.
-        rows: (num_rows, row_tokens) int64 to calibrate with.
+        rows: (num_rows, row_tokens) int64, the calibration text.
     """
     from optimum.gptq import GPTQQuantizer
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Has another library quantize a model: checks before, one clear error where it cannot."""
+"""Checks a request for another library, runs it and turns its failures into one clear error."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class Library(Protocol):
-    """A module of this folder."""
+    """The functions that each module of this folder has."""
 
     TRIED: str
 
     def installed(self) -> str:
-        """The version that can be imported, or ImportError."""
+        """Return the library's version, or raise ImportError."""
         ...
 
     def quantize(self, model_path: Path, out: Path, scheme: WeightScheme, rows: Tensor) -> None:
@@ -48,8 +48,8 @@ def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) ->
     """Quantize a Hugging Face folder with another library, in the format that it writes.
 
     Raises:
-        ConfigError: the library does not do what is asked for.
-        QuantizeError: it is not installed, or failed; no part of `out` is left behind.
+        ConfigError: the library cannot do what the options ask for.
+        QuantizeError: it is not installed, or it failed; nothing of `out` is left.
     """
     started = time.monotonic()
     engine, method = options.engine, _METHODS[options.engine]
@@ -74,7 +74,7 @@ def quantize_by_engine(model_path: Path, out: Path, options: QuantizeOptions) ->
     with staged_folder(out) as staging:
         try:
             library.quantize(model_path, staging, scheme, calibration.rows)
-        except Exception as error:  # whatever a library dies of, a person gets one line
+        except Exception as error:  # a library may raise anything; the user gets one line
             raise QuantizeError(
                 f"{engine.value} {version} failed with {type(error).__name__}: {error};"
                 f" {library.TRIED}; {instead}"
@@ -101,7 +101,6 @@ def _check(options: QuantizeOptions) -> WeightScheme:
 def _report(
     out: Path, options: QuantizeOptions, method: Method, seconds: float, engine: str
 ) -> QuantizeReport:
-    """What lies in the folder now."""
     source, folder = open_model(out), SafetensorsFolder(out)
     sizes = {
         name: math.prod(folder.shape(name)) * folder.dtype(name).itemsize

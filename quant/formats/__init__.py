@@ -1,6 +1,6 @@
-"""How quantized and plain weights are stored: schemes, packing, and one file per format of folder.
+"""Stores quantized and plain weights: schemes, packing, and one file per folder format.
 
-The lower floor of `quant`: models read it, so it knows neither models nor what else quantizes.
+This is the lower floor of `quant`: models import it, so it imports neither models nor the rest.
 """
 
 from appliance.quant.formats.reader import WeightReader, is_read, open_weights

@@ -32,7 +32,7 @@ NIBBLES = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True, slots=True)
 class AwqLayout:
-    """How weights lie.
+    """AWQ's layout of weights.
 
     Attributes:
         group_size: inputs that share a scale; None means all.
@@ -42,11 +42,11 @@ class AwqLayout:
     bits: int = BITS
 
     def shape(self, words: tuple[int, ...]) -> tuple[int, int]:
-        """(out_features, in_features) of a weight, from the shape of its qweight."""
+        """Return a weight's (out_features, in_features), given the shape of its qweight."""
         return words[1] * PER_WORD, words[0]
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Type and shape of each part."""
+        """Return the type and shape of each part."""
         out_features, in_features = shape
         groups = -(-in_features // (self.group_size or in_features))
         return {
@@ -56,7 +56,7 @@ class AwqLayout:
         }
 
     def encode(self, name: str, weight: PackedWeight) -> dict[str, Tensor]:
-        """The parts of a weight of 4 bits, whose groups this layout's divide.
+        """Convert a weight into its stored parts; `group_size` must divide its groups.
 
         Raises:
             QuantizeError: float16 cannot hold a scale.
@@ -71,7 +71,7 @@ class AwqLayout:
         }
 
     def decode(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
-        """Undo `encode`."""
+        """Reverse `encode`."""
         scale = parts[SCALES].T
         in_features = parts[QWEIGHT].shape[0]
         groups = even_groups(in_features, self.group_size or in_features)
@@ -86,10 +86,10 @@ class AwqLayout:
 
 
 def declared_layout(config: Mapping[str, Any]) -> AwqLayout:
-    """The layout that a `quantization_config` describes.
+    """Read the layout from a `quantization_config`.
 
     Raises:
-        UnsupportedModelError: another version or other bits.
+        UnsupportedModelError: another version, or not 4 bits.
     """
     version = str(config.get("version", "gemm")).lower()
     bits = config.get("bits", config.get("w_bit"))
@@ -108,7 +108,7 @@ def declared_layout(config: Mapping[str, Any]) -> AwqLayout:
 
 
 def quantization_config(layout: AwqLayout, kept: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json; `kept` are linear modules that stay dense."""
+    """Build config.json's `quantization_config`; linear modules in `kept` stay dense."""
     return {
         "quant_method": METHOD,
         "version": "gemm",
@@ -120,14 +120,14 @@ def quantization_config(layout: AwqLayout, kept: list[str]) -> dict[str, Any]:
 
 
 def _to_words(codes: Tensor) -> Tensor:
-    """(rows, out) uint8 below 16 -> (rows, out / 8) int32."""
+    """Pack (rows, out) uint8 below 16 into (rows, out / 8) int32."""
     nibbles = codes.reshape(codes.shape[0], -1, PER_WORD)[..., NIBBLES]
     pairs = nibbles[..., 0::2] | nibbles[..., 1::2] << 4  # the bytes of a word, lowest first
     return pairs.flatten().view(torch.int32).view(pairs.shape[:-1])
 
 
 def _from_words(words: Tensor) -> Tensor:
-    """Undo `_to_words`."""
+    """Reverse `_to_words`."""
     pairs = words.flatten().view(torch.uint8).view(*words.shape, 4)
     codes = pairs.new_empty(*words.shape, PER_WORD)
     codes[..., NIBBLES[0::2]] = pairs & 0xF

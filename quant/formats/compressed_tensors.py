@@ -46,13 +46,13 @@ SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def encode(name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme) -> dict[str, Tensor]:
-    """The tensors that store one quantized weight.
+    """Convert one quantized weight into the tensors that store it.
 
     Args:
-        name: of the weight, such as model.layers.0.self_attn.q_proj.weight.
-        weight: FP8 with scales that bfloat16 holds; or integers, symmetric (an offset of
-            -2 ** (bits - 1) scales) or with integer zero points.
-        scheme: what it was made with.
+        name: the weight's, such as model.layers.0.self_attn.q_proj.weight.
+        weight: FP8 with scales that bfloat16 holds; or integers, symmetric (an offset of -2 **
+            (bits - 1) scales) or with integer zero points.
+        scheme: the one that made the weight.
     """
     if isinstance(weight, Fp8Weight):
         scale = weight.scale if weight.is_blockwise else weight.scale.unsqueeze(1)
@@ -77,7 +77,7 @@ def encode(name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme) ->
 def encoded_layout(
     name: str, shape: tuple[int, int], scheme: LinearScheme, scale_dtype: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Type and shape of every tensor that `encode` makes of a weight, before there is one."""
+    """Return the type and shape of every tensor that `encode` would make of such a weight."""
     out_features, in_features = shape
     if isinstance(scheme, Fp8Scheme):
         blocks = (-(-out_features // BLOCK), -(-in_features // BLOCK))
@@ -95,13 +95,13 @@ def encoded_layout(
 
 
 class CompressedTensorsWeights:
-    """Reads a folder of pack-quantized and float-quantized weights, tensor by tensor.
+    """Reads pack-quantized and float-quantized weights from a folder, one tensor at a time.
 
     Args:
         folder: its config.json has a `quantization_config` of this method.
 
     Raises:
-        UnsupportedModelError: the config asks for a layout that is not read here.
+        UnsupportedModelError: the config declares a layout that this reader does not know.
     """
 
     def __init__(self, folder: SafetensorsFolder) -> None:
@@ -119,11 +119,11 @@ class CompressedTensorsWeights:
         self._names = sorted(packed | (self._stored - parts))
 
     def tensor_names(self) -> list[str]:
-        """Every tensor, a packed weight under the name it has in the unquantized model."""
+        """List every tensor; a packed weight has the name of its unquantized form."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, of a packed weight the unpacked one."""
+        """Return a tensor's shape; a packed weight's is the unpacked one."""
         if name not in self._packed:
             return self._folder.shape(name)
         shape = self._part(name, SHAPE).flatten().tolist()
@@ -132,7 +132,7 @@ class CompressedTensorsWeights:
         return shape[0], shape[1]
 
     def packed_bits(self, name: str) -> int | None:
-        """Bits of a quantized weight's codes as they are loaded, None of a dense tensor."""
+        """Return the bits of a quantized weight's loaded codes; None for a dense tensor."""
         if name in self._floats:
             return 8
         if name not in self._packed:
@@ -151,15 +151,15 @@ class CompressedTensorsWeights:
         )
 
     def is_fp8(self, name: str) -> bool:
-        """Whether a weight is stored in e4m3."""
+        """Return True if the weight is stored in e4m3."""
         return name in self._floats
 
     def notes(self) -> tuple[str, ...]:
-        """None."""
+        """Return nothing: this format loses nothing."""
         return ()
 
     def load(self, name: str) -> Weight:
-        """Read one tensor; codes, scales and zero points come back as they were stored."""
+        """Read one tensor; codes, scales and zero points keep their stored values."""
         if name in self._floats:
             return decode_fp8(
                 name, self._folder.load(name), self._folder.load(name + SCALE), self._schemes
@@ -194,16 +194,16 @@ def decode(
     tensors: Mapping[str, Tensor],
     schemes: Sequence[LinearScheme],
 ) -> PackedWeight:
-    """Undo `encode` of integers.
+    """Reverse `encode` for integers.
 
     Args:
-        name: of the weight.
+        name: the weight's.
         shape: (out_features, in_features).
-        tensors: what is stored of this weight.
-        schemes: what the config declares; one of them must explain the tensors.
+        tensors: the stored parts of this weight.
+        schemes: those that the config declares; one of them must explain the tensors.
 
     Raises:
-        CheckpointError: none does, or a scale is not finite.
+        CheckpointError: no scheme explains them, or a scale is not finite.
     """
     scale = tensors[name + SCALE]
     stored = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
@@ -242,16 +242,16 @@ def decode(
 def decode_fp8(
     name: str, codes: Tensor, scale: Tensor, schemes: Sequence[LinearScheme]
 ) -> Fp8Weight:
-    """Undo `encode` of FP8; one scale for a whole weight is also understood.
+    """Reverse `encode` for FP8; also accepts one scale for a whole weight.
 
     Args:
-        name: of the weight.
+        name: the weight's.
         codes: (out_features, in_features) as stored.
         scale: (out_features, 1), (blocks, blocks) or one element.
-        schemes: what the config declares; FP8 must be among it.
+        schemes: those that the config declares; FP8 must be among them.
 
     Raises:
-        CheckpointError: types or shapes are not those, or a value is NaN or infinite.
+        CheckpointError: types or shapes do not fit, or a value is NaN or infinite.
     """
     if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2 or scale.dtype not in SCALE_DTYPES:
         raise CheckpointError(

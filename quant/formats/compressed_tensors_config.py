@@ -1,4 +1,4 @@
-"""The `quantization_config` of a compressed-tensors model: what is written, what is understood.
+"""Writes and reads the `quantization_config` of a compressed-tensors model.
 
 The schema belongs to the compressed-tensors project.
 """
@@ -20,18 +20,18 @@ METHOD = "compressed-tensors"
 FORMAT = "pack-quantized"
 FP8_FORMAT = "float-quantized"
 MIXED_FORMAT = "mixed-precision"
-SCHEMA_VERSION = "0.20.0"  # of the package whose schema is written
+SCHEMA_VERSION = "0.20.0"  # of the package that owns the schema
 
 
 def quantization_config(
     schemes: Mapping[str, LinearScheme], ignore: Sequence[str], *, named: bool = False
 ) -> dict[str, Any]:
-    """The `quantization_config` of config.json.
+    """Build config.json's `quantization_config`.
 
     Args:
-        schemes: of every quantized module, by its name; not empty.
-        ignore: linear modules that were not quantized.
-        named: there is more among them than linears, so that each is targeted by its name.
+        schemes: one per quantized module, by module name; not empty.
+        ignore: linear modules that stay unquantized.
+        named: target every module by name, since some are not linears.
     """
     groups: dict[LinearScheme, list[str]] = {}
     for module, scheme in schemes.items():
@@ -85,7 +85,7 @@ def _weight_arguments(scheme: LinearScheme) -> dict[str, Any]:
 
 
 def _activation_arguments(scheme: LinearScheme) -> dict[str, Any] | None:
-    """FP8 activations are scaled as they come: by token, or by token and 128 inputs."""
+    """Describe FP8 activations, scaled at run time: per token, or per token and 128 inputs."""
     if not isinstance(scheme, Fp8Scheme) or not scheme.quantized_inputs:
         return None
     return {
@@ -99,10 +99,10 @@ def _activation_arguments(scheme: LinearScheme) -> dict[str, Any] | None:
 
 
 def declared_schemes(config: Mapping[str, Any]) -> tuple[LinearScheme, ...]:
-    """The weight schemes of a `quantization_config`.
+    """Read the weight schemes from a `quantization_config`.
 
     Raises:
-        UnsupportedModelError: a format, strategy or type that is not read here.
+        UnsupportedModelError: an unknown format, strategy or type.
     """
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not groups:

@@ -1,4 +1,4 @@
-"""Weights as they were trained: each tensor is read as it is stored."""
+"""Reads unquantized weights as they are stored."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ if TYPE_CHECKING:
 
 
 class DenseWeights:
-    """Reads a folder of unquantized safetensors, tensor by tensor."""
+    """Reads a folder of unquantized safetensors, one tensor at a time."""
 
     def __init__(self, folder: SafetensorsFolder) -> None:
         self._folder = folder
 
     def tensor_names(self) -> list[str]:
-        """Every tensor of the folder."""
+        """List every tensor of the folder."""
         return list(self._folder.tensor_names())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return a tensor's shape."""
         return self._folder.shape(name)
 
     def packed_bits(self, name: str) -> int | None:
-        """None: nothing here is packed."""
+        """Return None: no tensor is packed."""
         return None
 
     def is_fp8(self, name: str) -> bool:
-        """False: no scales belong to what is here."""
+        """Return False: no tensor has scales."""
         return False
 
     def notes(self) -> tuple[str, ...]:
-        """None."""
+        """Return nothing: nothing is lost."""
         return ()
 
     def load(self, name: str) -> Tensor:
@@ -41,5 +41,5 @@ class DenseWeights:
         return self._folder.load(name)
 
     def load_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read part of a tensor along its first dimension."""
+        """Read rows `start` to `stop` of a tensor."""
         return self._folder.load_rows(name, start, stop)

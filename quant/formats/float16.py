@@ -1,4 +1,4 @@
-"""Scales of models in bfloat16, stored as the float16 that AWQ and GPTQ folders hold."""
+"""Converts bfloat16 scales to the float16 that AWQ and GPTQ folders hold."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 from appliance.errors import QuantizeError
 
-# A bfloat16 from here on is a float16 exactly. Below, float16's steps are 2 ** -24: too small for
-# any weight of such a group to tell.
+# Float16 holds every bfloat16 from here on exactly. Below, its steps are 2 ** -24, too small to
+# change any weight of such a group.
 SMALLEST_EXACT = 2.0**-17
 
 
 def exact_enough(name: str, scale: Tensor) -> Tensor:
-    """Scales in float16: exact, but for those below 2 ** -17, which come within 2 ** -25.
+    """Convert scales to float16: exactly from 2 ** -17 on, within 2 ** -25 below.
 
     Raises:
-        QuantizeError: a scale that float16 does not hold.
+        QuantizeError: float16 cannot hold a scale.
     """
     half = scale.to(torch.float16)
     exact = half.to(scale.dtype) == scale

@@ -1,7 +1,7 @@
-"""Folders whose weights are e4m3 codes: per tensor, or in blocks with `weight_scale_inv`.
+"""Reads folders of e4m3 weights: per tensor, or in blocks with `weight_scale_inv`.
 
-The block form is DeepSeek's ("fp8", fine-grained; its scale multiplies, despite the name). Of
-ModelOpt's, the one with a scale for each tensor is the same but for the config.
+The block form is DeepSeek's ("fp8", fine-grained; its scale multiplies, despite the name).
+ModelOpt's form with one scale per tensor differs only in the config.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0f
 
 
 class Fp8Weights:
-    """Reads a folder of FP8 weights, tensor by tensor; what is not e4m3 is dense.
+    """Reads a folder of FP8 weights, one tensor at a time; other tensors are dense.
 
-    Inputs that the checkpoint wants quantized as they come may be; scales of inputs that were
-    fixed beforehand are not used, and the inputs keep 16 bits.
+    Inputs are quantized at run time if the checkpoint asks for it. Static input scales are ignored,
+    and those inputs keep 16 bits.
 
     Args:
         folder: its config.json has a `quantization_config` of one of the methods.
@@ -51,23 +51,23 @@ class Fp8Weights:
         self._names = sorted(self._stored - parts)
 
     def tensor_names(self) -> list[str]:
-        """Every tensor but the scales."""
+        """List every tensor except the scales."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return a tensor's shape."""
         return self._folder.shape(name)
 
     def packed_bits(self, name: str) -> int | None:
-        """None: codes are no integers."""
+        """Return None: FP8 codes are not integers."""
         return None
 
     def is_fp8(self, name: str) -> bool:
-        """Whether a tensor is stored in e4m3."""
+        """Return True if the tensor is stored in e4m3."""
         return name in self._codes
 
     def notes(self) -> tuple[str, ...]:
-        """None: nothing is lost."""
+        """Return nothing: nothing is lost."""
         return ()
 
     def load(self, name: str) -> Tensor | Fp8Weight:
@@ -92,7 +92,7 @@ class Fp8Weights:
 
 
 def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """As an `Fp8Weight` has them."""
+    """Bring scales into the form of `Fp8Weight`."""
     rows, columns = shape
     blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
     found = tuple(scale.shape)
@@ -114,7 +114,7 @@ def _scales(name: str, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _check(config: Mapping[str, Any]) -> bool:
-    """Refuse what is not read here; returns whether inputs are to be quantized as they come."""
+    """Refuse unknown configs; return True if inputs are to be quantized at run time."""
     if config.get("quant_method") == MODELOPT:
         nested = config.get("quantization")
         algorithm = nested.get("quant_algo") if isinstance(nested, dict) else None

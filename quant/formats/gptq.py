@@ -32,14 +32,14 @@ BITS = (4, 8)
 
 @dataclass(frozen=True, slots=True)
 class GptqLayout:
-    """How weights lie.
+    """GPTQ's layout of weights.
 
     Attributes:
         bits: 4 or 8.
         group_size: inputs that share a scale; None means all.
         version: V1 or V2.
-        borrows: the writer took the ones of version 1 from whole words, so that a zero point of 0
-            borrowed from its neighbour, as GPTQModel does; others wrap each field around.
+        borrows: the writer subtracted version 1's ones from whole words, as GPTQModel does, so that
+            a zero point of 0 borrowed from its neighbour; others wrap each field around.
     """
 
     bits: int
@@ -48,11 +48,11 @@ class GptqLayout:
     borrows: bool = False
 
     def shape(self, words: tuple[int, ...]) -> tuple[int, int]:
-        """(out_features, in_features) of a weight, from the shape of its qweight."""
+        """Return a weight's (out_features, in_features), given the shape of its qweight."""
         return words[1], words[0] * 32 // self.bits
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """Type and shape of each part that every weight has."""
+        """Return the type and shape of each part that every weight has."""
         out_features, in_features = shape
         groups = -(-in_features // (self.group_size or in_features))
         return {
@@ -62,7 +62,7 @@ class GptqLayout:
         }
 
     def encode(self, name: str, weight: PackedWeight) -> dict[str, Tensor]:
-        """The parts of a weight, whose groups this layout's divide, with a g_idx that says so.
+        """Convert a weight into its parts, g_idx included; `group_size` must divide its groups.
 
         Raises:
             QuantizeError: float16 cannot hold a scale.
@@ -81,7 +81,7 @@ class GptqLayout:
         }
 
     def decode(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
-        """Undo `encode`; inputs whose groups are listed out of order get an `input_order`."""
+        """Reverse `encode`; a weight whose g_idx is out of order gets an `input_order`."""
         words, scale = parts[QWEIGHT], parts[SCALES].T
         out_features, in_features = self.shape(tuple(words.shape))
         size = self.group_size or in_features
@@ -104,7 +104,7 @@ class GptqLayout:
         )
 
     def _zero_points(self, words: Tensor) -> Tensor:
-        """(groups, words of a row) int32 -> (groups, out_features) uint8."""
+        """Unpack zero points, (groups, words of a row) int32, into (groups, out_features) uint8."""
         if self.version == V1 and self.borrows:
             ones = sum(1 << shift for shift in range(0, 32, self.bits))
             words = ((words.long() + ones) & 0xFFFFFFFF).to(torch.uint32).view(torch.int32)
@@ -115,10 +115,10 @@ class GptqLayout:
 
 
 def declared_layout(config: Mapping[str, Any]) -> GptqLayout:
-    """The layout that a `quantization_config` describes.
+    """Read the layout from a `quantization_config`.
 
     Raises:
-        UnsupportedModelError: bits, a layout or settings of single modules that are not read here.
+        UnsupportedModelError: unknown bits or layout, or settings for single modules.
     """
     bits, size = config.get("bits"), config.get("group_size")
     version = config.get("checkpoint_format", V1)
@@ -145,7 +145,7 @@ def declared_layout(config: Mapping[str, Any]) -> GptqLayout:
 
 
 def quantization_config(layout: GptqLayout, kept: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of config.json; `kept` are linear modules that stay dense."""
+    """Build config.json's `quantization_config`; linear modules in `kept` stay dense."""
     return {
         "quant_method": METHOD,
         "bits": layout.bits,

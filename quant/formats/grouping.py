@@ -1,4 +1,4 @@
-"""Scales and zero points of a packed weight, as formats want them that know one group size."""
+"""Fits a packed weight's scales and zero points to formats with a single group size."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from appliance.kernels.packed import OffsetKind, PackedWeight
 
 
 def scales_in_groups(values: Tensor, group_size: int, wanted: int) -> Tensor:
-    """Repeat what belongs to groups for each of the smaller groups that they are cut into.
+    """Repeat per-group values for the smaller groups into which each group is cut.
 
     Args:
         values: (out_features, groups).
-        group_size: inputs of a group.
-        wanted: of the smaller ones; divides it.
+        group_size: inputs per group.
+        wanted: inputs per smaller group; divides `group_size`.
     """
     assert group_size % wanted == 0, (group_size, wanted)
     return values.repeat_interleave(group_size // wanted, dim=1)
 
 
 def zero_points_of(weight: PackedWeight) -> Tensor | None:
-    """Zero points as codes, (out_features, groups) uint8; None if an offset is no multiple."""
+    """Return zero points as codes, (out_features, groups) uint8; None if an offset is no code."""
     found = weight.offset.float()
     if weight.offset_kind is OffsetKind.ADDITIVE:
-        # Of a group of zeros any will do; the middle is what symmetric weights have.
+        # In a group of zeros any zero point will do; the middle is that of symmetric weights.
         found = (-found / weight.scale.float()).nan_to_num(1 << (weight.bits - 1)).round()
         if not torch.equal(weight.offset, (-found * weight.scale.float()).to(weight.offset.dtype)):
             return None
@@ -33,7 +33,7 @@ def zero_points_of(weight: PackedWeight) -> Tensor | None:
 
 
 def integer_zero_points(weight: PackedWeight) -> Tensor:
-    """Zero points of a weight that has them: (out_features, groups) uint8."""
+    """Return the zero points of a weight that has them: (out_features, groups) uint8."""
     found = zero_points_of(weight)
     assert found is not None, "no zero points, but offsets"
     return found

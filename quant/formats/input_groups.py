@@ -1,4 +1,4 @@
-"""Groups of inputs that a checkpoint lists one by one, as "g_idx", brought side by side."""
+"""Sorts inputs by the group that a checkpoint's `g_idx` lists for each of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InputGroups:
-    """Which inputs share a scale, such that the members of a group stand side by side.
+    """Inputs sorted so that those of one group are neighbours.
 
     Attributes:
-        order: (in_features,) int32, the input at each place; None where nothing has to move.
-        size: inputs of a group.
-        source: (in_features / size,) int64, the stored group whose scale each group has.
+        order: (in_features,) int32, the input at each place; None if they are sorted already.
+        size: inputs per group.
+        source: (in_features / size,) int64, the stored group that gives each group its scale.
     """
 
     order: Tensor | None
@@ -32,22 +32,22 @@ class InputGroups:
 
 
 def even_groups(in_features: int, group_size: int) -> InputGroups:
-    """Groups of neighbours; the last stored one may be smaller, and then all are cut."""
+    """Group neighbours; a smaller last group makes all groups smaller."""
     return _grouped("", torch.arange(in_features) // group_size, group_size, None)
 
 
 def listed_groups(name: str, g_idx: Tensor, group_size: int, num_groups: int) -> InputGroups:
-    """Groups as GPTQ's act-order lists them.
+    """Build groups from GPTQ's act-order list.
 
     Args:
-        name: of the tensor, for errors.
+        name: the tensor's, for errors.
         g_idx: (in_features,) integers, the group of each input.
-        group_size: inputs of a stored group.
-        num_groups: that have scales.
+        group_size: inputs per stored group.
+        num_groups: groups that have scales.
 
     Raises:
-        CheckpointError: a group that has no scales.
-        UnsupportedModelError: groups of sizes that no smaller group of a kernel divides.
+        CheckpointError: a listed group has no scales.
+        UnsupportedModelError: no group size of a kernel divides the groups.
     """
     groups = g_idx.long()
     if int(groups.min()) < 0 or int(groups.max()) >= num_groups:
@@ -61,16 +61,17 @@ def listed_groups(name: str, g_idx: Tensor, group_size: int, num_groups: int) ->
 
 
 def regrouped(name: str, weight: PackedWeight, g_idx: Tensor) -> PackedWeight:
-    """A weight read as if its groups were of neighbours, with the groups that are listed.
+    """Apply a listed order to a weight that was decoded as if neighbours shared a group.
 
     Args:
-        name: of the list, for errors.
+        name: the list's, for errors.
         weight: codes in the order of the inputs, scales in the order of the groups.
-        g_idx: (in_features,) integers, the group of each input; -1 says that it is of no use.
+        g_idx: (in_features,) integers, the group of each input; -1 anywhere means "ignore the
+            list".
 
     Raises:
-        CheckpointError: a group that has no scales.
-        UnsupportedModelError: groups of sizes that no smaller group of a kernel divides.
+        CheckpointError: a listed group has no scales.
+        UnsupportedModelError: no group size of a kernel divides the groups.
     """
     if bool((g_idx == -1).any()):
         return weight
@@ -89,7 +90,7 @@ def regrouped(name: str, weight: PackedWeight, g_idx: Tensor) -> PackedWeight:
 
 
 def _grouped(name: str, groups: Tensor, group_size: int, order: Tensor | None) -> InputGroups:
-    """Cut runs of one group into equal pieces."""
+    """Cut runs of one group into pieces of equal size."""
     _, counts = groups.unique_consecutive(return_counts=True)
     for size in (group_size, *GROUP_SIZES):
         if size <= group_size and not bool((counts % size).any()):

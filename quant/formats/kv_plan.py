@@ -1,8 +1,8 @@
-"""What a checkpoint says about its KV cache: a plan of ours in a file beside, or others' scales.
+"""Reads and writes a checkpoint's KV cache plan, and reads other projects' scale tensors.
 
-`kv_cache.json` holds a format for each layer, FP8 scales by head, and means of keys; readers that
-do not know it ignore it. The tensors k_scale and v_scale of a layer's attention, one number or one
-for each head, belong to the compressed-tensors project.
+`kv_cache.json` holds each layer's format, FP8 scales per head and mean keys; readers that do not
+know the file ignore it. The tensors k_scale and v_scale of a layer's attention, one number or one
+per head, belong to the compressed-tensors project.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ class KVLayer:
     """One layer of a plan.
 
     Attributes:
-        format: what it should be stored in.
-        head_scales: (2, num_kv_heads) float32 of keys and values, if it is stored in FP8.
-        plain_scales: the same for readers that do not take the mean off the keys.
-        key_mean: (num_kv_heads, head_dim) float32, or None where taking it off gains nothing.
-        errors: by format, what it does to the residual stream, as a share of its energy.
-        key_factors: (num_kv_heads, head_dim) float32 that the weights divide keys by already, and
-            multiply queries with, or None.
+        head_scales: (2, num_kv_heads) float32, FP8 scales of keys and values.
+        plain_scales: the same for readers that do not subtract the mean from the keys.
+        key_mean: (num_kv_heads, head_dim) float32; None where subtracting it gains nothing.
+        errors: by format, the error it adds to the residual stream, as a share of its energy.
+        key_factors: (num_kv_heads, head_dim) float32 by which the weights already divide keys and
+            multiply queries, or None.
     """
 
     format: KVFormat
@@ -51,18 +50,16 @@ class KVLayer:
     key_factors: Tensor | None = None
 
     def precision(self, format: KVFormat | None = None) -> LayerPrecision:
-        """How it is stored: as planned, or in another format with what was measured for it."""
+        """Return the layer's precision, in the planned format or in another."""
         format = format or self.format
         scales = self.head_scales if format is KVFormat.FP8 else None
         return LayerPrecision(format, scales, self.key_mean if format.is_quantized else None)
 
 
 def to_json(layers: Sequence[KVLayer], bits: float) -> dict[str, Any]:
-    """The content of `kv_cache.json`.
+    """Build the content of `kv_cache.json`.
 
-    Args:
-        layers: all of the model.
-        bits: of an element on average, scales included.
+    `bits` is the mean per element, scales included.
     """
     return {
         "version": VERSION,
@@ -83,11 +80,9 @@ def to_json(layers: Sequence[KVLayer], bits: float) -> dict[str, Any]:
 
 
 def read_plan(folder: Path, heads: Sequence[tuple[int, int]]) -> tuple[KVLayer, ...] | None:
-    """The plan in a model folder, or None if there is none.
+    """Read the plan of a model folder; None if there is none.
 
-    Args:
-        folder: of the model.
-        heads: of each layer, its KV heads and their width.
+    `heads` lists (num_kv_heads, head_dim) of each layer.
 
     Raises:
         CheckpointError: the file is damaged, of a later version, or of another model.
@@ -142,19 +137,19 @@ def _check_shape(tensor: Tensor, shape: tuple[int, int]) -> None:
 def stored_scales(
     weights: WeightReader, layer_names: Sequence[str], heads: Sequence[tuple[int, int]]
 ) -> tuple[list[Tensor | None], list[str]]:
-    """FP8 scales that a checkpoint carries as tensors.
+    """Read FP8 scales that a checkpoint stores as tensors.
 
     Args:
-        weights: of the model.
+        weights: the model's.
         layer_names: such as model.layers.0.
-        heads: of each layer, its KV heads and their width.
+        heads: (num_kv_heads, head_dim) of each layer.
 
     Returns:
-        Of each layer (2, num_kv_heads) float32 of keys and values, or None; and the names of those
-        without scales.
+        For each layer (2, num_kv_heads) float32 of keys and values, or None; and the names of
+        layers without scales.
 
     Raises:
-        CheckpointError: scales that are neither one number nor one for each head.
+        CheckpointError: a layer has neither one scale nor one per head.
     """
     present = set(weights.tensor_names())
     found: list[Tensor | None] = []

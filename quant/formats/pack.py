@@ -1,7 +1,7 @@
-"""Pairs of pack and unpack between plain integer codes and the orders they are stored in.
+"""Converts between plain integer codes and the packed orders that are stored.
 
-Plain codes are unsigned, one per uint8. All functions are exact and know neither scales nor
-files. Words are little-endian, as safetensors files are.
+Plain codes are unsigned, one per uint8. All functions are exact and know neither scales nor files.
+Words are little-endian, as in safetensors files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WORD_BITS = 32
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Bring plain codes into the order of `PackedWeight.codes`.
+    """Pack plain codes in the order of `PackedWeight.codes`.
 
     Args:
         codes: (rows, columns) uint8 below 2 ** bits.
@@ -30,17 +30,17 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """Undo `pack_codes`: (rows, bytes) uint8 -> (rows, bytes * 8 / bits) uint8."""
+    """Reverse `pack_codes`: (rows, bytes) uint8 -> (rows, bytes * 8 / bits) uint8."""
     if bits == 8:
         return packed
     return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
 
 
 def pack_threes(codes: Tensor) -> Tensor:
-    """Lay codes of 3 bits end to end, the lowest first; a code may span two bytes.
+    """Pack codes of 3 bits end to end, lowest first; a code may span two bytes.
 
     Args:
-        codes: (rows, columns) uint8 below 8; columns that 8 does not divide are filled with 0.
+        codes: (rows, columns) uint8 below 8; columns are padded with 0 to a multiple of 8.
 
     Returns:
         (rows, 3 * ceil(columns / 8)) uint8.
@@ -52,7 +52,7 @@ def pack_threes(codes: Tensor) -> Tensor:
 
 
 def unpack_threes(packed: Tensor) -> Tensor:
-    """Undo `pack_threes`: (rows, 3 * eights) uint8 -> (rows, 8 * eights) uint8."""
+    """Reverse `pack_threes`: (rows, 3 * eights) uint8 -> (rows, 8 * eights) uint8."""
     triples = pad(packed.view(packed.shape[0], -1, 3), (0, 1)).contiguous()
     words = triples.view(torch.int32)  # (rows, eights, 1)
     shifts = torch.arange(0, 24, 3, dtype=torch.int32, device=packed.device)
@@ -62,8 +62,8 @@ def unpack_threes(packed: Tensor) -> Tensor:
 def bytes_to_words(packed: Tensor) -> Tensor:
     """View rows of bytes as 32-bit words, lowest byte first.
 
-    This is compressed-tensors' order of `weight_packed`, so packing a `PackedWeight` for disk
-    moves no bits; only a row whose bytes do not fill its last word is padded with zeros.
+    This is the order of compressed-tensors' `weight_packed`, so writing a `PackedWeight` moves no
+    bits; a row that does not fill its last word is padded with zeros.
 
     Args:
         packed: (rows, bytes) uint8.
@@ -76,13 +76,13 @@ def bytes_to_words(packed: Tensor) -> Tensor:
 
 
 def words_to_bytes(words: Tensor, num_bytes: int) -> Tensor:
-    """Undo `bytes_to_words`: (rows, words) int32 -> (rows, num_bytes) uint8."""
+    """Reverse `bytes_to_words`: (rows, words) int32 -> (rows, num_bytes) uint8."""
     assert words.dtype == torch.int32, words.dtype
     return words.flatten().view(torch.uint8).view(words.shape[0], -1)[:, :num_bytes].contiguous()
 
 
 def pack_zero_points(zero_points: Tensor, bits: int) -> Tensor:
-    """Bring zero points into compressed-tensors' order, which packs along the outputs.
+    """Pack zero points along the outputs, as compressed-tensors does.
 
     Args:
         zero_points: (out_features, groups) uint8 below 2 ** bits.
@@ -100,9 +100,9 @@ def pack_zero_points(zero_points: Tensor, bits: int) -> Tensor:
 
 
 def unpack_zero_points(words: Tensor, bits: int, out_features: int) -> Tensor:
-    """Undo `pack_zero_points`: -> (out_features, groups) uint8."""
+    """Reverse `pack_zero_points`: -> (out_features, groups) uint8."""
     columns = words.T.contiguous()  # (groups, words)
-    if bits == 3:  # of whole threes of words, 32 codes each
+    if bits == 3:  # three words hold 32 codes
         columns = pad(columns, (0, -columns.shape[1] % 3))
     packed = words_to_bytes(columns, columns.shape[1] * 4)
     codes = unpack_threes(packed) if bits == 3 else unpack_codes(packed, bits)

@@ -1,4 +1,4 @@
-"""Opens a folder of safetensors in whatever form its weights are stored."""
+"""Opens a folder of safetensors, whatever the storage format of its weights."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ METHODS = (compressed_tensors_config.METHOD, awq.METHOD, gptq.METHOD, fp8.METHOD
 
 
 class WeightReader(Protocol):
-    """Tensors of a model by the names they have unquantized, each read when it is asked for."""
+    """Reads a model's tensors on demand, by the names of their unquantized form."""
 
     def tensor_names(self) -> list[str]:
-        """Such as model.layers.0.self_attn.q_proj.weight."""
+        """List all tensors, such as model.layers.0.self_attn.q_proj.weight."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, of a packed weight the unpacked one; reads no weights."""
+        """Return a tensor's shape, the unpacked one of a packed weight; reads no weights."""
         ...
 
     def packed_bits(self, name: str) -> int | None:
-        """Bits of a quantized weight's codes as they load, None: dense; reads no weights."""
+        """Return the bits of a quantized weight's loaded codes, None if dense; reads no weights."""
         ...
 
     def is_fp8(self, name: str) -> bool:
-        """Whether a weight loads as an `Fp8Weight`; reads no weights."""
+        """Return True if the weight loads as an `Fp8Weight`; reads no weights."""
         ...
 
     def load(self, name: str) -> Weight:
         """Read one tensor.
 
         Raises:
-            CheckpointError: parts of it are missing, damaged or of the wrong shape.
+            CheckpointError: parts are missing, damaged or of the wrong shape.
         """
         ...
 
     def notes(self) -> tuple[str, ...]:
-        """What a person should know about what was loaded so far, one line each."""
+        """Return what the user should know about the tensors loaded so far, one line each."""
         ...
 
 
 def is_read(config: object) -> bool:
-    """Whether a `quantization_config` is of a method that is read here."""
+    """Return True if a `quantization_config` is of a known method."""
     return isinstance(config, dict) and config.get("quant_method") in METHODS
 
 
@@ -60,7 +60,7 @@ def open_weights(folder: SafetensorsFolder) -> WeightReader:
     """Choose the reader that `quantization_config` in config.json asks for.
 
     Raises:
-        UnsupportedModelError: a quantization method or layout that is not read here.
+        UnsupportedModelError: an unknown quantization method or layout.
     """
     config = folder.config.get("quantization_config")
     if config is None:

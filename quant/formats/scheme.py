@@ -1,4 +1,4 @@
-"""What a quantized weight should be: type, bits, groups, symmetry. Knows no method or format."""
+"""Describes a quantized weight: type, bits, groups, symmetry. Knows no method or format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from appliance.errors import ConfigError
 
 BITS = (3, 4, 8)
-GROUP_SIZES = (128, 64, 32)  # falling, so that the first that divides a width is the largest
+GROUP_SIZES = (128, 64, 32)  # falling: the first that divides a width is the largest
 CHANNEL = "channel"
 
 
@@ -17,11 +17,11 @@ class WeightScheme:
 
     Attributes:
         bits: 3, 4 or 8.
-        group_size: inputs that share a scale, 32, 64 or 128; None means all of a row, "channel".
-        symmetric: no zero point, so code 2 ** (bits - 1) is always the weight 0.
+        group_size: inputs that share a scale, 32, 64 or 128; None means a whole row, "channel".
+        symmetric: no zero points; code 2 ** (bits - 1) is always weight 0.
 
     Raises:
-        ConfigError: bits or group size is not one of these.
+        ConfigError: unsupported bits or group size.
     """
 
     bits: int = 4
@@ -38,7 +38,7 @@ class WeightScheme:
 
     @classmethod
     def parse(cls, *, bits: int, group_size: str, symmetric: bool) -> WeightScheme:
-        """Build a scheme from what a person typed; `group_size` may be "channel"."""
+        """Build a scheme from the command line's words; `group_size` may be "channel"."""
         word = group_size.strip().lower()
         if word == CHANNEL:
             return cls(bits, None, symmetric)
@@ -48,7 +48,7 @@ class WeightScheme:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code in memory: kernels read 4 or 8, so that 3 lie in the form of 4."""
+        """Bits of a code in memory: kernels read 4 or 8, so 3-bit codes take 4."""
         return max(self.bits, 4)
 
     @property
@@ -58,16 +58,15 @@ class WeightScheme:
 
     @property
     def zero_code(self) -> int:
-        """The code of weight 0 where the scheme is symmetric."""
+        """The code of weight 0 in a symmetric scheme."""
         return 1 << (self.bits - 1)
 
     def fit(self, in_features: int) -> tuple[WeightScheme | None, str]:
-        """Adapt the scheme to one width.
+        """Adapt the scheme to a weight with `in_features` inputs.
 
         Returns:
-            The scheme for a weight with `in_features` inputs and, where it is not the one asked
-            for, the reason. Without a scheme the weight stays in 16 bits: packed kernels work on
-            groups of 32 inputs and more.
+            The scheme and, if it differs from this one, the reason. None instead of a scheme means
+            that the weight stays in 16 bits: packed kernels need groups of at least 32 inputs.
         """
         if in_features % GROUP_SIZES[-1]:
             return None, f"kept in 16 bits: {in_features} inputs do not divide by 32"
@@ -92,9 +91,9 @@ class Fp8Scheme:
     """Floating-point codes of 8 bits (e4m3).
 
     Attributes:
-        blockwise: a scale for each 128x128 weights and activations in groups of 128, instead of
-            one for each output and each token.
-        quantized_inputs: made for activations that become FP8 too, as they come.
+        blockwise: one scale per 128x128 weights and per 128 activations of a token, instead of one
+            per output and per token.
+        quantized_inputs: activations become FP8 too, at run time.
     """
 
     blockwise: bool = False
@@ -102,11 +101,11 @@ class Fp8Scheme:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 8
 
     def fit(self, in_features: int) -> tuple[Fp8Scheme | None, str]:
-        """Every width fits; see `WeightScheme.fit`."""
+        """Return this scheme: it fits every width (see `WeightScheme.fit`)."""
         return self, ""
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""How quantized weights become tensors of a folder: one protocol for all formats."""
+"""Turns quantized weights into the tensors of a folder: one protocol for all formats."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 
 class WeightStore(Protocol):
-    """One format."""
+    """Writes one format."""
 
     def layout(
         self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Type and shape of every tensor that `encode` makes of a weight, before there is one.
+        """Return the type and shape of every tensor that `encode` would make of such a weight.
 
         Args:
-            name: of the weight, such as model.layers.0.self_attn.q_proj.weight.
+            name: the weight's, such as model.layers.0.self_attn.q_proj.weight.
             shape: (out_features, in_features).
-            scheme: what it is going to be.
-            dtype: of scales, where the format leaves that open.
+            scheme: the one that will make the weight.
+            dtype: of scales, where the format leaves the choice.
         """
         ...
 
     def encode(
         self, name: str, weight: PackedWeight | Fp8Weight, scheme: LinearScheme
     ) -> dict[str, Tensor]:
-        """The tensors that store one weight.
+        """Convert one weight into the tensors that store it.
 
         Raises:
             QuantizeError: the format cannot hold one of its scales.
@@ -48,19 +48,19 @@ class WeightStore(Protocol):
     def config(
         self, schemes: Mapping[str, LinearScheme], kept: Sequence[str], *, named: bool
     ) -> dict[str, Any]:
-        """The `quantization_config` of config.json.
+        """Build config.json's `quantization_config`.
 
         Args:
-            schemes: of every quantized module, by its name.
-            kept: linear modules that are not quantized.
-            named: whether to list the quantized modules, as not all of them are linears.
+            schemes: one per quantized module, by module name.
+            kept: linear modules that stay unquantized.
+            named: list the quantized modules by name, since some are not linears.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensorsStore:
-    """The format that holds everything."""
+    """Writes compressed-tensors, the format that holds every scheme."""
 
     def layout(
         self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype

@@ -1,7 +1,7 @@
-"""What AWQ and GPTQ folders have in common: codes in int32 words, one tensor for each part.
+"""Reads what AWQ and GPTQ folders share: codes in int32 words, one tensor per part.
 
-A linear of module M is stored as M.qweight, M.qzeros, M.scales and more; its weight has the name
-M.weight here, as it had before it was quantized.
+A linear module M is stored as M.qweight, M.qzeros, M.scales and more; readers get its weight by the
+unquantized name M.weight.
 """
 
 from __future__ import annotations
@@ -28,34 +28,30 @@ Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of eac
 
 
 class WordLayout(Protocol):
-    """How the parts of a weight are stored."""
+    """Converts between a weight and its stored parts."""
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         ...
 
     def shape(self, words: tuple[int, ...]) -> tuple[int, int]:
-        """Shape (out_features, in_features) of a weight, from that of its qweight."""
+        """Return a weight's (out_features, in_features), given the shape of its qweight."""
         ...
 
     def layout(self, shape: tuple[int, int]) -> Layout:
-        """The parts that a weight of some shape has; the type of scales may be another."""
+        """Return the parts of a weight of this shape; scales may have another type."""
         ...
 
     def decode(self, name: str, parts: Mapping[str, Tensor]) -> PackedWeight:
-        """The weight of those parts, whose types and shapes were checked; `name` for errors."""
+        """Build the weight from checked parts; `name` is for errors."""
         ...
 
 
 class WordPackedWeights:
-    """Reads a folder of such weights, tensor by tensor.
+    """Reads a folder of word-packed weights, one tensor at a time.
 
-    What has no qweight is dense, whatever the config says about it.
-
-    Args:
-        folder: an opened folder.
-        words: how its weights are stored.
+    A module without a qweight is dense, whatever the config says.
     """
 
     def __init__(self, folder: SafetensorsFolder, words: WordLayout) -> None:
@@ -70,11 +66,11 @@ class WordPackedWeights:
         self._names = sorted(packed | (self._stored - parts))
 
     def tensor_names(self) -> list[str]:
-        """Every tensor, a packed weight under the name it has in the unquantized model."""
+        """List every tensor; a packed weight has the name of its unquantized form."""
         return list(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, of a packed weight the unpacked one."""
+        """Return a tensor's shape; a packed weight's is the unpacked one."""
         module = self._module(name)
         if module is None:
             return self._folder.shape(name)
@@ -84,19 +80,19 @@ class WordPackedWeights:
         return self._words.shape(words)
 
     def packed_bits(self, name: str) -> int | None:
-        """Bits of a packed weight's codes, None of a dense tensor."""
+        """Return the bits of a packed weight's codes; None for a dense tensor."""
         return None if self._module(name) is None else self._words.bits
 
     def is_fp8(self, name: str) -> bool:
-        """False: codes are integers."""
+        """Return False: codes are integers."""
         return False
 
     def notes(self) -> tuple[str, ...]:
-        """None: nothing is lost."""
+        """Return nothing: nothing is lost."""
         return ()
 
     def load(self, name: str) -> Tensor | PackedWeight:
-        """Read one tensor; codes, scales and zero points come back as they were stored."""
+        """Read one tensor; codes, scales and zero points keep their stored values."""
         module = self._module(name)
         if module is None:
             return self._folder.load(name)

@@ -1,7 +1,7 @@
-"""Writes packed weights as AWQ or GPTQ checkpoints hold them, without loss.
+"""Writes packed weights losslessly as AWQ or GPTQ checkpoints.
 
-Both know one number of bits and one group size for a whole model: larger groups are cut into
-several of one scale.
+Both formats have one number of bits and one group size for a whole model, so larger groups are cut
+into several with the same scale.
 """
 
 from __future__ import annotations
@@ -33,18 +33,14 @@ Weights = dict[str, tuple[tuple[int, int], WeightScheme]]  # shape and scheme by
 
 @dataclass(frozen=True, slots=True)
 class WordWriter:
-    """A `WeightStore` of AWQ or GPTQ.
-
-    Attributes:
-        words: how each is stored.
-    """
+    """A `WeightStore` for AWQ or GPTQ."""
 
     words: AwqLayout | GptqLayout
 
     def layout(
         self, name: str, shape: tuple[int, int], scheme: LinearScheme, dtype: torch.dtype
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """See `WeightStore`; all weights are stored alike, with scales in float16."""
+        """See `WeightStore`; all weights share one layout, with scales in float16."""
         parts = self.words.layout(shape)
         if isinstance(self.words, GptqLayout):
             parts[G_IDX] = (torch.int32, (shape[1],))
@@ -68,7 +64,7 @@ class WordWriter:
 
 
 def awq_writer(weights: Weights) -> WordWriter:
-    """For a model of those weights.
+    """Return a writer for a model of these weights.
 
     Raises:
         ConfigError: the format cannot hold one of them.
@@ -79,7 +75,7 @@ def awq_writer(weights: Weights) -> WordWriter:
 
 
 def gptq_writer(weights: Weights) -> WordWriter:
-    """For a model of those weights: version 1 if all are symmetric, which every reader takes.
+    """Return a writer for these weights: version 1, which all readers know, if all are symmetric.
 
     Raises:
         ConfigError: the format cannot hold one of them.
@@ -112,7 +108,7 @@ def _check_rows(format: str, weights: Weights, multiple: int) -> None:
 def _group_size(
     format: str, weights: Mapping[str, tuple[tuple[int, int], WeightScheme]]
 ) -> int | None:
-    """The largest that divides every group; None if each row is one."""
+    """Return the largest size that divides every group; None if each group is a row."""
     if all(scheme.group_size is None for _, scheme in weights.values()):
         return None
     common = math.gcd(*(scheme.group_size or columns for (_, columns), scheme in weights.values()))

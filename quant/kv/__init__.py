@@ -1,1 +1,1 @@
-"""The precision of the KV cache: measured layer by layer, chosen under a budget."""
+"""Measures the KV cache's precision per layer and chooses it within a budget."""

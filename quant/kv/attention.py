@@ -1,6 +1,6 @@
-"""Attention as a cache of some precision gives it, over one row of text at once.
+"""Simulates attention over a quantized KV cache, for one row of text.
 
-Keys and values go through the formats' definitions and come back; nothing is stored.
+Keys and values are quantized and dequantized by each format's definition; nothing is stored.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_cache import LayerPrecision
     from appliance.model.spec import AttentionSpec
 
-EVERY = 4  # tokens, of which one is a query
+EVERY = 4  # one token in so many is a query
 
 
 def attend_with(
     spec: AttentionSpec, precision: LayerPrecision, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Attention of one row of text as a cache of some precision gives it.
+    """Attend over one row of text with a KV cache of some precision.
 
     Args:
-        spec: of the layer.
-        precision: of the cache; FP32 is exact.
+        spec: the layer's attention.
+        precision: the cache's; FP32 is exact.
         query: (rows, num_heads, head_dim) float32, after RoPE, of each `EVERY`th token.
         key: (tokens, num_kv_heads, head_dim) float32, after RoPE.
         value: same shape.
@@ -67,7 +67,7 @@ def attend_with(
 
 
 def _visible(count: int, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which keys lie in a row's own block, and which it sees: (tokens, tokens) bool."""
+    """Return (tokens, tokens) bool masks: keys in the row's own block, and keys the row sees."""
     place = torch.arange(count, device=device)
     blocks = place // PAGE_TOKENS
     return blocks.unsqueeze(1) == blocks, visible(0, count, count, window, device=device)
@@ -77,7 +77,7 @@ Pair = tuple["Tensor", "Tensor"]
 
 
 def _stored(precision: LayerPrecision, key: Tensor, value: Tensor) -> tuple[Pair, Pair | None]:
-    """Keys and values as they come back: from closed blocks and, if sealed, from open pages."""
+    """Return keys and values after storage: in closed blocks and, if sealed, in open pages."""
     form = precision.format
     match form:
         case KVFormat.FP8:
@@ -112,7 +112,7 @@ def _nibbles(x: Tensor) -> Tensor:
 
 
 def _by_channel(keys: Tensor) -> Tensor:
-    """Keys of sealed blocks; the last one is filled up with its last key, and nobody reads it."""
+    """Quantize keys by channel as sealed blocks do; copies of the last key fill the last block."""
     count = len(keys)
     fill = keys[-1:].expand(-count % PAGE_TOKENS, -1, -1)
     blocks = torch.cat((keys, fill)).unflatten(0, (-1, PAGE_TOKENS)).movedim(1, -1)

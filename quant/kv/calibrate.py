@@ -1,8 +1,8 @@
-"""Calibrates the KV cache: how much each precision of each layer costs, and which one to take.
+"""Calibrates the KV cache: measures each format's error in each layer and chooses formats.
 
-The rows go through the unquantized layers once. Of each layer's keys, values and queries follow FP8
-scales by head, the mean of its keys, and for every format the error of its attention after the
-output projection, as a share of the residual stream's energy, which is comparable between layers.
+The rows pass through the unquantized layers once. Each layer's keys, values and queries give FP8
+scales per head, the mean key and, for each format, the error of the attention after the output
+projection, as a share of the residual stream's energy, so that layers can be compared.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 # scripts/benchmark cpu_quality: FP8 costs more bits and more quality than K8V4).
 CHOICES = (KVFormat.INT4_SEALED, KVFormat.K8V4, KVFormat.INT8, KVFormat.BF16)
 MEASURED = (*CHOICES, KVFormat.FP8, KVFormat.INT4)
-ROWS = 2  # that errors are measured on; all rows count for scales and means
-LEAST_GAIN = 0.9  # a mean is taken off where it leaves less than this share of the error
+ROWS = 2  # errors are measured on so many rows; scales and means on all
+LEAST_GAIN = 0.9  # subtract the mean if it leaves less than this share of the error
 
 
 class AttentionWatch:
-    """Stands between a layer and a backend's attention and keeps what goes by."""
+    """Wraps a backend's attention and keeps the queries, keys and values that pass."""
 
     def __init__(self) -> None:
         self.queries: list[Tensor] = []  # (tokens, num_heads, head_dim) of each row of text
@@ -55,7 +55,7 @@ class AttentionWatch:
         self.values: list[Tensor] = []
 
     def on(self, backend: Backend) -> Backend:
-        """The same operations, watched."""
+        """Return the backend with its attention watched."""
         attend = backend.paged_attention
 
         def watched(
@@ -81,7 +81,7 @@ class AttentionWatch:
         return replace(backend, paged_attention=watched)
 
     def take(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Queries, keys and values since the last call."""
+        """Return and forget the queries, keys and values seen since the last call."""
         taken = self.queries, self.keys, self.values
         self.queries, self.keys, self.values = [], [], []
         return taken
@@ -89,17 +89,17 @@ class AttentionWatch:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayer:
-    """What a layer's rows say.
+    """One layer's scales, mean keys and errors, as measured on the rows.
 
     Attributes:
-        head_scales: (2, num_kv_heads) float32, for FP8, of keys as they are and of values.
+        head_scales: (2, num_kv_heads) float32 FP8 scales of plain keys and of values.
         centred_scales: same, of keys without their mean.
         key_mean: (num_kv_heads, head_dim) float32.
-        errors: by format, with keys as they are.
-        centred: by format, with the mean taken off; empty where that cannot be done.
-        num_elements: of one token's keys and values.
-        bits: of an element, by format.
-        key_factors: (num_kv_heads, head_dim) float32 that keys are divided by in all of this, or
+        errors: by format, with plain keys.
+        centred: by format, with the mean subtracted; empty where that is impossible.
+        num_elements: numbers in one token's keys and values.
+        bits: per element, by format.
+        key_factors: (num_kv_heads, head_dim) float32 by which keys were divided for all of this, or
             None; see `even_keys`.
     """
 
@@ -113,15 +113,15 @@ class MeasuredLayer:
     key_factors: Tensor | None = None
 
     def best(self, format: KVFormat) -> float:
-        """The error, with or without the mean."""
+        """Return the format's error, with the mean subtracted if that gains enough."""
         return self.centred[format] if self.gains(format) else self.errors[format]
 
     def gains(self, format: KVFormat) -> bool:
-        """Whether taking the mean off is worth it."""
+        """Return True if subtracting the mean lowers this format's error enough."""
         return format in self.centred and self.centred[format] < LEAST_GAIN * self.errors[format]
 
     def chosen(self, format: KVFormat) -> KVLayer:
-        """The layer in a plan."""
+        """Build the plan's entry for this layer."""
         return KVLayer(
             format=format,
             head_scales=self.centred_scales if self.gains(format) else self.head_scales,
@@ -141,10 +141,10 @@ def measure_layer(
     """Measure one layer.
 
     Args:
-        spec: of its attention.
+        spec: the layer's attention.
         seen: queries, keys and values of each row of text; keys after RoPE.
-        project: from heads to what is added to the residual stream.
-        energy: (rows, tokens) of that stream after the layer: means of squares.
+        project: maps heads to what is added to the residual stream.
+        energy: (rows, tokens), mean squares of that stream after the layer.
     """
     queries, keys, values = seen
     every_key, every_value = torch.cat(keys), torch.cat(values)
@@ -186,7 +186,7 @@ def measure_layer(
 
 
 def bits_per_element(format: KVFormat, head_dim: int) -> float:
-    """On average over keys and values, with their scales and offsets of 16 bits each."""
+    """Return the mean bits per element of keys and values, 16-bit scales and offsets included."""
     by_token, both_by_token, by_channel = 16 / head_dim, 32 / head_dim, 32 / PAGE_TOKENS
     match format:
         case KVFormat.FP8:
@@ -203,14 +203,12 @@ def bits_per_element(format: KVFormat, head_dim: int) -> float:
 
 
 def choose_formats(layers: Sequence[MeasuredLayer], budget: float) -> list[KVFormat] | None:
-    """A format for each layer, so that their mean is within a budget and errors add up to little.
+    """Choose each layer's format so that the mean bits fit a budget and the errors sum to little.
 
-    Every layer begins with the fewest bits; then bits are spent where they take off most error for
-    each of them, until no step fits any more.
+    Every layer starts with the fewest bits; then bits go step by step to where each removes the
+    most error, until no step fits any more.
 
-    Args:
-        layers: measured.
-        budget: bits of an element on average, scales included.
+    `budget` is in mean bits per element, scales included.
 
     Returns:
         None if not even the fewest bits fit.
@@ -238,7 +236,7 @@ def choose_formats(layers: Sequence[MeasuredLayer], budget: float) -> list[KVFor
 
 
 def mean_bits(layers: Sequence[MeasuredLayer], formats: Sequence[KVFormat]) -> float:
-    """Bits of an element on average."""
+    """Return the mean bits per element."""
     total = sum(layer.num_elements for layer in layers)
     parts = (of.bits[form] * of.num_elements for of, form in zip(layers, formats, strict=True))
     return sum(parts) / total
@@ -246,12 +244,12 @@ def mean_bits(layers: Sequence[MeasuredLayer], formats: Sequence[KVFormat]) -> f
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
-    """What a calibration came to.
+    """The result of a calibration.
 
     Attributes:
         layers: of the model, in order.
-        bits: of an element on average, scales included.
-        budget: what was asked for.
+        bits: mean bits per element, scales included.
+        budget: the requested bits per element.
     """
 
     layers: tuple[KVLayer, ...]
@@ -276,16 +274,16 @@ class KVPlan:
 def calibrate_kv(
     source: ModelSource, rows: Tensor, folder: Path, device: torch.device, budget: float
 ) -> KVPlan:
-    """Put rows through a model and choose each layer's precision.
+    """Calibrate: run rows through a model and choose each layer's precision.
 
-    Where the plan has `key_factors`, it is one for the model that `even_keys.with_even_keys` makes.
+    A plan with `key_factors` is for the model that `even_keys.with_even_keys` makes.
 
     Args:
         source: an opened model.
         rows: (num_rows, row_tokens) int64.
-        folder: for what flows between the layers.
-        device: where they compute.
-        budget: bits of an element on average, scales included.
+        folder: for activations between layers.
+        device: where layers compute.
+        budget: mean bits per element, scales included.
 
     Raises:
         QuantizeError: even the fewest bits are above the budget.
@@ -304,7 +302,7 @@ def calibrate_kv(
 def measure_kv(
     source: ModelSource, rows: Tensor, folder: Path, device: torch.device
 ) -> list[MeasuredLayer]:
-    """Put rows through a model and measure every layer; the arguments are `calibrate_kv`'s.
+    """Run rows through a model and measure every layer; the arguments are `calibrate_kv`'s.
 
     Layers with `key_factors` are measured as `even_keys.with_even_keys` makes them.
     """
@@ -320,7 +318,6 @@ def measure_kv(
 
 
 def _projection(block: Block) -> Callable[[Tensor], Tensor]:
-    """From heads to what is added to the stream."""
     layer, norm = block.layer, block.layer.attention_post_norm
 
     def project(heads: Tensor) -> Tensor:

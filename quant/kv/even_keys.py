@@ -1,9 +1,9 @@
-"""Makes the channels of keys more alike, so that one scale for all of a token's key fits them.
+"""Evens out the channels of keys, so that one scale fits a token's whole key.
 
-A score is a sum over channels of query times key: what a key's channel is divided by, its queries'
-is multiplied with, and nothing changes. Both go into the rows of the weights that make queries and
-keys, so it costs nothing when the model is served, and every reader of the checkpoint has it. RoPE
-mixes two channels of a pair, which therefore share a factor.
+A score is a sum over channels of query times key, so dividing a key channel and multiplying the
+query channel by the same factor changes nothing. Both factors go into the weights that make queries
+and keys: they cost nothing at run time, and every reader of the checkpoint has them. RoPE mixes two
+channels of a pair, which therefore share a factor.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ if TYPE_CHECKING:
     ErrorOf = Callable[[LayerPrecision, Sequence[Row]], float]
 
 # Exponents of a channel's largest key, less its mean, and of its queries' root mean square. The
-# first says what spoils the scale of the others, the second how much an error in it counts.
+# first tells how much the channel spoils the others' scale, the second how much its own errors
+# count.
 TRIED = ((0.5, 0.0), (0.7, 0.0), (0.7, 0.25), (0.85, 0.25))
-LEAST_GAIN = 0.9  # factors are taken where they leave less than this share of the error
+LEAST_GAIN = 0.9  # use factors if they leave less than this share of the error
 
 
 def choose_factors(
     spec: AttentionSpec, rows: Sequence[Row], every_key: Tensor, error: ErrorOf
 ) -> Tensor | None:
-    """What to divide a layer's keys by, so that INT8 keys cost least.
+    """Choose the factors by which a layer's keys are divided, so that INT8 keys lose least.
 
     Args:
-        spec: of its attention.
-        rows: to measure on.
+        spec: the layer's attention.
+        rows: rows of text to measure on.
         every_key: (tokens, num_kv_heads, head_dim) float32 of all rows, after RoPE.
-        error: of a cache, with rows.
+        error: measures a cache of some precision on rows.
 
     Returns:
         (num_kv_heads, head_dim) float32; None where nothing is gained, and in layers that norm
-        queries and keys, as a norm's weight is shared by all heads.
+        queries and keys, since all heads share the norm's weight.
     """
     if spec.qk_norm is not None:
         return None
@@ -73,7 +74,7 @@ def choose_factors(
 
 
 def even(rows: Sequence[Row], factors: Tensor) -> list[Row]:
-    """Rows of text with their keys divided by factors and their queries multiplied with them."""
+    """Divide keys by the factors and multiply queries by them."""
     return [
         (query * factors.repeat_interleave(query.shape[1] // len(factors), 0), key / factors, value)
         for query, key, value in rows
@@ -81,7 +82,7 @@ def even(rows: Sequence[Row], factors: Tensor) -> list[Row]:
 
 
 def _of_pairs(x: Tensor, spec: AttentionSpec) -> Tensor:
-    """The larger of each two channels that RoPE mixes, for both: (num_kv_heads, head_dim)."""
+    """Return for each pair of channels that RoPE mixes the larger one: (num_kv_heads, head_dim)."""
     half = spec.rope.rotary_dim // 2
     larger = torch.maximum(x[:, :half], x[:, half : 2 * half])
     return torch.cat((larger, larger, x[:, 2 * half :]), dim=-1).clamp_min(1e-6)
@@ -89,11 +90,10 @@ def _of_pairs(x: Tensor, spec: AttentionSpec) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """A `WeightReader` in which rows of some tensors are multiplied; those are dense.
+    """A `WeightReader` that scales rows of some tensors, which load as dense.
 
     Attributes:
-        weights: what is read.
-        factors: by the name of a tensor, of each of its rows.
+        factors: one factor per row, by tensor name.
     """
 
     weights: WeightReader
@@ -120,7 +120,7 @@ class ScaledRows:
         return self._scaled(name, self.weights.load(name), slice(None))
 
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
-        """Some rows; see `ReadsRows`."""
+        """Read some rows; see `ReadsRows`."""
         assert isinstance(self.weights, ReadsRows)
         return self._scaled(name, self.weights.load_rows(name, start, stop), slice(start, stop))
 
@@ -136,7 +136,7 @@ class ScaledRows:
 
 
 def with_even_keys(source: ModelSource, layers: Sequence[KVLayer]) -> ModelSource:
-    """The same model with the factors of a plan in its weights."""
+    """Return the model with a plan's factors multiplied into its weights."""
     factors = {
         name: rows
         for index, layer in enumerate(layers)
@@ -150,7 +150,7 @@ def with_even_keys(source: ModelSource, layers: Sequence[KVLayer]) -> ModelSourc
 
 
 def _row_factors(source: ModelSource, index: int, factors: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that make queries and keys, and the factor of each of their rows."""
+    """Yield the tensors that make queries and keys, with the factor of each of their rows."""
     attention, names = source.spec.layers[index].attention, source.family.names
     queries = factors.repeat_interleave(attention.num_heads // attention.num_kv_heads, 0)
     values = torch.ones_like(factors)

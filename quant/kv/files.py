@@ -1,4 +1,4 @@
-"""Puts a KV plan into a checkpoint: our file beside the weights, FP8 scales that others read."""
+"""Writes a KV plan into a checkpoint: `kv_cache.json` and FP8 scales for other readers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from appliance.quant.run.shard_writer import ShardWriter
     from appliance.quant.text.calibration import Calibration
 
-# A plan of so few bits is the wish for a small cache, which other readers get in FP8.
+# A plan of so few bits asks for a small cache, which other readers get in FP8.
 MOST_BITS_FOR_FP8 = 8.5
 
 
@@ -33,14 +33,9 @@ def kept_kv_plan(
     device: torch.device,
     budget: float,
 ) -> KVPlan:
-    """Choose each layer's precision, see `calibrate_kv`, or take what an earlier run chose.
+    """Return the plan that an earlier run kept, or make one with `calibrate_kv` and keep it.
 
-    Args:
-        source: an opened model.
-        calibration: the rows.
-        state: of this run; keeps the choice.
-        device: where layers compute.
-        budget: bits of an element on average.
+    `budget` is in mean bits per element; `state` is the folder of this run's state.
 
     Raises:
         QuantizeError: even the fewest bits are above the budget.
@@ -55,23 +50,23 @@ def kept_kv_plan(
 
 
 def write_kv_plan(plan: KVPlan, folder: Path) -> None:
-    """Leave `kv_cache.json` in a folder."""
+    """Write `kv_cache.json` into a folder."""
     write_json(folder / FILE, to_json(plan.layers, plan.bits))
 
 
 def kv_scale_layouts(source: ModelSource, plan: KVPlan | None) -> list[TensorLayout]:
-    """The tensors that `write_kv_scales` will write."""
+    """List the tensors that `write_kv_scales` will write."""
     return [TensorLayout(name, torch.float32, (1,)) for name, _ in _scales(source, plan)]
 
 
 def write_kv_scales(source: ModelSource, plan: KVPlan | None, writer: ShardWriter) -> None:
-    """One FP8 scale for the keys and one for the values of each layer, that of the largest head."""
+    """Write one FP8 scale for each layer's keys and one for its values: the largest head's."""
     for name, scale in _scales(source, plan):
         writer.write(name, [torch.tensor([scale])])
 
 
 def with_kv_scheme(config: dict[str, Any], plan: KVPlan | None) -> dict[str, Any]:
-    """config.json with the scheme of those scales."""
+    """Add the scheme of those scales to config.json."""
     if plan is None or plan.budget > MOST_BITS_FOR_FP8:
         return config
     scheme = {

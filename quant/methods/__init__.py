@@ -1,1 +1,1 @@
-"""How codes and scales are chosen: rounding, GPTQ, AWQ, FP8, and how many bits each linear gets."""
+"""Chooses codes and scales (rounding, GPTQ, AWQ, FP8) and the bits of each linear."""

@@ -1,4 +1,4 @@
-"""AWQ: large inputs are given finer steps, by scales that whatever made the inputs undoes.
+"""AWQ: scales give large inputs finer steps, and the layer before divides them out again.
 
 From Lin, Tang, Tang, Yang, Chen, Wang, Xiao, Dang, Gan and Han, https://arxiv.org/abs/2306.00978.
 """
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from appliance.quant.formats.scheme import WeightScheme
 
 EXPONENTS = tuple(step / 20 for step in range(20))
-LARGEST_SCALE = 1e4  # of an input, and its inverse the smallest: far from float16's limits
+LARGEST_SCALE = 1e4  # its inverse is the smallest; both are far from float16's limits
 
 
 @dataclass(frozen=True, slots=True)
 class InputScales:
-    """What a linear's inputs are divided by, and its columns multiplied with.
+    """Scales by which a linear's inputs are divided and its columns multiplied.
 
     Attributes:
         scales: (in_features,) float32, positive.
-        exponent: of the activations' magnitude; 0 leaves everything as it was.
-        loss: of the outputs, as a share of what it is with exponent 0.
+        exponent: of the activations' magnitude; 0 changes nothing.
+        loss: the outputs' loss, as a share of the loss with exponent 0.
     """
 
     scales: Tensor
@@ -49,18 +49,18 @@ def choose_scales(
     head_dim: int = 1,
     shares: tuple[float, ...] = WHOLE,
 ) -> InputScales:
-    """Search the exponent that loses least at the outputs of all weights together.
+    """Search the exponent with the least loss at the outputs of all weights together.
 
     Args:
         weights: of linears that share their input, (out_features, in_features) float32 each.
         hessian: (in_features, in_features) float32, the mean of x x^T over calibration tokens.
         magnitude: (in_features,) float32, the mean of |x|.
-        scheme: how they will be quantized.
-        dtype: in which group scales will be stored.
-        sources: heads that feed the inputs, each as many neighbouring heads as any other, which
-            have to share their scales: KV heads. None: every input has a source of its own.
-        head_dim: inputs of a head.
-        shares: of a group's range that are tried; see `choose_steps`.
+        scheme: the scheme they will be quantized with.
+        dtype: type of stored group scales.
+        sources: number of KV heads that feed the inputs; each feeds as many neighbouring heads,
+            which must share their scales. None: every input has its own source.
+        head_dim: inputs per head.
+        shares: tried shares of a group's range; see `choose_steps`.
     """
     whole = torch.cat(list(weights))
     mean = magnitude if sources is None else _shared(magnitude, sources, head_dim)
@@ -79,7 +79,7 @@ def choose_scales(
 
 
 def _shared(magnitude: Tensor, sources: int, head_dim: int) -> Tensor:
-    """The mean over heads of one source, repeated for each of them: (in_features,)."""
+    """Average over the heads of one source and repeat the mean for each of them: (in_features,)."""
     heads = magnitude.view(sources, -1, head_dim)
     return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1)
 

@@ -1,7 +1,7 @@
-"""GPTQ and AWQ over a whole model: layer by layer, each seeing what the quantized ones before do.
+"""Runs GPTQ and AWQ over a whole model: each layer sees the outputs of the quantized ones before.
 
-A layer's weights are read, shown the calibration rows, changed, and handed on to be written; then
-the rows go through it as it was stored, and the next one follows.
+A layer's weights are read, observed on the calibration rows, quantized and handed on to be written;
+then the rows pass through the stored result, and the next layer follows.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ class QuantizedLayer:
     """All tensors of one layer, by their names in the model.
 
     Attributes:
-        index: of the layer.
-        tensors: packed where they are quantized, else float32.
+        tensors: packed if quantized, else float32.
         losses: of each quantized linear's outputs, as a share of their energy.
-        notes: what a person should know of it.
-        facts: what the end of the run needs to know of it, as JSON; kept when a run is resumed.
+        notes: what the user should know.
+        facts: what the end of the run needs, as JSON; kept for a resumed run.
     """
 
     index: int
@@ -60,15 +59,15 @@ def quantize_layers(
     *,
     first: int = 0,
 ) -> Iterator[QuantizedLayer]:
-    """Quantize a model's layers in order; each comes when the rows have been put through it.
+    """Quantize a model's layers in order; yield each after the rows have passed through it.
 
     Args:
         source: an opened model.
         walk: its calibration rows, before the layer `first`.
-        method: how.
-        schemes: of every linear weight, by name; None keeps it in 16 bits.
-        dtype: in which scales, norms and what is not quantized will be stored.
-        first: the layer to begin with; those before it were quantized by an earlier run.
+        method: the quantization method.
+        schemes: one per linear weight, by name; None keeps it in 16 bits.
+        dtype: type of stored scales, norms and unquantized tensors.
+        first: the layer to begin with; an earlier run quantized those before it.
 
     Raises:
         QuantizeError: activations are not finite; the message names the weight.
@@ -85,7 +84,7 @@ def _quantize_layer(
     dtype: torch.dtype,
     index: int,
 ) -> QuantizedLayer:
-    """One layer; of what it took nothing is left but the result when the next one is read."""
+    """Quantize one layer; only the result outlives the call."""
     block = walk.block(index)
     parts = _parts(source, index)
     chosen = [_scheme(schemes, [name for name, _ in rows]) for rows in parts]
@@ -124,10 +123,10 @@ def _quantize(
     dtype: torch.dtype,
     name: str,
 ) -> tuple[PackedWeight, float, int]:
-    """Quantize one linear by what reaches it now, and let it compute with the result.
+    """Quantize one linear by its present inputs, and let it compute with the result.
 
     Returns:
-        The weight, its loss, and how many of its inputs were always 0.
+        The weight, its loss, and the number of inputs that were always 0.
     """
     (seen,) = walk.observe(block, [linear])
     hessian = seen.hessian
@@ -149,7 +148,6 @@ def _quantize(
 
 
 def _parts(source: ModelSource, index: int) -> list[list[tuple[str, slice]]]:
-    """Of each of a layer's four linears, the stored weights and their rows in it."""
     lengths = {slot.name: slot.shape[0] for slot in source.slots()}
     found = []
     for stored in source.family.names.linears(index):
@@ -173,7 +171,7 @@ def _scheme(schemes: Mapping[str, LinearScheme | None], names: list[str]) -> Wei
 def _norms_and_biases(
     source: ModelSource, index: int, block: Block, parts: list[list[tuple[str, slice]]]
 ) -> dict[str, Tensor | PackedWeight]:
-    """All of a layer but its linear weights, as it is stored; scales are folded into some."""
+    """Return all of a layer except its linear weights, as stored; some have scales folded in."""
     names, offset = source.family.names, source.spec.layers[index].norm.offset
     tensors: dict[str, Tensor | PackedWeight] = {
         slot.name: WeightPieces(source.weights, slot.name).rows(slice(0, slot.shape[0]))

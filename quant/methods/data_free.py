@@ -1,4 +1,4 @@
-"""Quantizes a weight by itself, with no text: what method and scheme ask for, in one place."""
+"""Quantizes a weight without calibration text, as method and scheme ask."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 def quantize(
     weight: Tensor, scheme: LinearScheme, method: Method, scale_dtype: torch.dtype
 ) -> PackedWeight | Fp8Weight:
-    """Quantize rows of a weight; with blocks of FP8, from a multiple of 128 on.
+    """Quantize rows of a weight; with blockwise FP8 the rows begin at a multiple of 128.
 
     Args:
         weight: (out_features, in_features), finite.
-        scheme: what it should become.
-        method: one that needs text stands for plain rounding here: of what no text reaches.
-        scale_dtype: in which scales of integers are stored.
+        scheme: the target.
+        method: a method that needs text means plain rounding here, for weights that no text
+            reaches.
+        scale_dtype: type of stored scales of integers.
     """
     if isinstance(scheme, Fp8Scheme):
         return fp8.quantize(weight, scheme)
@@ -38,7 +39,7 @@ def quantize(
 
 
 def search(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) -> PackedWeight:
-    """Round over the steps that make the sum of the errors' fourth powers least in each group.
+    """Search steps that minimize the sum of the errors' fourth powers in each group.
 
     It gains nothing that can be told from chance, and is here to have been tried: in groups of 64
     asymmetric codes of 4 bits the mean KL divergence of SmolLM2-135M was 0.347 beside 0.345 of
@@ -56,7 +57,7 @@ def search(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) -> Pa
 
 
 def concatenate(parts: list[PackedWeight | Fp8Weight]) -> PackedWeight | Fp8Weight:
-    """Put rows that were quantized apart together again."""
+    """Concatenate rows that were quantized apart."""
     floats = [part for part in parts if isinstance(part, Fp8Weight)]
     if floats:
         return Fp8Weight.concatenate(floats)

@@ -1,4 +1,4 @@
-"""Divides what a linear reads by scales, in the norm or linear that writes it.
+"""Divides a linear's inputs by scales, in the norm or linear that produces them.
 
 The pairs follow from the order of a decoder layer, so no list of architectures is needed.
 """
@@ -28,17 +28,17 @@ def scale_inputs(
     dtype: torch.dtype,
     norm_offset: float,
 ) -> list[awq.InputScales]:
-    """Choose scales for the inputs of all four linears of a layer and fold them in.
+    """Choose scales for the inputs of a layer's four linears and fold them in.
 
     Args:
-        block: is changed; computes the same as before.
+        block: changed in place; its outputs stay the same.
         moments: what its linears saw, in their order.
-        schemes: how they will be quantized; None leaves a linear's inputs alone.
-        dtype: in which scales and norms are stored.
+        schemes: those they will be quantized with; None leaves a linear's inputs alone.
+        dtype: type of stored scales and norms.
         norm_offset: what the model adds to a norm's stored weight.
 
     Returns:
-        What was chosen, in the same order, for those that have a scheme.
+        The scales, in the same order, of linears that have a scheme.
     """
     attention = block.layer.attention.spec
     queries = attention.num_heads // attention.num_kv_heads
@@ -85,7 +85,7 @@ def scale_inputs(
 
 
 def _scale_norm(norm: Norm, scales: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
-    """Divide a norm's weight by scales, rounded as it will be stored.
+    """Divide a norm's weight by scales and round it to its stored type.
 
     Returns:
         The scales that the rounded weight stands for exactly.

@@ -1,6 +1,6 @@
-"""FP8: every weight goes to the nearest e4m3 value, over scales of an output or of a block.
+"""Rounds every weight to the nearest e4m3 value, with a scale per output or per block.
 
-The scale is rounded to the type it is stored in first, and the codes are computed with that.
+The scale is rounded to its stored type first, and the codes are computed with that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STORED = torch.bfloat16  # scales; float16 would lose those of small weights
 WHOLE = (1.0,)
-# Ways to lay the largest weight within the last octave of e4m3, and a little beyond its end.
+# Factors that place the largest weight within the last octave of e4m3, and slightly beyond.
 OCTAVE = tuple(2 ** (step / 16) for step in range(-2, 15))
 
 
@@ -28,18 +28,18 @@ def quantize(
 ) -> Fp8Weight:
     """Quantize one linear weight.
 
-    Codes have three bits of fraction, so that a scale twice as large changes little, but one in
-    between moves every weight to another place in its octave: of several, each output gets the
-    scale that loses least. A block keeps the one that spends all codes: of 16,384 weights the sum
-    of squares hardly differs from scale to scale, and choosing by it made SmolLM2-135M worse (mean
-    KL divergence 0.0170 against 0.0158 on encyclopedia prose; of outputs, 0.0122 against 0.0173).
+    Codes have three fraction bits, so doubling a scale changes little, but a factor between moves
+    every weight within its octave: each output gets the scale of several with the least squared
+    error. A block keeps the one that uses all codes: over 16,384 weights the sum of squares hardly
+    depends on the scale, and choosing by it made SmolLM2-135M worse (mean KL divergence 0.0170
+    against 0.0158 on encyclopedia prose; for outputs, 0.0122 against 0.0173).
 
     Args:
         weight: (out_features, in_features), finite, of any float type. Blocks begin at its first
             row.
         scheme: by channel or in blocks.
-        stretches: of the scale that puts the largest weight at the largest code; those that are
-            tried, the first of equals wins. None takes what suits the scheme.
+        stretches: factors to try on the scale that puts the largest weight at the largest code; the
+            first of equals wins. None takes those that suit the scheme.
     """
     if stretches is None:
         stretches = WHOLE if scheme.blockwise else OCTAVE
@@ -59,7 +59,7 @@ def quantize(
 
 
 def _nearest(groups: Tensor, stretches: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Codes of groups (a, b, elements) and their scales (a, b), both as they are stored."""
+    """Return the codes of groups (a, b, elements) and their scales (a, b), as stored."""
     largest = groups.abs().amax(-1)
     least = torch.full_like(largest, torch.inf)
     best = torch.ones_like(largest)
@@ -77,5 +77,5 @@ def _nearest(groups: Tensor, stretches: tuple[float, ...]) -> tuple[Tensor, Tens
 
 
 def _codes(groups: Tensor, scale: Tensor) -> Tensor:
-    """The nearest e4m3 values, those beyond the last cut to it."""
+    """Round to the nearest e4m3 values and clamp at the largest."""
     return (groups / scale.unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)

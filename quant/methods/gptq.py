@@ -1,9 +1,9 @@
-"""GPTQ: columns are rounded one by one, and those to come make up for what that changes.
+"""GPTQ: rounds columns one by one and corrects the later columns for each rounding error.
 
 From Frantar, Ashkboos, Hoefler and Alistarh, https://arxiv.org/abs/2210.17323.
 
-Columns are taken in falling order of their inputs' energy, while groups and their scales stay where
-they are ("static groups"), so that nothing has to be permuted when the weight is used.
+Columns go in falling order of their inputs' energy, while groups and their scales stay in place
+("static groups"), so nothing has to be permuted at run time.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from appliance.kernels.packed import PackedWeight
     from appliance.quant.formats.scheme import WeightScheme
 
-DAMPING = 0.01  # of the mean diagonal, added to all of it
-DOUBT = 0.4  # of what calibration rows say of how inputs go together, taken as chance
+DAMPING = 0.01  # share of the mean diagonal, added to the whole diagonal
+DOUBT = 0.4  # share of the measured correlations between inputs that is taken for chance
 MOST_DAMPING = 10.0
 COLUMNS_AT_ONCE = 128
 
 
 @dataclass(frozen=True, slots=True)
 class GPTQResult:
-    """A quantized weight, and how it was come by.
+    """A quantized weight and its loss.
 
     Attributes:
         weight: codes and scales.
-        loss: sum of squares of what the outputs lost, over that of the outputs.
-        damping: share of the mean diagonal that was needed.
+        loss: squared error of the outputs, over their sum of squares.
+        damping: the share of the mean diagonal that was needed.
     """
 
     weight: PackedWeight
@@ -59,11 +59,11 @@ def quantize(
         weight: (out_features, in_features), finite.
         hessian: (in_features, in_features) float32, the mean of x x^T over calibration tokens.
         scheme: its group size divides in_features.
-        dtype: float16 or bfloat16, of scales.
-        doubt: share of the second moments off the diagonal that is left out. Rows are few beside
-            the pairs of inputs, and what columns make up for by chance is lost on other text.
-        damping: grows tenfold for as long as the matrix is not positive definite.
-        shares: of a group's range that are tried; see `choose_steps`.
+        dtype: float16 or bfloat16, the type of scales.
+        doubt: share by which second moments off the diagonal are reduced. There are few rows for so
+            many pairs of inputs, and corrections that rest on chance are lost on other text.
+        damping: grows tenfold until the matrix is positive definite.
+        shares: tried shares of a group's range; see `choose_steps`.
 
     Raises:
         QuantizeError: the matrix holds NaN or infinity, or no damping helps.
@@ -101,18 +101,18 @@ def quantize(
 
 
 def output_loss(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
-    """Sum of squares of what the outputs lose over calibration tokens, over that of the outputs."""
+    """Return the outputs' squared error over calibration tokens, over their sum of squares."""
     full = weight.to(torch.float32)
     return output_energy(full - quantized, hessian) / max(output_energy(full, hessian), 1e-30)
 
 
 def output_energy(weight: Tensor, hessian: Tensor) -> float:
-    """Mean over calibration tokens of the sum of squares of a weight's outputs."""
+    """Return the mean over calibration tokens of the outputs' sum of squares."""
     return float(((weight @ hessian) * weight).sum())
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Upper Cholesky factor of the inverse, and the damping that it took."""
+    """Return the upper Cholesky factor of the inverse, and the damping it needed."""
     mean = hessian.diagonal().mean().clamp_min(1e-12)
     while damping <= MOST_DAMPING:
         damped = hessian.clone()

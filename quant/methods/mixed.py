@@ -1,9 +1,9 @@
-"""Chooses how many bits each linear gets, so that a model of a given size answers as before.
+"""Chooses the bits of each linear, so that a model of a given size changes its answers least.
 
-What the rounding of one linear alone does to the model's answers is measured for all linears in one
-pass over the layers. Errors of one linear grow with the energy of what its outputs lose, and those
-of several add up; so each other precision is priced by that energy, and a budget of bits goes
-step by step to where a bit saves most.
+One pass over the layers measures, for each linear alone, what its rounding does to the model's
+answers. The damage grows with the energy of the error in the linear's outputs and adds up over
+linears. So that energy prices every other precision, and a budget of bits goes step by step to
+where a bit saves most.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from appliance.quant.formats.scheme import WeightScheme
 
 DENSE_BITS = 16.0
-PROBE_TOKENS = 256  # of a row
+PROBE_TOKENS = 256  # tokens per row
 PROBE_ROWS = 2
 
 
@@ -37,7 +37,7 @@ class Choice:
     Attributes:
         scheme: None keeps it in 16 bits.
         size: bits of all its weights, scales and zero points included.
-        loss: KL divergence that it is expected to cause, nats for each token.
+        loss: the expected KL divergence, in nats per token.
     """
 
     scheme: WeightScheme | None
@@ -52,17 +52,17 @@ def choose_precisions(
     bits_per_weight: float,
     dtype: torch.dtype,
 ) -> dict[str, WeightScheme | None]:
-    """Schemes of all linear weights of a model's layers, by name.
+    """Choose a scheme for every linear weight of a model's layers, by name.
 
     Args:
         source: an opened model.
-        rows: (num_rows, row_tokens) calibration tokens; the beginnings of the first are used.
-        scheme: its group size and symmetry are kept; its bits are where sensitivity is measured.
+        rows: (num_rows, row_tokens) calibration tokens; the start of the first rows is used.
+        scheme: gives group size and symmetry; sensitivity is measured at its bits.
         bits_per_weight: of the layers' linear weights, scales and zero points included.
-        dtype: in which scales are stored.
+        dtype: type of stored scales.
 
     Raises:
-        ConfigError: less than the smallest precision takes.
+        ConfigError: the budget is less than the smallest precision takes.
     """
     probes = rows[:PROBE_ROWS, :PROBE_TOKENS]
     variants = Variants(source, probes)
@@ -99,14 +99,12 @@ def choose_precisions(
 
 
 def spend(choices: Sequence[Sequence[Choice]], bits_per_weight: float) -> list[Choice]:
-    """The choices of least loss that fit a budget, by the steepest step first.
+    """Return the choices of least loss within a budget, found by taking the steepest step first.
 
-    Args:
-        choices: of each linear; the largest of each is 16 bits wide.
-        bits_per_weight: on average over all weights.
+    The largest choice of each linear is 16 bits wide.
 
     Raises:
-        ConfigError: the smallest of all are larger.
+        ConfigError: even the smallest choices exceed the budget.
     """
     weights = sum(max(c.size for c in options) / DENSE_BITS for options in choices)
     picked = [min(options, key=lambda c: c.size) for options in choices]
@@ -136,7 +134,6 @@ def _fitted(scheme: WeightScheme, in_features: int) -> WeightScheme | None:
 
 
 def _candidates(scheme: WeightScheme, in_features: int) -> list[WeightScheme]:
-    """Every precision of integers that is tried for a linear of one width."""
     wanted = [replace(scheme, bits=bits) for bits in (3, 4, 8)]
     wanted += [replace(scheme, bits=bits, group_size=32) for bits in (3, 4)]
     fitted = [_fitted(candidate, in_features) for candidate in (scheme, *wanted)]

@@ -1,4 +1,4 @@
-"""What `--mixed` makes of each linear, kept so that a run which goes on need not measure again."""
+"""Keeps the result of `--mixed`, so that a resumed run need not measure again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILE = "precisions.json"
 def mixed_schemes(
     source: ModelSource, options: QuantizeOptions, calibration: Calibration, dtype: torch.dtype
 ) -> Schemes:
-    """Measure, and spend `options.mixed` bits for each weight.
+    """Measure, and spend `options.mixed` bits per weight.
 
     Raises:
         ConfigError: FP8 weights, or fewer bits than the smallest precision takes.
@@ -45,18 +45,13 @@ def kept_schemes(
     dtype: torch.dtype,
     state: Path,
 ) -> Schemes:
-    """See `mixed_schemes`; an earlier run's choice, if the folder has it.
+    """Return the schemes that an earlier run kept, or choose with `mixed_schemes` and keep them.
 
-    Args:
-        source: an opened model.
-        options: what is asked for; `mixed` is not None.
-        calibration: the rows.
-        dtype: in which scales are stored.
-        state: of this run.
+    `state` is the folder of this run's state.
 
     Raises:
         ConfigError: see `mixed_schemes`.
-        OSError: the choice cannot be kept.
+        OSError: the choice cannot be written.
     """
     path = state / FILE
     if path.exists():

@@ -1,7 +1,7 @@
-"""Scales and zero points of groups: where the steps of a weight's codes lie.
+"""Chooses the scales and zero points of groups.
 
-The range of a group, from its lowest to its highest weight, is cut a little where that lowers the
-error of what matters: each input counts by how large its activations are.
+A group's range, from its lowest to its highest weight, is cut a little where that lowers the error,
+weighted by the energy of each input.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ if TYPE_CHECKING:
     from appliance.quant.formats.scheme import WeightScheme
 
 WHOLE = (1.0,)
-AROUND = tuple(1.05 - step / 40 for step in range(12))  # of the range, from a little beyond it
-SHRUNK = tuple(1 - step / 40 for step in range(21))  # of the range; 1 keeps all of it
+AROUND = tuple(1.05 - step / 40 for step in range(12))  # of the range, from slightly beyond it
+SHRUNK = tuple(1 - step / 40 for step in range(21))  # shares of the range; 1 keeps all of it
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The grid that each group's weights are rounded to: w = (code - zero_point) * scale.
+    """The grid to which each group's weights are rounded: w = (code - zero_point) * scale.
 
     Attributes:
-        scale: (out_features, groups) float32, of values that the stored type holds exactly.
+        scale: (out_features, groups) float32, values that the stored type holds exactly.
         zero_point: same shape and type; whole numbers in the range of the codes.
-        scheme: bits, group size, symmetry.
-        dtype: of scales as they are stored.
+        dtype: stored type of scales.
     """
 
     scale: Tensor
@@ -42,25 +41,24 @@ class Steps:
     dtype: torch.dtype
 
     def codes(self, weight: Tensor, groups: Tensor | None = None) -> Tensor:
-        """Nearest codes, float32, of columns (out_features, n) that lie in `groups` (n,).
+        """Return the nearest codes, float32, of columns (out_features, n) in `groups` (n,).
 
-        Without groups these are all columns in their order.
+        Without `groups` these are all columns in their order.
         """
         groups = self._all(weight) if groups is None else groups
         steps = torch.round(weight / self.scale[:, groups]) + self.zero_point[:, groups]
         return steps.clamp_(0, self.scheme.max_code)
 
     def weights(self, codes: Tensor, groups: Tensor | None = None) -> Tensor:
-        """What codes (out_features, n) stand for."""
+        """Return the weights that codes (out_features, n) stand for."""
         groups = self._all(codes) if groups is None else groups
         return (codes - self.zero_point[:, groups]) * self.scale[:, groups]
 
     def pack(self, codes: Tensor) -> PackedWeight:
-        """Store codes (out_features, in_features), which are whole numbers of any float type."""
+        """Pack codes (out_features, in_features), whole numbers of any float type."""
         return rtn.pack(codes, self.scale, self.zero_point, self.scheme, self.dtype)
 
     def _all(self, columns: Tensor) -> Tensor:
-        """The group of every column of a whole weight."""
         count = columns.shape[1]
         return torch.arange(count, device=columns.device) // (self.scheme.group_size or count)
 
@@ -80,15 +78,12 @@ def choose_steps(
     Args:
         weight: (out_features, in_features) float32, finite.
         scheme: its group size divides in_features.
-        dtype: float16 or bfloat16, in which scales are stored.
-        importance: (in_features,) float32, the mean square of each input; None: all alike.
-        shares: of a group's range that are tried; the one of least weighted error is taken, the
-            first of equals.
-        shifts: of the zero point that are tried with each, where there is one.
-        power: of an error.
-
-    Returns:
-        The steps of all groups.
+        dtype: float16 or bfloat16, the type of stored scales.
+        importance: (in_features,) float32, the mean square of each input; None: all equal.
+        shares: shares of a group's range to try; the least weighted error wins, the first of
+            equals.
+        shifts: of the zero point to try with each, where there is one.
+        power: exponent of an error.
     """
     group_size = scheme.group_size or weight.shape[1]
     groups = weight.reshape(weight.shape[0], -1, group_size)

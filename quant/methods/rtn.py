@@ -1,7 +1,7 @@
-"""Round to nearest: the quantizer that needs no data. Every weight goes to the closest code.
+"""Round to nearest, the quantizer that needs no data: every weight gets the closest code.
 
-The scale is rounded to its stored type first and the codes are computed with that, so what is
-stored is the best choice for the scale that is stored.
+The scale is rounded to its stored type first and the codes are computed with that, so the codes are
+the best for the stored scale.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ def quantize(
 ) -> PackedWeight:
     """Quantize one linear weight.
 
-    Symmetric: the weight of a group that is farthest from 0 gets the lowest code, which is one
-    step farther out than the highest, so the scale has the opposite sign of that weight and may
-    be negative. The farthest weight is then exact but for the rounding of the scale. Against a
-    positive scale of max / 7.5, the mean KL divergence in groups of 64 was 28 % lower on
-    SmolLM2-135M and 9 % lower on Gemma-3-270M (Python's help texts, 4,088 and 764 tokens). The
-    error is at most half a step, except that weights beyond 7.5 steps on the other side are cut
-    to 7, a whole step at most.
+    Symmetric: the group's weight farthest from 0 gets the lowest code, which is one step farther
+    out than the highest. So the scale has the opposite sign of that weight and may be negative, and
+    that weight is exact except for the rounding of the scale. Against a positive scale of max /
+    7.5, the mean KL divergence in groups of 64 was 28 % lower on SmolLM2-135M and 9 % lower on
+    Gemma-3-270M (Python's help texts, 4,088 and 764 tokens). The error is at most half a step,
+    except that weights beyond 7.5 steps on the other side are cut to 7, by at most a whole step.
 
-    Asymmetric: the range of a group, stretched to hold 0, is divided into 2 ** bits - 1 steps;
-    the zero point is a code, so 0 is exact. The error is at most half a step.
+    Asymmetric: the group's range, extended to include 0, is divided into 2 ** bits - 1 steps; the
+    zero point is a code, so 0 is exact. The error is at most half a step.
 
     Both bounds grow by the rounding of the scale: 2 ** -9 of the weight for bfloat16.
 
@@ -42,7 +41,7 @@ def quantize(
         scale_dtype: bfloat16 or float16, the type of the model's other weights.
 
     Returns:
-        Codes, scales and offsets; (out_features, in_features) as before.
+        Codes, scales and offsets of shape (out_features, in_features).
     """
     out_features, in_features = weight.shape
     group_size = scheme.group_size or in_features
@@ -58,16 +57,12 @@ def quantize(
 def steps_over(
     low: Tensor, high: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of groups whose weights lie from `low` to `high`; see `quantize`.
+    """Return scale and zero point of groups whose weights span `low` to `high`; see `quantize`.
 
-    Args:
-        low: (out_features, groups) float32.
-        high: the same.
-        scheme: bits and symmetry.
-        scale_dtype: in which scales are stored.
+    `low` and `high` are (out_features, groups) float32.
 
     Returns:
-        Both float32: scales of values that the stored type holds exactly, and whole numbers.
+        Both float32: scales that the stored type holds exactly, and whole numbers.
     """
     if scheme.symmetric:
         farthest = torch.where(high > -low, high, low)
@@ -85,7 +80,7 @@ def pack(
     scheme: WeightScheme,
     scale_dtype: torch.dtype,
 ) -> PackedWeight:
-    """Store codes (out_features, in_features), whole numbers of any float type, and their steps."""
+    """Pack codes (out_features, in_features), whole numbers of any float type, with their steps."""
     scale = scale.to(scale_dtype)
     symmetric = scheme.symmetric
     return PackedWeight(
@@ -99,6 +94,6 @@ def pack(
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round scales to the type they are stored in; a group of zeros gets 1, which divides."""
+    """Round scales to their stored type; a group of zeros gets 1, since codes are divided by it."""
     rounded = scale.to(dtype).float()
     return torch.where(rounded == 0, torch.ones_like(rounded), rounded)

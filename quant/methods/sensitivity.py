@@ -1,7 +1,7 @@
-"""What a change of one linear does to a model's answers, for many changes in one pass.
+"""Measures what changing one linear does to a model's answers, for many changes in one pass.
 
-The rows go through the model once as it is, and once more for each change, all of them layer by
-layer together, so that each layer is read once.
+The rows pass through the original model and through one variant per change, all together layer by
+layer, so that each layer is read once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from appliance.quant.walk.block import Block
 
 FLOAT = torch.float32
-HEAD_ROWS = 64  # tokens whose logits are held at once
+HEAD_ROWS = 64  # tokens whose logits are in memory at once
 
 
 class Variants:
     """The residual streams of one set of rows under changes of a model.
 
     Args:
-        source: an opened model.
         rows: (num_rows, row_tokens) int64.
     """
 
@@ -39,15 +38,15 @@ class Variants:
         self._backend = observing(select_backend(self._device))
         self._layers = RowLayers(source, rows.shape[1], self._backend, self._device)
         self._reader = self._layers.reader
-        self._streams = [self._reader.embed(rows.flatten())]  # the model as it is, then each change
-        self._branches: list[Tensor] = []  # of the layer at hand, after it
+        self._streams = [self._reader.embed(rows.flatten())]  # the original model, then each change
+        self._branches: list[Tensor] = []  # of the current layer, after it
 
     def block(self, index: int) -> Block:
         """Read a layer, in float32."""
         return self._layers.block(index)
 
     def observe(self, block: Block) -> list[Moments]:
-        """What the linears of an unchanged layer see."""
+        """Return the moments of the inputs to an unchanged layer's linears."""
         linears = list(block.linears())
         for linear in linears:
             linear.moments = Moments(linear.in_features, self._device)
@@ -60,7 +59,7 @@ class Variants:
         return moments
 
     def branch(self, block: Block) -> Tensor:
-        """Begin a variant: the model as it is before this layer, which is changed now.
+        """Start a variant: the original model up to this layer, which has been changed.
 
         Returns:
             The stream after the layer, (num_rows * row_tokens, hidden_size) float32.
@@ -69,14 +68,14 @@ class Variants:
         return self._branches[-1]
 
     def advance(self, block: Block) -> None:
-        """Put all earlier variants and the model as it is through an unchanged layer."""
-        for index, stream in enumerate(self._streams):  # one by one: they are most of the memory
+        """Pass all earlier variants and the original through an unchanged layer."""
+        for index, stream in enumerate(self._streams):  # one by one: they take most of the memory
             self._streams[index] = self._layers.run(block, stream)
         self._streams += self._branches
         self._branches = []
 
     def divergences(self) -> list[float]:
-        """Mean KL divergence of each variant, in the order in which they were begun."""
+        """Return each variant's mean KL divergence, in the order in which they were started."""
         norm = self._reader.first_norm(len(self._source.spec.layers))
         _, matrix = self._reader.embedding_and_head()
         head = dense(matrix, FLOAT)

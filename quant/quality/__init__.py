@@ -1,1 +1,1 @@
-"""What a checkpoint is worth: measured against its base, and shown on a card."""
+"""Measures a checkpoint against its base and shows the result on a card."""

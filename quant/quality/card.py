@@ -1,4 +1,4 @@
-"""The quality card: what a checkpoint is worth, as frozen data, and its JSON beside the weights.
+"""The quality card: a checkpoint's measured quality as frozen data and as JSON beside the weights.
 
 Imports nothing heavy: the server and the terminal read cards too.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SCHEMA = 1
-SAMPLE_BYTES = 1 << 16  # of each end of a weight file
+SAMPLE_BYTES = 1 << 16  # from each end of a weight file
 JSON_NAME = "quality.json"
 MARKDOWN_NAME = "QUALITY.md"
 HTML_NAME = "quality.html"
@@ -41,17 +41,17 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A candidate's predictions beside its base's, over the same tokens.
+    """A candidate's predictions compared with its base's, over the same tokens.
 
     Attributes:
-        places: predictions compared.
-        perplexity: of the candidate.
-        base_perplexity: of the base.
-        perplexity_ratio: the one by the other.
+        places: number of predictions compared.
+        perplexity: the candidate's.
+        base_perplexity: the base's.
+        perplexity_ratio: candidate by base.
         kld_mean: KL(base || candidate), nats; likewise the next four.
-        same_top_percent: where both find the same token likeliest.
-        mean_change_percent: of the true token's probability, in percent points.
-        rms_change_percent: the root of its mean square.
+        same_top_percent: how often both rank the same token first.
+        mean_change_percent: mean change of the true token's probability, in percentage points.
+        rms_change_percent: its root mean square.
     """
 
     places: int
@@ -74,14 +74,13 @@ class ModelFacts:
 
     Attributes:
         name: of its file or folder.
-        architecture: family.
         weights: how its linear weights are stored, in words.
         parameters: numbers in the whole model.
         stored_bytes: all tensors, scales and zero points included.
         linear_parameters: numbers in the weights of the layers' linears.
-        linear_bytes: these with their scales and zero points.
+        linear_bytes: bytes of these with their scales and zero points.
         fingerprint: of the weight files; "" where it does not matter.
-        readers: who can read it, one line each.
+        readers: programs that can read it, one line each.
     """
 
     name: str
@@ -96,25 +95,25 @@ class ModelFacts:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the whole model, embeddings and head included."""
+        """Bits per weight of the whole model, embeddings and head included."""
         return self.stored_bytes * 8 / self.parameters
 
     @property
     def linear_bits_per_weight(self) -> float:
-        """Of the layers' linears, scales and zero points included."""
+        """Bits per weight of the layers' linears, scales and zero points included."""
         return self.linear_bytes * 8 / self.linear_parameters
 
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """What was read to measure.
+    """The text that was measured on.
 
     Attributes:
         source: in words.
         fingerprint: changes with every token.
-        windows: sequences, each read by itself.
+        windows: sequences, each evaluated on its own.
         window: tokens in each.
-        stride: tokens of each window that are scored; those before them are context.
+        stride: scored tokens of each window; those before them are context.
     """
 
     source: str
@@ -126,10 +125,10 @@ class TextFacts:
 
 @dataclass(frozen=True, slots=True)
 class LayerError:
-    """One layer beside the base's, relative: the norm of the difference by the norm.
+    """One layer compared with the base's: norm of the difference over the norm.
 
     Attributes:
-        stream: of the residual stream after the layer, which adds up what came before.
+        stream: of the residual stream after the layer, which includes all errors before.
         attention: of what attention adds to the stream.
         mlp: of what the MLP adds.
     """
@@ -141,14 +140,14 @@ class LayerError:
 
 @dataclass(frozen=True, slots=True)
 class KVRow:
-    """The candidate with one KV cache beside itself with a float32 one.
+    """The candidate with one KV cache compared with itself and a float32 one.
 
     Attributes:
-        format: of the cache, as `--kv-cache-dtype` has it.
-        bytes_per_token: of all layers, keys and values and scales.
-        bits_per_value: the same for one number.
-        comparison: what it costs.
-        declared: whether the checkpoint asks for this one.
+        format: the cache's, as `--kv-cache-dtype` names it.
+        bytes_per_token: over all layers, keys, values and scales.
+        bits_per_value: the same per number.
+        comparison: the loss.
+        declared: the checkpoint asks for this one.
     """
 
     format: str
@@ -174,15 +173,14 @@ class QuantizeFacts:
     """The run that made the checkpoint.
 
     Attributes:
-        method: how codes were chosen.
-        scheme: what was asked for, in words.
+        scheme: the requested scheme, in words.
         calibration: text and rows, in words; "" without one.
-        calibration_fingerprint: of every token of it.
+        calibration_fingerprint: of all its tokens.
         seconds: from opening the model to the finished folder.
         peak_ram_bytes: 0 where it was not measured; so the next.
         peak_vram_bytes: of a GPU.
         losses: of each quantized linear's outputs, as a share of their energy, on calibration text.
-        notes: what was not done as asked.
+        notes: what differs from the request.
     """
 
     method: str
@@ -198,7 +196,7 @@ class QuantizeFacts:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the evaluation itself took."""
+    """Resources the evaluation itself took."""
 
     seconds: float
     cpu_seconds: float
@@ -212,11 +210,9 @@ class TaskScore:
     """One score of lm-evaluation-harness.
 
     Attributes:
-        task: its name.
-        metric: what was counted, as the harness calls it.
-        value: the score.
+        metric: the harness's name of the measure.
         error: its standard error; None where the harness has none.
-        questions: how many were asked; 0 if that is not known.
+        questions: how many were asked; 0 if unknown.
     """
 
     task: str
@@ -228,7 +224,7 @@ class TaskScore:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """All there is to say about one checkpoint's quality.
+    """Everything measured about one checkpoint's quality.
 
     Without a base there is no comparison, no histogram and no layer error.
     """
@@ -251,7 +247,7 @@ class Card:
     schema: int = SCHEMA
 
     def line(self) -> str:
-        """The card in one line."""
+        """Summarize the card in one line."""
         bits = f"{self.model.bits_per_weight:.2f} bits per weight"
         if self.comparison is None:
             return f"perplexity {self.perplexity.value:.2f} ({bits}; not compared with a base)"
@@ -264,26 +260,26 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class _Schema:
-    """What every version of a card says."""
+    """The field that cards of every version have."""
 
     schema: int
 
 
 def card_path(model: Path) -> Path:
-    """Where the card of a model folder or of a single weight file lies."""
+    """Return the path of the card of a model folder or of a single weight file."""
     return model / JSON_NAME if model.is_dir() else model.with_name(f"{model.stem}.{JSON_NAME}")
 
 
 def to_json(card: Card) -> bytes:
-    """The card as JSON, indented."""
+    """Encode the card as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(card), indent=2) + b"\n"
 
 
 def read_card(path: Path) -> Card | None:
-    """The card at a path, or None if there is none.
+    """Read the card at a path; None if there is none.
 
     Raises:
-        CheckpointError: what is there is no card, or one of a later version.
+        CheckpointError: the file is not a card, or of a later version.
     """
     try:
         content = path.read_bytes()
@@ -302,7 +298,7 @@ def read_card(path: Path) -> Card | None:
 
 
 def weights_fingerprint(path: Path) -> str:
-    """Of a model's weight files: their names, sizes, beginnings and ends."""
+    """Hash the names, sizes, first and last bytes of a model's weight files."""
     digest = hashlib.blake2b(digest_size=8)
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     for file in files:
@@ -316,10 +312,10 @@ def weights_fingerprint(path: Path) -> str:
 
 
 def card_of(model: Path) -> Card | None:
-    """The card of a model folder or weight file, or None if it has none.
+    """Read the card of a model folder or weight file; None if it has none.
 
     Raises:
-        CheckpointError: the card is damaged, or was made of other weights.
+        CheckpointError: the card is damaged, or describes other weights.
     """
     card = read_card(card_path(model))
     if card is not None and card.model.fingerprint != weights_fingerprint(model):

@@ -1,4 +1,4 @@
-"""A quality card as Markdown, to lie beside the weights and on a model page."""
+"""Renders a quality card as Markdown, for a file beside the weights and for a model page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def to_markdown(card: Card) -> str:
-    """The whole card."""
+    """Render the whole card."""
     sections = [f"# Quality of {card.model.name}", f"{card.line()}."]
     against = "" if card.base is None else f", beside {card.base.name}"
     sections.append(

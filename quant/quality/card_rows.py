@@ -1,4 +1,4 @@
-"""The tables of a quality card as words, for Markdown, HTML and the terminal alike."""
+"""Builds the tables of a quality card as text, for Markdown, HTML and the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALTERNATIVES_HEADER = ("stored as", "bits per weight", "mean KLD", "same top", "
 
 
 def measures(card: Card) -> list[Row]:
-    """Name and value of every measure."""
+    """List the name and value of every measure."""
     rows: list[Row] = [("perplexity", figure(card.perplexity, 3))]
     found = card.comparison
     if found is None:
@@ -40,7 +40,7 @@ def measures(card: Card) -> list[Row]:
 
 
 def facts(card: Card) -> list[Row]:
-    """What the checkpoint is and how it came to be."""
+    """List what the checkpoint is and how it was made."""
     model, run, text = card.model, card.quantize, card.text
     rows: list[Row] = [
         ("architecture", model.architecture),
@@ -90,7 +90,7 @@ def facts(card: Card) -> list[Row]:
 
 
 def kv_row(row: KVRow) -> Row:
-    """In the order of `KV_HEADER`."""
+    """Format a row in the order of `KV_HEADER`."""
     found = row.comparison
     return (
         row.format + (" (its own)" if row.declared else ""),
@@ -103,7 +103,7 @@ def kv_row(row: KVRow) -> Row:
 
 
 def alternatives(card: Card) -> list[Row]:
-    """This one, its alternatives and its base, in the order of `ALTERNATIVES_HEADER`."""
+    """Format this checkpoint, its alternatives and its base; see `ALTERNATIVES_HEADER`."""
     found, base = card.comparison, card.base
     if found is None or base is None:
         return []
@@ -125,34 +125,34 @@ def alternatives(card: Card) -> list[Row]:
 
 
 def task_row(score: TaskScore) -> Row:
-    """In the order of `TASKS_HEADER`."""
+    """Format a row in the order of `TASKS_HEADER`."""
     error = "" if score.error is None else f" \u00b1 {score.error:.4f}"
     return score.task, score.metric, f"{score.value:.4f}{error}", f"{score.questions:,}"
 
 
 def ours_in_words(card: Card) -> str:
-    """What this checkpoint is called among its alternatives."""
+    """Name this checkpoint among its alternatives."""
     return "this" if card.quantize is None else f"this, {card.quantize.method}"
 
 
 def kv_in_words(card: Card) -> str:
-    """What caches were measured on."""
+    """Say what the caches were measured on."""
     places = card.kv[0].comparison.places
     return f"This checkpoint with each cache beside itself with one of float32, {places:,} tokens."
 
 
 def notes(card: Card) -> list[str]:
-    """Of the run and of the measurement."""
+    """List the notes of the run and of the measurement."""
     return [*(card.quantize.notes if card.quantize is not None else ()), *card.notes]
 
 
 def figure(value: Figure, digits: int) -> str:
-    """A value and its standard error."""
+    """Format a value with its standard error."""
     return f"{value.value:,.{digits}f} \u00b1 {value.error:,.{digits}f}"
 
 
 def megabytes(size: int) -> str:
-    """Bytes for a person."""
+    """Format bytes in MiB."""
     return f"{size / 2**20:,.1f} MiB"
 
 

@@ -1,7 +1,7 @@
-"""Measures what a checkpoint is worth beside its base, on text, with one layer in memory.
+"""Measures a checkpoint against its base on text, with one layer in memory.
 
-What is measured is the checkpoint: its weights dequantized, in float32 arithmetic. KV caches are
-measured with the checkpoint's own weights, beside the same with a cache of float32.
+The weights are dequantized and the arithmetic is float32, so the checkpoint is measured and no
+kernel. KV caches are measured with the checkpoint's own weights, against a float32 cache.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ if TYPE_CHECKING:
 
 BASE, CANDIDATE, ROUNDED = "base", "candidate", "rounded"
 PLACES_AT_ONCE = 512
-TOKENS_AT_ONCE = 4096  # of the vocabulary
+TOKENS_AT_ONCE = 4096  # entries of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class What:
-    """What to measure.
+    """Selects the measurements of an evaluation.
 
     Attributes:
-        base: what the candidate came from; None measures perplexity and KV caches only.
-        rounded: also the base rounded to nearest in the candidate's scheme, as a yardstick.
-        kv: caches by name, each a precision of every layer; see `kv_caches.caches_of`.
-        kv_windows: how many of the windows caches are measured on; None is all.
+        base: the model the candidate was made from; None measures perplexity and KV caches only.
+        rounded: also measure the base rounded to nearest in the candidate's scheme, as a yardstick.
+        kv: caches by name, each a precision per layer; see `kv_caches.caches_of`.
+        kv_windows: number of windows that caches are measured on; None is all.
         folder: for files of some bytes per token and hidden element; None is the system's.
-        device: where it is computed.
     """
 
     base: ModelSource | None = None
@@ -63,14 +62,14 @@ class What:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was found.
+    """Results of an evaluation.
 
     Attributes:
         candidate: losses of the checkpoint.
-        against: beside its base.
-        rounded: the base rounded to nearest beside the base.
-        layers: errors of the candidate's layers beside the base's.
-        kv: by name of the cache.
+        against: its divergence from the base.
+        rounded: divergence of the rounded base from the base.
+        layers: errors of the candidate's layers against the base's.
+        kv: divergence by name of the cache.
     """
 
     candidate: Losses
@@ -91,9 +90,9 @@ def evaluate(
 
     Args:
         candidate: an opened model.
-        windows: cut by its tokenizer.
-        what: to measure.
-        on_progress: called with a stage, layers or places done, and how many there are.
+        windows: cut with its tokenizer.
+        what: what to measure.
+        on_progress: called with a stage, the number of layers or windows done, and their total.
 
     Raises:
         QuantizeError: base and candidate are not the same model.
@@ -129,7 +128,7 @@ def evaluate(
 
 
 def check_same_model(base: ModelSource, candidate: ModelSource) -> None:
-    """Whether two checkpoints can be compared token by token.
+    """Check that two checkpoints can be compared token by token.
 
     Raises:
         QuantizeError: they differ in vocabulary, width or number of layers.
@@ -147,7 +146,7 @@ def check_same_model(base: ModelSource, candidate: ModelSource) -> None:
 
 
 def _variants(candidate: ModelSource, what: What) -> list[Variant]:
-    """The base first; KV caches last."""
+    """List the variants to run: the base first, KV caches last."""
     stored = StoredWeights(candidate, what.device)
     variants: list[Variant] = []
     if what.base is not None:
@@ -163,12 +162,12 @@ def _variants(candidate: ModelSource, what: What) -> list[Variant]:
 
 
 class _Found:
-    """Losses of the candidate, and what lies between each variant and the one it is held to."""
+    """The candidate's losses, and the divergence of each variant from its reference."""
 
     def __init__(self, variants: Sequence[Variant]) -> None:
         names = [variant.name for variant in variants]
         self.losses = Losses()
-        self.pairs: dict[str, str] = {}  # variant -> what it is compared with
+        self.pairs: dict[str, str] = {}  # variant -> its reference
         for name in names:
             if name in (CANDIDATE, ROUNDED) and BASE in names:
                 self.pairs[name] = BASE
@@ -178,7 +177,7 @@ class _Found:
 
 
 class _Heads:
-    """The end of the way: streams become predictions, a piece of the vocabulary at a time."""
+    """Turns streams into predictions, a piece of the vocabulary at a time."""
 
     def __init__(
         self, streams: Streams, variants: list[Variant], windows: Windows, device: torch.device
@@ -193,7 +192,7 @@ class _Heads:
             self._heads[id(weights)] = weights, self._shared(weights.head()), norm
 
     def run(self, report: OnProgress) -> _Found:
-        """Compare at all places."""
+        """Compare predictions in all windows."""
         found = _Found(self._variants)
         count = len(self._windows.tokens)
         for chosen in self._chunks():
@@ -203,14 +202,14 @@ class _Heads:
         return found
 
     def _shared(self, head: Weight) -> Weight:
-        """A head that is there already, if it is the same: heads are as large as layers."""
+        """Return an equal head already in memory, if any: heads are as large as layers."""
         for _, other, _ in self._heads.values():
             if _equal(head, other):
                 return other
         return head
 
     def _chunks(self) -> Iterator[range]:
-        """Windows to look at together: in each, a variant has all of them or none."""
+        """Split windows into chunks in which each variant has all windows or none."""
         count = len(self._windows.tokens)
         at_once = max(1, PLACES_AT_ONCE // self._windows.length)
         ends = sorted({count, *(v.num_windows or count for v in self._variants)})

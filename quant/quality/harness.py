@@ -1,6 +1,6 @@
-"""Tasks of lm-evaluation-harness (`lm_eval`) through a running endpoint.
+"""Runs tasks of lm-evaluation-harness (`lm_eval`) against a running endpoint.
 
-The harness is a program of its own, called if it is installed; nothing of it is imported.
+The harness is a separate program, started if it is installed; nothing of it is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from appliance.runtime import child_environment
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-CONCURRENT = 8  # requests under way
+CONCURRENT = 8  # requests in flight
 _INSTALL = "pip install 'appliance[lm-eval]', or put lm_eval on the PATH"
 
 
@@ -38,16 +38,16 @@ def run_tasks(
     limit: int | None = None,
     command: Sequence[str] | None = None,
 ) -> tuple[TaskScore, ...]:
-    """Run tasks against a server of ours, or any that scores prompts as ours does.
+    """Run tasks against our server, or any that scores prompts as ours does.
 
     Args:
-        url: of the server, such as http://127.0.0.1:8080.
-        tasks: names, with commas between.
+        url: the server's, such as http://127.0.0.1:8080.
+        tasks: names, separated by commas.
         tokenizer: the model's folder or GGUF file; prompts are sent as its tokens.
         api_key: for the server.
-        include: folder with tasks of one's own.
-        limit: questions of each task, at most.
-        command: starts the harness; found if it is None.
+        include: folder with your own tasks.
+        limit: most questions per task.
+        command: starts the harness; None finds it.
 
     Raises:
         ConfigError: the harness is not installed.
@@ -86,7 +86,7 @@ def run_tasks(
 
 
 def scores_of(results: dict[str, Any]) -> tuple[TaskScore, ...]:
-    """Every score in a results file of the harness."""
+    """Collect every score from a results file of the harness."""
     scores = []
     for task, values in results["results"].items():
         for key, value in values.items():

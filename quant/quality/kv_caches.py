@@ -1,4 +1,4 @@
-"""The KV caches that a checkpoint is measured with: what can be asked for, and what it declares."""
+"""Chooses the KV caches a checkpoint is measured with: requested formats, and the declared one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ KV_FORMATS = (
 )
 NAMES = {form: form.value for form in KV_FORMATS} | {KVFormat.INT4: "int4-rotated"}
 
-Caches = dict[str, tuple[LayerPrecision, ...]]  # name -> of each layer
+Caches = dict[str, tuple[LayerPrecision, ...]]  # name -> one precision per layer
 
 
 def parse_kv_formats(text: str) -> tuple[KVFormat, ...]:
-    """KV caches that a person named, with commas between: all, none, or their names.
+    """Parse a comma-separated list of KV caches: all, none, or their names.
 
     Raises:
-        ConfigError: there is no such cache.
+        ConfigError: a name is unknown.
     """
     if text in ("all", "none"):
         return KV_FORMATS if text == "all" else ()
@@ -48,21 +48,19 @@ def parse_kv_formats(text: str) -> tuple[KVFormat, ...]:
 
 
 def caches_of(source: ModelSource, formats: Iterable[KVFormat]) -> tuple[Caches, str | None]:
-    """The caches to measure a checkpoint with, stored as it would be served with each of them.
+    """Build the caches to measure a checkpoint with, each as it would be served.
 
-    Every format takes the scales and means that the checkpoint has for it; FP8 without scales has
-    the scale 1. What the checkpoint declares comes last, unless it is one of the formats.
+    Every format takes the checkpoint's scales and means for it; FP8 without scales has the scale 1.
+    The checkpoint's declared cache comes last, unless it is one of the formats.
 
-    Args:
-        source: an opened model.
-        formats: for all layers alike.
+    Each format is used for all layers.
 
     Returns:
-        By name; and the name of what is declared, if anything is.
+        The caches by name, and the name of the declared one, if any.
 
     Raises:
-        CheckpointError: what it declares is damaged.
-        UnsupportedModelError: it asks for a precision that there is not.
+        CheckpointError: the declaration is damaged.
+        UnsupportedModelError: it asks for an unknown precision.
     """
     plan = planned_kv(source)
     scales, _ = kv_scales(source)
@@ -85,7 +83,7 @@ def caches_of(source: ModelSource, formats: Iterable[KVFormat]) -> tuple[Caches,
 
 
 def bytes_per_token(source: ModelSource, cache: Sequence[LayerPrecision]) -> int:
-    """Bytes of one token in all layers, keys and values and scales; open pages not counted."""
+    """Return the bytes of one token in all layers: keys, values and scales, without open pages."""
     total = 0
     for layer, (num_kv_heads, head_dim) in zip(cache, heads_of(source.spec), strict=True):
         form = layer.format

@@ -60,15 +60,12 @@ KV_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class CardOptions:
-    """How a card is made.
+    """Settings of a card.
 
     Attributes:
-        text: what is read.
-        kv: caches to measure.
-        kv_tokens: tokens they are measured on, at most.
+        kv_tokens: most tokens to measure them on.
         rounding: measure rounding to nearest as a yardstick, where the weights are packed.
-        compare: folders with cards of alternatives, to be shown beside.
-        device: where it is computed.
+        compare: folders whose cards are shown as alternatives.
     """
 
     text: HeldOutText = field(default_factory=HeldOutText)
@@ -89,9 +86,9 @@ def make_card(
 
     Args:
         model: the checkpoint: a folder or a GGUF file.
-        base: what it was made from; without one there is no comparison.
-        options: how.
-        on_progress: called with a stage, what is done and what there is.
+        base: the model it was made from; None compares nothing.
+        options: settings of the card.
+        on_progress: called with a stage, the work done and its total.
 
     Raises:
         QuantizeError: base and checkpoint are not the same model, or the text is too short.
@@ -119,7 +116,7 @@ def make_card(
             "made for inputs of fewer bits too, where the hardware multiplies these; measured are"
             " its weights alone"
         )
-    # Without a wish for any cache there is none to be measured, a declared one neither.
+    # Without any requested cache, a declared one is not measured either.
     caches, declared = caches_of(candidate, options.kv) if options.kv else ({}, None)
     if any(
         layer.format is KVFormat.FP8 and layer.head_scales is None
@@ -168,12 +165,7 @@ def make_card(
 
 
 def write_card(card: Card, model: Path, out: Path | None = None) -> Path:
-    """Write JSON, Markdown and HTML, each whole or not at all; returns the path of the JSON.
-
-    Args:
-        card: of the model.
-        model: the folder or the file; the card goes beside its weights.
-        out: another folder for the card.
+    """Write JSON, Markdown and HTML atomically; return the path of the JSON.
 
     Raises:
         QuantizeError: they cannot be written.
@@ -199,7 +191,7 @@ def write_card(card: Card, model: Path, out: Path | None = None) -> Path:
 
 
 def facts_of(source: ModelSource) -> ModelFacts:
-    """What there is to say of an opened checkpoint without computing."""
+    """Collect an opened checkpoint's facts that need no computation."""
     size = stored_size(source)
     return ModelFacts(
         name=source.path.name,
@@ -215,10 +207,10 @@ def facts_of(source: ModelSource) -> ModelFacts:
 
 
 def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, our_path: Path, their_path: Path) -> None:
-    """Whether token ids mean the same to both.
+    """Check that token ids mean the same to both tokenizers.
 
     Raises:
-        QuantizeError: some id does not.
+        QuantizeError: one of them differs.
     """
     for token_id in range(max(ours.vocab_size, theirs.vocab_size)):
         if ours.token_bytes(token_id) != theirs.token_bytes(token_id):
@@ -230,7 +222,7 @@ def check_same_tokens(ours: Tokenizer, theirs: Tokenizer, our_path: Path, their_
 
 
 def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:
-    """Whether rounding is another thing than what was done, and can be done in the same form."""
+    """Return True if rounding differs from the run's method and fits the same form."""
     if run is not None and run.method == "rtn":
         return False
     reader = ModelReader(candidate, torch.device("cpu"), torch.float32)
@@ -240,7 +232,7 @@ def _can_be_rounded(candidate: ModelSource, run: QuantizeFacts | None) -> bool:
 
 
 def _was_calibrated_with(run: QuantizeFacts, windows: Windows) -> bool:
-    """Whether calibration read these tokens, or a text of this name, cut in another way."""
+    """Return True if calibration read these tokens, or the same text cut differently."""
     same_name = run.calibration.split(" of ")[-1].split(", ")[0] == windows.source
     return same_name or run.calibration_fingerprint == windows.fingerprint
 

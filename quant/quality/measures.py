@@ -1,4 +1,4 @@
-"""How far one model's predictions are from another's, token by token, and what that sums up to.
+"""Compares two models' predictions token by token and summarizes the differences.
 
 The measures are those of llama.cpp's perplexity tool; KL divergences are in nats, base first.
 """
@@ -22,13 +22,13 @@ BINS_PER_DECADE = 4
 
 
 class Losses:
-    """The negative log likelihood of a text, place by place."""
+    """Collects the negative log likelihood of each token of a text."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
 
     def add(self, places: Places) -> None:
-        """Count some places in."""
+        """Add the losses of some tokens."""
         self._parts.append(-places.true_log_probs.cpu())
 
     @property
@@ -37,14 +37,14 @@ class Losses:
         return torch.cat(self._parts)
 
     def perplexity(self) -> Figure:
-        """The exponential of the mean loss; its error is that of the mean, carried through exp."""
+        """Return the exponential of the mean loss, and the mean's error carried through exp."""
         mean, error = _mean(self.values)
         value = math.exp(mean)
         return Figure(value, value * error)
 
 
 class Divergence:
-    """A candidate beside its base, over the places so far."""
+    """Collects the divergence of a candidate from its base."""
 
     def __init__(self) -> None:
         self._base = Losses()
@@ -53,7 +53,7 @@ class Divergence:
         self._same_top: list[Tensor] = []
 
     def add(self, base: Places, candidate: Places, klds: Tensor) -> None:
-        """Count some places in, with KL(base || candidate) of each in nats."""
+        """Add some tokens, with KL(base || candidate) of each in nats."""
         self._base.add(base)
         self._candidate.add(candidate)
         self._klds.append(klds.cpu())
@@ -65,7 +65,7 @@ class Divergence:
         return torch.cat(self._klds)
 
     def summary(self) -> Comparison:
-        """All measures over all places."""
+        """Compute all measures over all tokens."""
         base, candidate = self._base.values, self._candidate.values
         log_ratio, log_ratio_error = _mean(candidate - base)
         ratio = math.exp(log_ratio)
@@ -93,7 +93,7 @@ class Divergence:
         )
 
     def histogram(self) -> Histogram:
-        """Places by the power of ten of their divergence; what lies outside is in the end bins."""
+        """Count tokens by the power of ten of their divergence; the end bins take outliers."""
         count = (HISTOGRAM_HIGH - HISTOGRAM_LOW) * BINS_PER_DECADE
         floor = 10.0**HISTOGRAM_LOW
         logs = self.klds.clamp(min=floor).log10()
@@ -103,7 +103,7 @@ class Divergence:
 
 
 def _mean(values: Tensor) -> tuple[float, float]:
-    """The mean and its standard error, as of independent places."""
+    """Return the mean and its standard error, as if tokens were independent."""
     count = len(values)
     spread = float(values.std()) if count > 1 else 0.0
     return float(values.mean()), spread / math.sqrt(count)

@@ -1,4 +1,4 @@
-"""The least quality that a person wants served: conditions on a card's figures.
+"""Conditions on a card's figures that a model must meet to be served.
 
     0.1                           mean KLD at most 0.1, or refuse
     kld<=0.1, same-top>=90        both, or refuse
@@ -28,13 +28,13 @@ _CONDITION = re.compile(
 
 
 class Action(Enum):
-    """What becomes of a model that does not meet a condition."""
+    """The consequence of a failed condition."""
 
     WARN = "warn"
     REFUSE = "refuse"
 
 
-# Name, the side on which good values lie, and where the value stands.
+# Name, the sign of its condition, and where the value is found.
 _FIGURES: dict[str, tuple[str, Callable[[Comparison], float]]] = {
     "kld": ("<=", lambda found: found.kld_mean.value),
     "kld-p99": ("<=", lambda found: found.kld_p99),
@@ -53,7 +53,7 @@ class Condition:
     action: Action
 
     def is_met(self, comparison: Comparison) -> bool:
-        """Whether a card's figure is on the good side, or at the limit."""
+        """Return True if the card's figure meets the limit."""
         sign, value = _FIGURES[self.figure]
         return value(comparison) <= self.limit if sign == "<=" else value(comparison) >= self.limit
 
@@ -63,14 +63,14 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to do, and the reason in one line."""
+    """An action and its reason in one line."""
 
     action: Action
     reason: str
 
 
 def parse_min_quality(text: str) -> tuple[Condition, ...]:
-    """Conditions that a person typed, with commas between.
+    """Parse conditions separated by commas.
 
     Raises:
         ConfigError: they are not of the form at the top of this file.
@@ -81,13 +81,9 @@ def parse_min_quality(text: str) -> tuple[Condition, ...]:
 def judge(
     conditions: tuple[Condition, ...], card: Card | None, model: str, *, is_quantized: bool
 ) -> list[Verdict]:
-    """What the conditions say of a model; nothing if it meets them all.
+    """Return a verdict for each condition that a model fails.
 
-    Args:
-        conditions: to be met.
-        card: of the model, if it has one.
-        model: its name.
-        is_quantized: one that is not has lost nothing, and needs no card.
+    An unquantized model has lost nothing and needs no card.
     """
     if card is None or card.comparison is None:
         if card is None and not is_quantized:

@@ -1,4 +1,4 @@
-"""The most memory that a part of this process's life took."""
+"""Measures the peak memory of a part of this process's life."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Begins to watch when it is made.
+    """Measures from its construction on.
 
-    Linux can begin its high-water mark anew; where it cannot, the mark is of the whole process.
+    Linux can reset its high-water mark; where it cannot, the mark covers the whole process.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
 
     def peaks(self) -> tuple[int, int]:
-        """Bytes of memory and of the GPU's."""
+        """Return peak bytes of memory and of GPU memory."""
         vram = 0
         if self._device.type == "cuda":
             vram = torch.cuda.max_memory_allocated(self._device)

@@ -1,6 +1,6 @@
-"""Who can read a checkpoint, by the facts of its format.
+"""Lists the programs that can read a checkpoint, by the facts of its format.
 
-What is said of other engines was read in their sources or tried; see README's section on formats.
+Statements about other engines were read in their sources or tried.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OURS = "appliance"
 
 
 def readers_of(source: ModelSource) -> tuple[str, ...]:
-    """Who can read it, one line each."""
+    """List the programs that can read the model, one line each."""
     if source.path.is_file():
         return (OURS, "llama.cpp and what is built on it")
     config = source.config.get("quantization_config")

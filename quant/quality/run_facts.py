@@ -1,4 +1,4 @@
-"""What only a quantize run knows: kept beside its weights, for the card that is made of them."""
+"""Keeps the facts of a quantize run beside its weights, for the card that follows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Run:
 
     Attributes:
         weights: fingerprint of the weight files that the run made.
-        facts: of the run.
     """
 
     weights: str
@@ -54,7 +53,7 @@ def keep_facts(report: QuantizeReport) -> QuantizeFacts:
 
 
 def write_facts(facts: QuantizeFacts, folder: Path) -> None:
-    """Write facts beside the weights that they are of.
+    """Write a run's facts beside its weights.
 
     Raises:
         CheckpointError: they cannot be written.
@@ -63,7 +62,7 @@ def write_facts(facts: QuantizeFacts, folder: Path) -> None:
 
 
 def facts_of_run(model: Path) -> QuantizeFacts | None:
-    """Of the run that made a checkpoint, if it was one of ours and these are its weights."""
+    """Read the facts of the run that made these weights, if it was one of ours."""
     try:
         run = msgspec.json.decode((model / NAME).read_bytes(), type=Run)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
@@ -73,5 +72,5 @@ def facts_of_run(model: Path) -> QuantizeFacts | None:
     try:
         card = card_of(model)
     except CheckpointError:
-        return None  # a card of other weights, or damaged
+        return None  # the card is damaged or describes other weights
     return None if card is None else card.quantize

@@ -1,4 +1,4 @@
-"""What a checkpoint's weights take on the disk, scales and zero points included."""
+"""Measures the stored size of a checkpoint's weights, scales and zero points included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from appliance.gguf.header import read_header
 if TYPE_CHECKING:
     from appliance.model.source import ModelSource
 
-GGUF_LAYERS = "blk."  # how names of a layer's tensors begin
+GGUF_LAYERS = "blk."  # prefix of the names of a layer's tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class StoredSize:
         parameters: numbers in the whole model, each once.
         stored_bytes: of all its tensors.
         linear_parameters: numbers in the weights of the layers' linears.
-        linear_bytes: of these, with all that their codes need.
+        linear_bytes: of these, scales and zero points included.
     """
 
     parameters: int
@@ -51,7 +51,7 @@ def stored_size(source: ModelSource) -> StoredSize:
             for name in folder.tensor_names()
         }
         stored_bytes = sum(sizes.values())
-        # Whatever lies beside a weight under its module's name belongs to it, but for the bias.
+        # All tensors with a weight's module name belong to the weight, except the bias.
         modules = {slot.name.removesuffix(".weight") for slot in linears}
         linear_bytes = sum(
             size

@@ -1,6 +1,6 @@
-"""Residual streams of all variants of a model, side by side through its layers, one at a time.
+"""Runs the residual streams of all variants of a model through its layers, one layer at a time.
 
-A stream lies in a memory-mapped file; of the weights, one layer of one model is in memory.
+Streams are memory-mapped files; one layer of one model's weights is in memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from appliance.quant.quality.weight_sets import WeightSet
 
 FLOAT = torch.float32
-TOKENS_AT_ONCE = 2048  # through a layer
+TOKENS_AT_ONCE = 2048  # tokens that pass through a layer at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,9 @@ class Variant:
 
     Attributes:
         name: unique, for people and for the name of a file.
-        weights: whose.
-        kv: of each layer, how its keys and values are stored; None is float32.
-        num_windows: how many of the first windows it is run on; None is all.
-        is_traced: whether its layers are held beside those of the first variant.
+        kv: per layer, the storage of its keys and values; None is float32.
+        num_windows: number of first windows to run on; None is all.
+        is_traced: compare its layers with those of the first variant.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Variant:
 
 
 class TappedLinear:
-    """A linear whose last result can be looked at; a `kernels.backend.Linear`."""
+    """A `kernels.backend.Linear` that keeps its last result."""
 
     def __init__(self, linear: Linear) -> None:
         self._linear = linear
@@ -77,13 +76,12 @@ class TappedLinear:
 
 
 class Streams:
-    """All variants on their way.
+    """The residual streams of all variants.
 
     Args:
         variants: the first is the base of all layer errors.
         windows: (num_windows, window) int64.
-        folder: for files; 4 bytes for each token, hidden element and variant, and two more of that.
-        device: where layers compute.
+        folder: for files; 4 bytes per token and hidden element, for each variant and two more.
     """
 
     def __init__(
@@ -111,14 +109,14 @@ class Streams:
                     stream[index] = rows[tokens]
 
     def layer(self, index: int) -> dict[str, LayerError]:
-        """Put all variants through a layer; returns the errors of those that are traced."""
+        """Run all variants through a layer; return the errors of the traced ones."""
         errors: dict[str, LayerError] = {}
         for weights in self._weight_sets():
             spec = weights.source.spec
             ropes = distinct_ropes(spec)
             builder = LayerBuilder(_tapping(self._backend), FLOAT, ropes)
             loaded = weights.layer(index)
-            # The norm after a layer is applied when the next one begins.
+            # The norm after a layer is applied at the start of the next one.
             layer = builder.layer(loaded, spec.layers[index], loaded.attention_norm)
             del loaded
             norm = layer.next_norm
@@ -130,7 +128,7 @@ class Streams:
         return errors
 
     def hidden(self, variant: Variant, window: int, rows: slice, norm: Norm) -> Tensor:
-        """The stream of some places of a window after the last norm, (num_rows, hidden_size)."""
+        """Return the normed stream of some rows of a window, (num_rows, hidden_size)."""
         stream = self._streams[variant.name][window, rows].to(self._device)
         return self._backend.rms_norm(stream, norm.weight, norm.eps)
 
@@ -184,7 +182,6 @@ class Streams:
     def _step(
         self, variant: Variant, kv: LayerPrecision, layer: DecoderLayer, count: int
     ) -> tuple[Step, AnyLayerCache]:
-        """Some windows as one step of prompts, and an empty cache that holds them."""
         steps = self._steps[id(variant.weights)]
         num_blocks = count * steps.row_blocks
         spec = layer.attention.spec
@@ -202,25 +199,25 @@ class Streams:
 
 
 class _Relative:
-    """The norm of a difference by the norm of the base, over all that was added."""
+    """The norm of a difference over the norm of the base, over everything added."""
 
     def __init__(self) -> None:
         self._difference = 0.0
         self._base = 0.0
 
     def add(self, base: Tensor, other: Tensor) -> None:
-        """Tensors of one shape."""
+        """Add tensors of one shape."""
         self._difference += float(torch.linalg.vector_norm(other - base)) ** 2
         self._base += float(torch.linalg.vector_norm(base)) ** 2
 
     @property
     def value(self) -> float:
-        """0 where both are 0."""
+        """The ratio; 0 if both norms are 0."""
         return math.sqrt(self._difference / self._base) if self._base else 0.0
 
 
 def _reserve(path: Path, size: int) -> None:
-    """Make a file that has its blocks: a write to a map of one without kills the process.
+    """Create a file with allocated blocks: writing to a mapped file without them kills the process.
 
     Raises:
         QuantizeError: the disk is full.
@@ -236,7 +233,7 @@ def _reserve(path: Path, size: int) -> None:
 
 
 def _with_every_cache(device: torch.device) -> Backend:
-    """A device's operations, with caches of every format: a GPU's kernels do not know them all."""
+    """Return a device's operations with caches of every format, which GPU kernels lack."""
     backend = select_backend(device)
     if device.type == "cpu":
         return backend
@@ -254,7 +251,7 @@ def _with_every_cache(device: torch.device) -> Backend:
 
 
 def _tapping(backend: Backend) -> Backend:
-    """The same operations, with dense linears in float32 whose results can be looked at."""
+    """Return the backend with dense float32 linears that keep their last results."""
 
     def prepare(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> TappedLinear:
         return TappedLinear(dense_linear(weight, bias, dtype))

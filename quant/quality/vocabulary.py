@@ -1,8 +1,8 @@
-"""Softmax over a vocabulary that comes in pieces: no row of logits ever exists as a whole.
+"""Computes softmax over a vocabulary in pieces, so that no full row of logits exists.
 
 Sums are kept relative to the largest logit so far and rescaled when a larger one comes (online
-softmax, arXiv 1805.02867). A piece is summed in float32, the pieces in float64, which is good to
-about 1e-6 nats a place.
+softmax, arXiv 1805.02867). A piece is summed in float32, the pieces in float64, which is accurate
+to about 1e-6 nats per token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What a model predicts at some places of a text.
+    """A model's predictions after some tokens of a text.
 
     Attributes:
         true_log_probs: of the tokens that follow, (num_places,) float64.
@@ -30,7 +30,7 @@ class Places:
 
 
 class Prediction:
-    """One model's distributions at some places, from pieces of their logits.
+    """One model's next-token distributions, computed from pieces of their logits.
 
     Args:
         targets: (num_places,) int64, the tokens that follow.
@@ -42,12 +42,12 @@ class Prediction:
         self._top = torch.zeros_like(targets)
         self._true = torch.zeros_like(targets, dtype=torch.float32)
         self.total = torch.zeros_like(targets, dtype=torch.float64)  # of exp(logit - largest)
-        self.rescale = torch.zeros_like(self.total)  # of sums from before the last piece
+        self.rescale = torch.zeros_like(self.total)  # for sums from before the last piece
         self.logits = torch.empty(0)  # the last piece
         self.weights = torch.empty(0)  # exp of it, relative to the largest so far
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Take the logits (num_places, n) float32 of tokens `first` and the n - 1 after it."""
+        """Add the logits (num_places, n) float32 of the n tokens from `first` on."""
         values, tokens = logits.max(dim=-1)
         larger = values > self._largest
         largest = torch.where(larger, values, self._largest)
@@ -68,12 +68,12 @@ class Prediction:
         return self._largest.double() + self.total.log()
 
     def places(self) -> Places:
-        """Once all pieces are in."""
+        """Return the predictions, once all pieces are added."""
         return Places(self._true.double() - self.log_total, self._top)
 
 
 class Gap:
-    """KL(base || candidate) from pieces: each piece goes to both predictions, then here."""
+    """Computes KL(base || candidate) piece by piece; add each piece to both predictions first."""
 
     def __init__(self, base: Prediction, candidate: Prediction) -> None:
         self._base = base
@@ -81,13 +81,13 @@ class Gap:
         self._sum = torch.zeros_like(base.total)
 
     def add(self) -> None:
-        """Take the last piece of both."""
+        """Add the last piece of both."""
         base = self._base
         difference = (base.logits - self._candidate.logits).mul_(base.weights)
         self._sum = self._sum * base.rescale + difference.sum(dim=-1).double()
 
     def klds(self) -> Tensor:
-        """Nats, (num_places,) float64; 0 exactly where both are the same."""
+        """Return nats, (num_places,) float64; exactly 0 where both are equal."""
         base, candidate = self._base, self._candidate
         mean = self._sum / base.total
         return (mean - (base.log_total - candidate.log_total)).clamp(min=0)

@@ -1,4 +1,4 @@
-"""The weights of a model to evaluate, part by part in float32: as stored, or rounded on the way."""
+"""Supplies a model's weights for evaluation, part by part in float32: stored, or rounded."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 FLOAT = torch.float32
 ROWS_AT_ONCE = 1 << 20  # numbers of a weight that are rounded at once
-FEW_ROWS = 32  # tell how a weight is packed
+FEW_ROWS = 32  # enough to tell how a weight is packed
 
 
 class WeightSet(Protocol):
-    """What a walk through a model needs of its weights; nothing is kept once it is handed out."""
+    """Supplies the weights of a model and keeps none of them."""
 
     @property
     def source(self) -> ModelSource:
@@ -39,28 +39,28 @@ class WeightSet(Protocol):
         ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Rows of the embedding, (num_tokens, hidden_size) float32."""
+        """Look up rows of the embedding, (num_tokens, hidden_size) float32."""
         ...
 
     def layer(self, index: int) -> LayerWeights:
-        """A layer in float32."""
+        """Load a layer in float32."""
         ...
 
     def norm(self, index: int) -> Norm:
-        """The norm before a layer; past the last one, the decoder's own."""
+        """Load the norm before a layer; past the last one, the decoder's own."""
         ...
 
     def head(self) -> Weight:
-        """(vocab_size, hidden_size), as it is stored."""
+        """Load the head, (vocab_size, hidden_size), as stored."""
         ...
 
     def head_rows(self, head: Weight, rows: slice) -> Tensor:
-        """Some of its rows in float32."""
+        """Return some rows of the head in float32."""
         ...
 
 
 class StoredWeights:
-    """The weights of a checkpoint as they are."""
+    """Supplies the weights of a checkpoint as stored."""
 
     def __init__(self, source: ModelSource, device: torch.device) -> None:
         self.source = source
@@ -73,7 +73,7 @@ class StoredWeights:
         return self.lookup(matrix, token_ids)
 
     def lookup(self, matrix: Weight, token_ids: Tensor) -> Tensor:
-        """Rows of a matrix, scaled as the model wants it."""
+        """Look up rows of a matrix, scaled as the model wants it."""
         rows = some_rows(matrix, token_ids, FLOAT)
         every = torch.arange(len(token_ids), device=token_ids.device)
         return Embedding.of(rows, self.source.spec.embedding_scale, FLOAT)(every)
@@ -96,17 +96,17 @@ class StoredWeights:
         return some_rows(head, rows, FLOAT)
 
     def matrix(self, module: str) -> Weight:
-        """A matrix outside the layers."""
+        """Load a matrix outside the layers."""
         matrix = self.source.weights.load(f"{module}.weight")
         return matrix.to(self._device)
 
 
 class RoundedWeights:
-    """A base, its weights rounded to nearest where a candidate's are packed, by the same scheme.
+    """Supplies a base whose weights are rounded to nearest in the schemes of a candidate.
 
     Args:
-        base: what is rounded.
-        candidate: says what is packed, and how.
+        base: the weights to round.
+        candidate: tells which weights are packed, and how.
     """
 
     def __init__(self, base: StoredWeights, candidate: StoredWeights) -> None:
@@ -120,7 +120,7 @@ class RoundedWeights:
         self._head = head
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """See `WeightSet`; rows are rounded one by one, so those looked up are enough."""
+        """See `WeightSet`; rows round independently, so rounding those looked up is enough."""
         matrix = self._base.matrix(self.source.family.names.embedding)
         rows = some_rows(matrix, token_ids, FLOAT)
         every = torch.arange(len(token_ids), device=token_ids.device)
@@ -154,7 +154,6 @@ class RoundedWeights:
 
 
 def _dense_parts(weights: LayerWeights) -> LayerWeights:
-    """Those of one input as one weight."""
     return replace(
         weights,
         qkv=stack_neighbours(weights.qkv),
@@ -163,11 +162,11 @@ def _dense_parts(weights: LayerWeights) -> LayerWeights:
 
 
 def scheme_of(weight: Weight) -> WeightScheme | None:
-    """How a weight is packed, in the terms of a quantizer; None if it is not, or in no such way."""
+    """Return the scheme a weight is packed in; None if it is dense or no scheme describes it."""
     if not isinstance(weight, PackedWeight):
         return None
     few = weight.rows(slice(0, FEW_ROWS))
-    # Codes of 3 bits are held as if they had 4.
+    # Codes of 3 bits are held as 4 bits.
     bits = 3 if few.bits == 4 and int(few.unpack().max()) < 8 else few.bits
     zero = -(1 << (bits - 1)) * few.scale
     symmetric = few.offset_kind is OffsetKind.ADDITIVE and torch.equal(few.offset, zero)
@@ -186,7 +185,7 @@ def _rounded_parts(parts: list[LinearPart], packed: list[LinearPart]) -> list[Li
 
 
 def _rounded(weight: Weight, scheme: WeightScheme | None) -> Tensor:
-    """A weight after packing and unpacking, (out_features, in_features) float32."""
+    """Round a weight by packing and unpacking it: (out_features, in_features) float32."""
     if scheme is None:
         return dense(weight, FLOAT)
     device = (weight if isinstance(weight, Tensor) else weight.codes).device

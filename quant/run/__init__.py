@@ -1,1 +1,1 @@
-"""One run of the quantizer: plan, ceilings, resumable writing, report."""
+"""Runs the quantizer: plan, memory ceilings, resumable writing, report."""

@@ -1,4 +1,4 @@
-"""Tries the part of a run that takes most, before anything depends on its going well."""
+"""Tries the part of a run that needs most memory, before the run depends on it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from appliance.quant.run.plan import PlannedTensor, QuantizePlan
     from appliance.quant.text.calibration import Calibration
 
-ROOMY = 0.5  # of the memory there is: a run that takes less need not be tried
+ROOMY = 0.5  # of the free memory: a run that takes less is not tried
 
 
 def plan_run(
@@ -44,18 +44,18 @@ def plan_run(
     *,
     is_tried: bool | None = None,
 ) -> tuple[MemoryPlan, Plan]:
-    """Reckon what a run takes and, where it may be too much, try its largest part.
+    """Plan a run's memory and, where it may not fit, try its largest part.
 
     Args:
         source: an opened model.
-        plan: what becomes of its tensors.
-        options: what is asked for.
-        calibration: the rows, where there are any.
-        is_tried: whether to try; by default where there is a ceiling, or the run takes half of
-            the free memory.
+        plan: what each tensor becomes.
+        options: the run's.
+        calibration: the rows, if any.
+        is_tried: try the run; by default if there is a ceiling, or the run takes half of the free
+            memory.
 
     Raises:
-        MemoryPlanError: it takes more memory than it may.
+        MemoryPlanError: it takes more memory than allowed.
         QuantizeError: activations of the first layer are not finite.
     """
     device = torch.device(options.device)
@@ -98,10 +98,10 @@ def plan_run(
 
 @contextmanager
 def out_of_memory_is_one_line(what: str) -> Iterator[None]:
-    """Turn the ways in which memory runs out into an error that says so.
+    """Turn every out-of-memory error into one that says so in one line.
 
     Raises:
-        MemoryPlanError: there was not enough.
+        MemoryPlanError: memory ran out.
     """
     try:
         yield
@@ -129,7 +129,7 @@ def _round_largest(
     workers: int,
     device: torch.device,
 ) -> float:
-    """Round what is finished together with the largest weight, one after another as a run does.
+    """Round the tensors finished together with the largest weight, in sequence as a run does.
 
     Returns:
         Seconds that all weights would take.
@@ -155,7 +155,7 @@ def _calibrate_largest(
     calibration: Calibration,
     device: torch.device,
 ) -> float:
-    """Quantize the largest layer as rows reach it that go through together."""
+    """Quantize the largest layer with as many rows as pass through it at once."""
     sizes: Counter[int] = Counter()
     for unit in units_of(source, plan):
         if unit.layer is not None:
@@ -171,7 +171,7 @@ def _calibrate_largest(
         try:
             next(layers)
         except QuantizeError:
-            if largest == 0:  # any other sees here what it will not see in the run
+            if largest == 0:  # only layer 0 sees here the inputs that it will see in the run
                 raise
     seconds = time.perf_counter() - started
     gc.collect()
@@ -180,7 +180,6 @@ def _calibrate_largest(
 
 
 def _classes(source: ModelSource, plan: QuantizePlan) -> Iterator[TensorClass]:
-    """Tensors by what they are and what becomes of them."""
     words = {Role.EMBEDDING: "embedding", Role.HEAD: "head"}
     slots = {slot.name: slot for slot in source.slots()}
     counts: Counter[tuple[str, str]] = Counter()

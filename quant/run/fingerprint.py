@@ -1,4 +1,4 @@
-"""What a result depends on, as names and values: equal fingerprints give equal bytes."""
+"""Collects everything a result depends on: equal fingerprints give equal bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Fingerprint = dict[str, str]
 
 MODEL_FILES = (".safetensors", ".json", ".jinja", ".model", ".txt")
-SAMPLED_ABOVE = 64 << 20  # bytes; of larger files some bytes in every `SAMPLE_EVERY` are read
+SAMPLED_ABOVE = 64 << 20  # bytes; larger files are sampled every `SAMPLE_EVERY`
 SAMPLE_EVERY = 16 << 20
 SAMPLE_BYTES = 64 << 10
 
@@ -31,15 +31,15 @@ def fingerprint_of(
     calibration: Calibration | None,
     device: torch.device,
 ) -> Fingerprint:
-    """Everything that decides what the result is to the bit.
+    """Collect everything that decides the result, bit for bit.
 
-    Files above 64 MiB are known by their size and 64 KiB in every 16 MiB: another model differs
-    nearly everywhere, and reading all of a large one would take longer than rounding it.
+    Files above 64 MiB count by their size and 64 KiB in every 16 MiB: another model differs nearly
+    everywhere, and reading all of a large one would take longer than rounding it.
 
     Args:
         model_path: a .gguf file or a model folder.
-        options: what is asked for; where it may go and how much memory it may take is no part.
-        calibration: the rows, where there are any.
+        options: the run's; destination and memory limits do not count.
+        calibration: the rows, if any.
         device: where layers compute.
 
     Raises:
@@ -69,7 +69,7 @@ def fingerprint_of(
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """What changed, each in words; nothing if the two are equal."""
+    """Describe each difference in words; empty if the two are equal."""
     changed = []
     for name in sorted(before.keys() | now.keys()):
         was, is_now = before.get(name), now.get(name)
@@ -99,7 +99,7 @@ def _content_of(path: Path) -> str:
 
 
 def _flat(name: str, value: Any) -> dict[str, str]:
-    """A setting by its name, the parts of a compound one by theirs."""
+    """Flatten a setting to strings; a compound one gives one per part."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found: dict[str, str] = {}
         for field in dataclasses.fields(value):

@@ -1,7 +1,7 @@
-"""What a run has finished so far, kept so that a later one goes on from there.
+"""Records the finished parts of a run, so that a later run continues from there.
 
-A unit of work counts as done when its record is in the journal, and it is recorded only when all
-that it wrote is on the disk. The journal is replaced whole, never changed in place.
+A unit of work is recorded only once everything it wrote is on disk. The journal is replaced as a
+whole, never changed in place.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _FILE = "journal.json"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """One unit of work: a layer, or a tensor that is in none."""
+    """One unit of work: a layer, or a tensor outside the layers."""
 
     unit: str
     seconds: float
     losses: dict[str, float] = {}  # of each quantized linear, as a share of its outputs' energy
-    notes: tuple[str, ...] = ()  # what a person should know of it
-    facts: dict[str, Any] = {}  # what the end of the run needs to know of it; JSON
+    notes: tuple[str, ...] = ()  # what the user should know
+    facts: dict[str, Any] = {}  # what the end of the run needs, as JSON
 
 
 class _Contents(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class Journal:
     """The record of a run in a folder.
 
     Args:
-        folder: exists; holds the journal of an earlier run, or none.
+        folder: exists; may hold the journal of an earlier run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,34 +52,34 @@ class Journal:
         try:
             self._contents = msgspec.json.decode(self._path.read_bytes(), type=_Contents)
         except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
-            # Written whole or not at all, so what does not decode is another version's.
+            # It is written atomically, so one that does not decode is from another version.
             self._contents = _Contents(fingerprint={})
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """Of all units that are done, in the order in which they were."""
+        """Records of all finished units, in the order in which they finished."""
         return self._contents.records
 
     @property
     def is_complete(self) -> bool:
-        """Whether all is done but giving the result its name."""
+        """True once only renaming the result is left."""
         return self._contents.is_complete
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Of the run that was begun; empty if none was."""
+        """Fingerprint of the run that was started; empty if none was."""
         return self._contents.fingerprint
 
     @property
     def peaks(self) -> tuple[int, int]:
-        """Most bytes of memory and of GPU memory that any part of the run has used."""
+        """Peak bytes of memory and of GPU memory over the run."""
         return self._contents.peak_ram, self._contents.peak_vram
 
     def check(self, fingerprint: Fingerprint, staging: Path) -> None:
-        """Refuse to go on with what another run began.
+        """Refuse to continue what another run began.
 
         Raises:
-            ChangedRunError: it differs; the message says in what.
+            ChangedRunError: the fingerprints differ; the message says how.
         """
         changed = differences(self._contents.fingerprint, fingerprint)
         if changed:
@@ -89,11 +89,11 @@ class Journal:
             )
 
     def start(self, fingerprint: Fingerprint) -> None:
-        """Begin a run of which nothing is done."""
+        """Start a run with nothing done."""
         self._write(_Contents(fingerprint=fingerprint))
 
     def commit(self, record: Record, peak_ram: int = 0, peak_vram: int = 0) -> None:
-        """Count a unit as done; all that it wrote is on the disk."""
+        """Record a finished unit; everything it wrote must be on disk."""
         ram, vram = self.peaks
         self._write(
             msgspec.structs.replace(
@@ -105,7 +105,7 @@ class Journal:
         )
 
     def complete(self) -> None:
-        """Note that the result is whole."""
+        """Record that the result is complete."""
         self._write(msgspec.structs.replace(self._contents, is_complete=True))
 
     def _write(self, contents: _Contents) -> None:

@@ -1,4 +1,4 @@
-"""Memory of this process, as the system and torch account for it."""
+"""Reads this process's memory use from the system and torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LARGE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """In bytes.
+    """Memory in bytes.
 
     Attributes:
-        ram: resident now: heap, stacks, and the pages of libraries that were touched.
-        peak_ram: the most since the process began.
+        ram: resident now: heap, stacks, and touched pages of libraries.
+        peak_ram: highest since the process began.
         vram: allocated by torch on the GPU now.
-        peak_vram: the most since the process began.
+        peak_vram: highest since the process began.
     """
 
     ram: int
@@ -34,7 +34,7 @@ class MemoryUse:
 
     @classmethod
     def now(cls, device: torch.device) -> MemoryUse:
-        """Of this process and one device."""
+        """Measure this process and one device."""
         vram = peak_vram = 0
         if device.type == "cuda":
             vram = torch.cuda.memory_allocated(device)
@@ -43,13 +43,12 @@ class MemoryUse:
 
 
 def return_large_blocks() -> None:
-    """Let large blocks of memory go back to the system as soon as they are freed, from now on.
+    """Make glibc return large blocks to the system as soon as they are freed, from now on.
 
-    Left alone, glibc learns from the blocks it sees to keep ever larger ones, up to 32 MiB, and the
-    gaps between those in use grow from layer to layer, in no two runs alike: the peak of an AWQ run
-    was 2 to 10 % above that of its trial, now it is within 2 %. The page faults cost about a
-    fifth more CPU time on a small model, so this is for runs with a ceiling. Elsewhere than on
-    glibc nothing changes.
+    By default glibc learns to keep ever larger blocks, up to 32 MiB, and the gaps between used ones
+    grow from layer to layer, differently in each run: an AWQ run peaked 2 to 10 % above its trial;
+    with this it stays within 2 %. The page faults cost about a fifth more CPU time on a small
+    model, so this is for runs with a ceiling. Without glibc nothing changes.
     """
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     if change is not None:
@@ -57,9 +56,9 @@ def return_large_blocks() -> None:
 
 
 def peak_ram() -> int:
-    """The most bytes of memory that this process had, since it began or the mark was cleared.
+    """Return this process's peak bytes of memory, since its start or the last reset of the mark.
 
-    The one of getrusage begins with what the parent process had, so it is the second choice.
+    getrusage's mark starts at the parent process's, so it is the second choice.
     """
     try:
         found = re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())

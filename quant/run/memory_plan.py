@@ -1,7 +1,7 @@
-"""How much memory a run takes at most, reckoned from the shapes of the model before it begins.
+"""Computes a run's peak memory from the model's shapes before the run begins.
 
-The peak is that of one layer in float32, the rows of text that go through it at once, and what the
-method puts beside its largest linear; it does not depend on the number of layers. The factors are
+The peak is one layer in float32, the rows of text that pass through it at once, and the method's
+working memory for its largest linear; it does not depend on the number of layers. The factors are
 upper bounds of what `rtn`, `awq` and `gptq` hold at once; a test compares them with a real run.
 """
 
@@ -28,27 +28,26 @@ if TYPE_CHECKING:
 FLOAT_BYTES = 4
 MIB = 1 << 20
 
-# What a method holds at once: matrices of second moments, and copies of the weight in float32.
+# Held by a method at once: matrices of second moments, and copies of the weight in float32.
 GPTQ_MOMENTS, GPTQ_WEIGHTS = 6, 7
 AWQ_WEIGHTS = 8
 ROUND_PIECES = 8  # copies of a piece in float32, for each worker
-ROUND_PACKED = 3  # of a tensor's result: as pieces, as one, and as it is stored
-LINEARS = 4  # of a layer, each with a variant of the model where sensitivity is measured
-END_BYTES = 12  # of a number of both ends: in the file's pages, as read, and one in float32
+ROUND_PACKED = 3  # of a tensor's result: as pieces, as one, and as stored
+LINEARS = 4  # per layer, each with a variant of the model where sensitivity is measured
+END_BYTES = 12  # per number of both ends: in the file's pages, as read, and in float32
 LOGITS = 4  # copies of a few tokens' logits
-HEAP = 32 * MIB  # what the allocators keep, and small things
+HEAP = 32 * MIB  # the allocators' reserve, and small objects
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The most that a run takes, in bytes.
+    """A run's peak memory in bytes.
 
     Attributes:
-        program: libraries, tokenizer and rows, which are there already.
-        parts: the rest by what it is for.
-        vram: on the GPU.
-        free: what other programs leave.
-        workers: that round pieces of a weight side by side.
+        program: libraries, tokenizer and rows, in memory already.
+        parts: the rest by purpose.
+        free: left by other programs.
+        workers: number of threads that round pieces of a weight.
     """
 
     program: int
@@ -59,7 +58,7 @@ class MemoryPlan:
 
     @property
     def ram(self) -> int:
-        """Of the whole process."""
+        """Bytes of the whole process."""
         return self.program + sum(self.parts.values())
 
     def __str__(self) -> str:
@@ -76,19 +75,19 @@ def plan_memory(
     workers: int,
     piece_elements: int,
 ) -> MemoryPlan:
-    """Reckon the peak, with as many workers as fit.
+    """Compute the peak, with as many workers as fit.
 
     Args:
         source: an opened model.
-        plan: what becomes of its tensors.
+        plan: what each tensor becomes.
         options: the method, the device and the ceilings.
-        row_tokens: in a row of calibration text; 0 without.
-        use: of memory now, with all libraries loaded.
+        row_tokens: tokens in a row of calibration text; 0 without one.
+        use: present memory use, with all libraries loaded.
         workers: at most.
-        piece_elements: numbers that one rounds at once.
+        piece_elements: numbers that one worker rounds at once.
 
     Raises:
-        MemoryPlanError: it is more than may be used.
+        MemoryPlanError: the peak exceeds what may be used.
     """
     on_gpu = options.device.startswith("cuda")
     packed = max(tensor.nbytes for tensor in plan.tensors if tensor.scheme is not None)
@@ -122,18 +121,12 @@ def plan_memory(
 
 
 def check_mixed(source: ModelSource, options: QuantizeOptions, tokens: int, use: MemoryUse) -> None:
-    """Refuse `--mixed` where measuring what matters takes more than `--max-ram`.
+    """Refuse `--mixed` where measuring sensitivity takes more than `--max-ram`.
 
-    A residual stream for each linear of the model goes beside one layer, then beside the head.
-
-    Args:
-        source: an opened model.
-        options: what is asked for.
-        tokens: that it is measured on.
-        use: of memory now.
+    One residual stream per linear of the model is in memory beside one layer, then beside the head.
 
     Raises:
-        MemoryPlanError: it does.
+        MemoryPlanError: it takes more.
     """
     spec = source.spec
     streams = (1 + LINEARS * len(spec.layers)) * tokens * spec.hidden_size
@@ -159,7 +152,6 @@ def _advice(flag: str, least: int, options: QuantizeOptions) -> str:
 def _layer_parts(
     source: ModelSource, options: QuantizeOptions, row_tokens: int, tokens: int
 ) -> dict[str, int]:
-    """Of the layer that takes most, with so many tokens in rows, in bytes."""
     found = [
         _parts_of(layer, source.spec.hidden_size, options, row_tokens, tokens)
         for layer in set(source.spec.layers)
@@ -182,7 +174,7 @@ def _parts_of(
     widths = 4 * hidden + 3 * (queries + 2 * keys) + 2 * queries + 2 * keys + 3 * middle
     scores = 0
     if attention.softcap is not None or options.device.startswith("cuda"):
-        scores = 3 * attention.num_heads * row_tokens  # no flash kernel: all of them at once
+        scores = 3 * attention.num_heads * row_tokens  # no flash kernel: all scores at once
     moments = [columns * columns for _, columns in linears]
     method = 0
     for (rows, columns), square in zip(linears, moments, strict=True):

@@ -1,4 +1,4 @@
-"""What a person asks of `appliance quantize`. Imports nothing heavy."""
+"""The options of `appliance quantize`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_SHARD_BYTES = 4 << 30
 BLOCK = "block"  # a group size of FP8
-# Options that decide how a run goes, and nothing of what comes out.
+# Options that change how a run goes but not its result.
 RUN_ONLY = frozenset({"overwrite", "restart", "device", "max_ram", "max_vram"})
 
 
@@ -31,7 +31,7 @@ def _named(choices: type[AnyChoice], what: str, name: str) -> AnyChoice:
 
 
 class Method(Enum):
-    """How the codes of a weight are chosen."""
+    """Method that chooses the codes of a weight."""
 
     RTN = "rtn"
     AWQ = "awq"
@@ -43,7 +43,7 @@ class Method(Enum):
 
     @classmethod
     def parse(cls, name: str) -> Method:
-        """The method of that name.
+        """Return the method of that name.
 
         Raises:
             ConfigError: there is none.
@@ -52,33 +52,33 @@ class Method(Enum):
 
     @property
     def needs_text(self) -> bool:
-        """Whether calibration rows are shown to the model."""
+        """True if the method needs calibration rows."""
         return self.scales_inputs or self.makes_up
 
     @property
     def scales_inputs(self) -> bool:
-        """Whether inputs are scaled first."""
+        """True if inputs are scaled first (AWQ)."""
         return self in (Method.AWQ, Method.AWQ_GPTQ)
 
     @property
     def makes_up(self) -> bool:
-        """Whether later columns make up for the rounding of earlier ones."""
+        """True if later columns correct for the rounding of earlier ones (GPTQ)."""
         return self in (Method.GPTQ, Method.AWQ_GPTQ)
 
 
 def choose_scheme(
     method: Method, bits: int | None, group_size: str | None, *, symmetric: bool
 ) -> LinearScheme:
-    """What a person asked the weights to be; None is what suits the method.
+    """Choose a scheme; None takes what suits the method.
 
     Args:
-        method: FP8 and INT8 have 8 bits, and a scale for each output unless groups are asked for.
+        method: FP8 and INT8 have 8 bits, and one scale per output unless groups are asked for.
         bits: 3, 4 or 8; 4 by default.
-        group_size: 32, 64, 128 or channel, of FP8 channel or block; 64 by default.
+        group_size: 32, 64, 128 or channel; for FP8, channel or block; 64 by default.
         symmetric: no zero points.
 
     Raises:
-        ConfigError: these do not go together.
+        ConfigError: the options contradict each other.
     """
     if method in (Method.FP8, Method.INT8) and bits not in (None, 8):
         raise ConfigError(f"--method {method.value} has 8 bits; leave --bits {bits} out")
@@ -104,7 +104,7 @@ def choose_scheme(
 
 
 def end_scheme(bits: int, layers: LinearScheme) -> WeightScheme | None:
-    """The scheme of an embedding or head of 4 or 8 bits; of 16, None.
+    """Return the scheme of an embedding or head of 4 or 8 bits; None for 16.
 
     Groups and zero points are those of the layers, where these have any.
 
@@ -121,7 +121,7 @@ def end_scheme(bits: int, layers: LinearScheme) -> WeightScheme | None:
 
 
 class WeightFormat(Enum):
-    """How quantized weights are stored."""
+    """Storage format of quantized weights."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
     AWQ = "awq"
@@ -129,7 +129,7 @@ class WeightFormat(Enum):
 
     @classmethod
     def parse(cls, name: str) -> WeightFormat:
-        """The format of that name.
+        """Return the format of that name.
 
         Raises:
             ConfigError: there is none.
@@ -138,7 +138,7 @@ class WeightFormat(Enum):
 
 
 class Engine(Enum):
-    """Whose code quantizes."""
+    """The library that quantizes."""
 
     APPLIANCE = "appliance"
     AUTOAWQ = "autoawq"
@@ -146,7 +146,7 @@ class Engine(Enum):
 
     @classmethod
     def parse(cls, name: str) -> Engine:
-        """The engine of that name.
+        """Return the engine of that name.
 
         Raises:
             ConfigError: there is none.
@@ -156,29 +156,29 @@ class Engine(Enum):
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """Everything that decides what a quantized model is like, and where it may go.
+    """Everything that decides the quantized model, its destination and the resources to use.
 
     Attributes:
-        scheme: of the layers' linear weights. One whose width it does not divide gets a smaller
-            group, which is noted.
-        method: how codes are chosen.
-        text: what to calibrate with, for methods that do; by default what `CalibrationText` says.
-        head: bits of the head, 4, 8 or 16. Where the model uses one matrix for both ends, of that.
+        scheme: of the layers' linear weights. A weight whose width it does not divide gets smaller
+            groups, with a note.
+        method: the method that chooses codes.
+        text: calibration text for methods that need it; by default that of `CalibrationText`.
+        head: bits of the head, 4, 8 or 16; of the shared matrix if the model ties head and
+            embedding.
         embedding: bits of the embedding of a model with a head of its own, likewise.
-        mixed: bits for each of the layers' weights, scales included, to spend where it matters
-            most: each linear gets 3, 4, 8 or 16 bits in groups of `scheme`. None: all alike.
-        format: of the folder that is written; AWQ and GPTQ hold less than compressed-tensors, and
-            what they do not is refused before any work is done.
+        mixed: mean bits per weight of the layers, scales included, spent where they matter most:
+            each linear gets 3, 4, 8 or 16 bits in groups of `scheme`. None: all alike.
+        format: of the written folder; AWQ and GPTQ hold less than compressed-tensors, and what they
+            cannot hold is refused before any work is done.
         engine: another library may do the work, if it is installed.
         overwrite: replace an older model folder at the destination.
-        restart: discard what an unfinished run for this destination left.
-        device: where layers compute.
-        max_ram: bytes of memory that the process may use at most, all libraries included; None
-            takes what is free.
-        max_vram: bytes that torch may allocate on the GPU at most; None takes what is free.
-        max_shard_bytes: where a new safetensors file begins.
-        kv_bits: of an element of the KV cache on average, scales included, for which each layer's
-            precision is chosen with the calibration text; None leaves the KV cache alone.
+        restart: discard what an unfinished run left for this destination.
+        max_ram: most bytes of memory the process may use, libraries included; None takes what is
+            free.
+        max_vram: most bytes torch may allocate on the GPU; None takes what is free.
+        max_shard_bytes: size at which a new safetensors file begins.
+        kv_bits: mean bits per KV cache element, scales included, for which each layer's precision
+            is chosen with the calibration text; None leaves the KV cache alone.
     """
 
     scheme: LinearScheme = field(default_factory=WeightScheme)
@@ -203,18 +203,18 @@ class QuantizeOptions:
 
     @property
     def form(self) -> str:
-        """What weights become, in words."""
+        """The weights' target form, in words."""
         mixed = "" if self.mixed is None else f", mixed to {self.mixed:g} bits on average"
         return f"{self.scheme}{mixed}"
 
     @property
     def needs_text(self) -> bool:
-        """Whether the model is shown calibration rows, to choose codes or precisions."""
+        """True if the model sees calibration rows, to choose codes or precisions."""
         return self.method.needs_text or self.mixed is not None or self.kv_bits is not None
 
 
 def choose_device(name: str) -> str:
-    """Cpu or cuda; "auto" is the GPU where there is one.
+    """Return "cpu" or "cuda"; "auto" takes the GPU if there is one.
 
     Raises:
         ConfigError: there is no such device.

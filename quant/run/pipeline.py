@@ -1,7 +1,7 @@
-"""Quantizes a model into a folder, one tensor or one layer in memory at a time.
+"""Quantizes a model into a folder, with one tensor or one layer in memory at a time.
 
-source -> plan -> for each unit: read, quantize, write, record -> rename. Nothing of the result
-exists under its own name before all of it does, and what is recorded is not done twice.
+source -> plan -> for each unit: read, quantize, write, record -> rename. The result gets its name
+only when it is complete, and recorded units are not done twice.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ def quantize_model(
     options: QuantizeOptions | None = None,
     on_event: OnEvent = ignore_event,
 ) -> QuantizeReport:
-    """Quantize the linear weights of a model's layers and write it as a model folder.
+    """Quantize the linear weights of a model's layers and write a model folder.
 
-    When it does not come to its end, `.OUT.partial` keeps the layers that are done, and the same
-    call goes on from there; the result is the same to the bit. Only a weight or an activation
-    that is not finite leaves nothing, as it will be there again.
+    An interrupted run leaves its finished layers in `.OUT.partial`, and the same call continues
+    from there, with the same bytes as result. Only a weight or an activation that is not finite
+    leaves nothing, since it would be there again.
 
     Args:
         model_path: a .gguf file, or a folder with config.json and safetensors.
         out: the folder to write; weights, config and tokenizer.
-        options: what is asked for; 4 bits by rounding by default.
-        on_event: is told how far the work is.
+        options: of the run; 4 bits by rounding by default.
+        on_event: called with the run's progress.
 
     Raises:
         CheckpointError: the model is damaged or incomplete.
         UnsupportedModelError: no code here reads this model.
-        MemoryPlanError: it takes more memory than there is, or than it may.
+        MemoryPlanError: it takes more memory than there is, or than allowed.
         ChangedRunError: an unfinished run for `out` differs from this one.
         QuantizeError: the destination is taken, the disk is full, a weight is not finite or the
             model is quantized already.
@@ -117,7 +117,7 @@ def quantize_model(
 
 
 def what_is_kept(out: Path) -> str:
-    """What an unfinished run for a destination left, in words."""
+    """Say what an unfinished run left for a destination."""
     staging = Staging(out.resolve())
     done = _units_done(staging)
     if not done:
@@ -136,7 +136,7 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
     """Refuse what `quantize_model` would refuse, try the largest layer, and write nothing.
 
     Returns:
-        What the run would take, and what would become of the tensors.
+        The resources the run would take, and what each tensor would become.
     """
     staging = Staging(out.resolve())
     run = _open(model_path, staging, options, time.monotonic())
@@ -148,10 +148,9 @@ def dry_run(model_path: Path, out: Path, options: QuantizeOptions) -> Plan:
 
 
 def _open(model_path: Path, staging: Staging, options: QuantizeOptions, started: float) -> Run:
-    """Check what can be checked, and plan."""
     if options.max_ram is not None:
         return_large_blocks()
-    # A run that was killed after it gave the result its name has only its own traces to remove.
+    # A run that was killed after renaming its result has only its own traces to remove.
     is_published = Journal(staging.state).is_complete and not staging.result.exists()
     if options.restart or not is_published:
         check_destination(staging.out, model_path.resolve(), overwrite=options.overwrite)
@@ -190,7 +189,6 @@ def _quantize(run: Run, staging: Staging, on_event: OnEvent) -> QuantizeReport:
 
 
 def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> QuantizeReport:
-    """Do what the journal does not have yet."""
     resumes = bool(journal.records)
     events = EventLog(staging.state, on_event)
     calibration = _calibration(run, staging.state, events, resumes=resumes)
@@ -210,9 +208,9 @@ def _go_on(run: Run, staging: Staging, journal: Journal, on_event: OnEvent) -> Q
         units = units_of(run.source, run.plan)
         events(_start(run, staging.out, units, journal))
         _check_space(run, staging, calibration)
-        if not resumes:  # first, so that what it takes is in the account, and a bad one is seen
+        if not resumes:  # first: the memory plan counts what it takes, and a bad text fails early
             write_tokenizer_files(run.model_path, staging.result)
-        # What the layers that are done took, the others will; only a first run tries one.
+        # Finished layers have shown what the others will take; only a first run tries one.
         tried = False if resumes else None
         memory, planned = plan_run(run.source, run.plan, run.options, calibration, is_tried=tried)
         events(planned)
@@ -252,7 +250,6 @@ def _fill(
     events: EventLog,
     workers: int,
 ) -> None:
-    """Write all tensors that are not written yet."""
     options, plan = run.options, run.plan
     finished = {record.unit for record in journal.records}
     done = [unit for unit in units if unit.name in finished]
@@ -277,7 +274,7 @@ def _fill(
             else:
                 writer.calibrate(left, options.method, calibration, staging.state / STREAM)
         except QuantizeError:
-            journal.start({})  # a number that is not finite would be met again
+            journal.start({})  # a number that is not finite would come up again
             raise
         write_kv_scales(run.source, run.kv, shards)
         shards.flush()
@@ -285,7 +282,6 @@ def _fill(
 
 
 def _finish(run: Run, result: Path) -> None:
-    """Write what is left, and see that all of it is on the disk."""
     model_config = with_kv_scheme(run.plan.model_config(run.source.config), run.kv)
     config = json.dumps(model_config, indent=2, ensure_ascii=False)
     if run.kv is not None:
@@ -297,7 +293,7 @@ def _finish(run: Run, result: Path) -> None:
 
 
 def _calibration(run: Run, state: Path, on_event: OnEvent, *, resumes: bool) -> Calibration | None:
-    """The rows of text, from the text if it is there, else as an earlier run kept them."""
+    """Return the calibration rows, from the text if it is available, else from an earlier run."""
     if not run.options.needs_text:
         return None
     text = run.options.text or CalibrationText()
@@ -305,7 +301,7 @@ def _calibration(run: Run, state: Path, on_event: OnEvent, *, resumes: bool) -> 
         return load_rows(state)
     if text.path is None and text.dataset is None:
         on_event(Step(what="letting the model write text to calibrate with"))
-    # What runs the model for its text takes all of a GPU, so not where that has a ceiling.
+    # Running the model for its text takes the whole GPU, so a ceiling there means the CPU.
     device = run.options.device if run.options.max_vram is None else "cpu"
     return text.rows_of(run.model_path, device=device, max_ram=run.options.max_ram)
 

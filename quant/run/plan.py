@@ -1,4 +1,4 @@
-"""Decides what becomes of every tensor of a model before any of them is read."""
+"""Decides the stored form of every tensor of a model before reading any of them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ class PlannedTensor:
     """One tensor of the model and how it will be stored.
 
     Attributes:
-        name: in the model.
-        role: what it is to the decoder.
         shape: (out_features, in_features) of a linear weight.
-        scheme: how it is quantized; None keeps it in 16 bits.
+        scheme: its quantization; None keeps it in 16 bits.
         stored: the tensors it becomes.
     """
 
@@ -49,7 +47,7 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all it becomes."""
+        """Bytes of all tensors it becomes."""
         return sum(layout.nbytes for layout in self.stored)
 
 
@@ -58,11 +56,10 @@ class QuantizePlan:
     """Every tensor in the order of the model.
 
     Attributes:
-        dtype: of scales and of what is not quantized.
+        dtype: of scales and unquantized tensors.
         tensors: in the order in which the model needs them.
         kept: modules of linear weights that no group divides.
-        notes: one line for each reason why weights do not get the scheme asked for.
-        store: turns quantized weights into tensors.
+        notes: one line for each reason why weights do not get the requested scheme.
     """
 
     dtype: torch.dtype
@@ -72,11 +69,11 @@ class QuantizePlan:
     store: WeightStore
 
     def layouts(self) -> list[TensorLayout]:
-        """Every tensor that will be stored."""
+        """List every tensor that will be stored."""
         return [layout for tensor in self.tensors for layout in tensor.stored]
 
     def model_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """config.json of the result, from that of the source."""
+        """Derive the result's config.json from the source's."""
         schemes = {
             tensor.name.removesuffix(_WEIGHT): tensor.scheme
             for tensor in self.tensors
@@ -98,17 +95,14 @@ def make_plan(
     dtype: torch.dtype,
     chosen: Mapping[str, LinearScheme | None] | None = None,
 ) -> QuantizePlan:
-    """Plan a model: linear weights of the layers are quantized, and the ends where asked.
+    """Plan a model: quantize the layers' linear weights, and embedding and head on request.
 
-    Args:
-        source: an opened model.
-        options: what is asked for.
-        dtype: of scales and of what is not quantized.
-        chosen: of linear weights that get another scheme than the rest, by name.
+    `chosen` has the linear weights whose scheme differs from the rest, by name.
 
     Raises:
-        ConfigError: the format cannot hold the weights, or bits of an end are not supported.
-        QuantizeError: there is not one weight that the scheme fits.
+        ConfigError: the format cannot hold the weights, or the bits of embedding or head are not
+            supported.
+        QuantizeError: the scheme fits no weight.
     """
     slots, ends = source.slots(), end_schemes(source, options)
     found: dict[str, LinearScheme | None] = {}
@@ -141,7 +135,7 @@ def make_plan(
 def choose_store(
     format: WeightFormat, slots: Sequence[TensorSlot], schemes: Mapping[str, LinearScheme | None]
 ) -> WeightStore:
-    """What stores weights of those schemes.
+    """Return the store of a format for weights of these schemes.
 
     Raises:
         ConfigError: the format cannot hold them.
@@ -163,12 +157,12 @@ def choose_store(
 
 
 def end_schemes(source: ModelSource, options: QuantizeOptions) -> dict[Role, WeightScheme]:
-    """What embedding and head become, where they do not stay in 16 bits.
+    """Return the schemes of embedding and head, where they do not stay in 16 bits.
 
     A matrix that serves as both is stored as the embedding.
 
     Raises:
-        ConfigError: bits that are not supported, or of an embedding that is the head.
+        ConfigError: unsupported bits, or `--embedding` for an embedding that is also the head.
     """
     tied = source.spec.tied_head
     if tied and options.embedding != 16:
@@ -192,7 +186,7 @@ def _planned(
 
 
 def growth_note(source: ModelSource, plan: QuantizePlan) -> str | None:
-    """A line for a person, where the result is larger than what it is made from."""
+    """Return a note if the result is larger than its source, else None."""
     path = source.path
     files = [path] if path.is_file() else list(path.glob("*.safetensors"))
     before = sum(file.stat().st_size for file in files)
@@ -207,6 +201,6 @@ def growth_note(source: ModelSource, plan: QuantizePlan) -> str | None:
 
 
 def stored_dtype(source: ModelSource) -> torch.dtype:
-    """float16 where the model is, else bfloat16, whose range holds any model's weights."""
+    """Return float16 if the model has it, else bfloat16, whose range holds any model's weights."""
     dtype = source.config.get("dtype", source.config.get("torch_dtype"))
     return torch.float16 if dtype == "float16" else torch.bfloat16

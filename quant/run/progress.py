@@ -1,4 +1,4 @@
-"""Keeps account of units that are done: in the journal for later, in events for who watches."""
+"""Records finished units in the journal and reports them as events."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from appliance.quantize_events import OnEvent
 
 EVENTS_NAME = "events.jsonl"
-LAYER = "layer "  # begins the names of units that are layers
+LAYER = "layer "  # prefix of the names of units that are layers
 
 
 class EventLog:
-    """Passes events on, and appends them to a file in the state folder.
+    """Passes events on and appends them to a file in the state folder.
 
     Args:
-        folder: exists; gets `events.jsonl`, unless that cannot be written.
-        on_event: is told of every event.
+        folder: exists; gets `events.jsonl`.
+        on_event: called with every event.
     """
 
     def __init__(self, folder: Path, on_event: OnEvent = ignore_event) -> None:
@@ -34,7 +34,7 @@ class EventLog:
         self._on_event = on_event
 
     def __call__(self, event: QuantizeEvent) -> None:
-        """Tell of one event."""
+        """Record one event and pass it on."""
         self.record(event)
         self._on_event(event)
 
@@ -48,13 +48,7 @@ class UnitLog:
     """Commits units.
 
     Args:
-        journal: of the run.
-        on_event: is told of every unit.
-        total_units: in the model.
-        total_layers: of these.
-        total_bytes: of the result.
-        bytes_done: in units that were done by an earlier run.
-        device: whose memory is told of.
+        bytes_done: bytes of units that an earlier run finished.
     """
 
     def __init__(
@@ -89,9 +83,9 @@ class UnitLog:
         notes: tuple[str, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> None:
-        """Count a unit as done; all that was written for it is on the disk."""
+        """Record a finished unit; everything it wrote must be on disk."""
         use = MemoryUse.now(self._device)
-        release_unused()  # or what is free lies between what is used, and memory grows
+        release_unused()  # otherwise freed blocks fragment the heap and memory grows
         record = Record(
             unit=name, seconds=seconds, losses=losses or {}, notes=notes, facts=facts or {}
         )
@@ -118,7 +112,7 @@ class UnitLog:
         )
 
     def _remaining_seconds(self) -> float:
-        """By the layers of this run, which are nearly all of the work; else by bytes."""
+        """Estimate from this run's layers, which are nearly all of the work; else from bytes."""
         if self._layer_seconds:
             done = sum(record.unit.startswith(LAYER) for record in self._journal.records)
             mean = sum(self._layer_seconds) / len(self._layer_seconds)

@@ -1,4 +1,4 @@
-"""What a finished quantization has to say. Imports nothing heavy."""
+"""The report of a finished quantization. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,24 +11,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """Sizes of the result, and whatever was not done as asked.
+    """Sizes of the result, and whatever differs from the request.
 
     Attributes:
-        out: the folder that was written.
-        architecture: family of the model.
-        method: how codes were chosen.
-        scheme: what was asked for, in words.
+        scheme: the requested scheme, in words.
         num_quantized: linear weights that were quantized.
         quantized_parameters: numbers in them.
         quantized_bytes: their codes, scales and zero points.
-        parameters: numbers in the whole model.
         weight_bytes: all tensors.
-        seconds: from opening the model to the finished folder, in all runs that it took.
-        notes: one line for each thing worth knowing.
+        seconds: from opening the model to the finished folder, over all runs.
         losses: of each quantized linear's outputs, as a share of their energy; none by rounding.
-        peak_ram: most bytes of memory the process had, in any run.
-        peak_vram: most bytes that torch had on the GPU.
-        calibration: the text that was shown to the model, in words; "" if none was.
+        peak_ram: peak bytes of memory over all runs.
+        peak_vram: peak bytes that torch had on the GPU.
+        calibration: the calibration text, in words; "" without one.
         calibration_fingerprint: changes with every token of it.
     """
 
@@ -51,16 +46,16 @@ class QuantizeReport:
 
     @property
     def quantized_bits_per_weight(self) -> float:
-        """Of the quantized weights, scales and zero points included."""
+        """Bits per quantized weight, scales and zero points included."""
         return self.quantized_bytes * 8 / self.quantized_parameters
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the whole model, embeddings and head included."""
+        """Bits per weight of the whole model, embeddings and head included."""
         return self.weight_bytes * 8 / self.parameters
 
     def summary(self) -> str:
-        """The report for a person."""
+        """Format the report for the terminal."""
         lines = [
             f"quantized {self.num_quantized} weights of a {self.architecture} model"
             f" ({self.method}, {self.scheme}) in {self.seconds:.1f} s,"

@@ -1,4 +1,4 @@
-"""One run of `appliance quantize`: what was asked for, opened and planned, and what came of it."""
+"""One run of `appliance quantize`: its opened and planned model, and its report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHOWN_NOTES = 3
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What was asked for, opened and planned."""
+    """An opened and planned run."""
 
     model_path: Path
     options: QuantizeOptions
@@ -39,13 +39,13 @@ class Run:
     plan: QuantizePlan
     device: torch.device
     started: float  # by time.monotonic
-    kv: KVPlan | None = None  # what becomes of the KV cache, once that is known
+    kv: KVPlan | None = None  # the KV cache's plan, once it is chosen
 
 
 def report_of(
     run: Run, out: Path, journal: Journal, calibration: Calibration | None
 ) -> QuantizeReport:
-    """What a finished run has to say."""
+    """Build the report of a finished run."""
     plan, options = run.plan, run.options
     quantized = [tensor for tensor in plan.tensors if tensor.scheme is not None]
     use = MemoryUse.now(run.device)
@@ -78,7 +78,7 @@ def report_of(
 
 
 def _first_of(notes: Iterable[str]) -> Iterator[str]:
-    """What layers had to say, as much of it as a person reads; events have all of it."""
+    """Yield the first notes of layers and the number of the others; events have all of them."""
     every = list(notes)
     yield from every[:SHOWN_NOTES]
     if len(every) > SHOWN_NOTES:

@@ -1,7 +1,7 @@
-"""Writes safetensors whose sizes are known before the first tensor is.
+"""Writes safetensors files whose tensor sizes are known in advance.
 
 Every tensor has its place in a file from the start, so tensors may come in any order, one at a
-time, and the disk space is taken before any work is done. Knows nothing of models.
+time, and the disk space is reserved before any work. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_HEADER_ALIGNMENT = 8  # of the safetensors format, so that no tensor is read unaligned
+_HEADER_ALIGNMENT = 8  # required by the safetensors format, so that every tensor is aligned
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -40,7 +40,7 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Name, type and shape of a tensor to come."""
+    """Name, type and shape of a tensor to be written."""
 
     name: str
     dtype: torch.dtype
@@ -48,21 +48,21 @@ class TensorLayout:
 
     @property
     def nbytes(self) -> int:
-        """Size of its data."""
+        """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class ShardWriter:
-    """Fills one or more safetensors files in a folder.
+    """Writes one or more safetensors files into a folder.
 
     Args:
         folder: exists; gets the files and, if there are several, their index.
         layouts: every tensor that will be written.
-        max_shard_bytes: where a new file begins; a larger tensor has a file to itself.
+        max_shard_bytes: size at which a new file begins; a larger tensor has a file of its own.
         done: names of tensors that an earlier writer with the same arguments wrote and flushed.
 
     Raises:
-        OSError: the space for all files is not there.
+        OSError: the disk has no space for all files.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class ShardWriter:
         return written
 
     def flush(self) -> None:
-        """Wait until all that was written is on the disk."""
+        """Wait until everything written is on disk."""
         for file in self._unflushed:
             os.fsync(file)
         self._unflushed.clear()
         flush(self.folder)
 
     def _start_file(self, path: Path, shard: Sequence[TensorLayout]) -> None:
-        # Widest types first, as the format has no gaps and every tensor must start aligned.
+        # Widest types first: the format has no gaps and every tensor must start aligned.
         ordered = sorted(shard, key=lambda layout: (-layout.dtype.itemsize, layout.name))
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -172,7 +172,7 @@ class ShardWriter:
 def split_into_shards(
     layouts: Sequence[TensorLayout], max_shard_bytes: int
 ) -> list[list[TensorLayout]]:
-    """Cut a list of tensors, in its order, into runs of at most `max_shard_bytes`."""
+    """Split tensors, in order, into runs of at most `max_shard_bytes`."""
     shards: list[list[TensorLayout]] = []
     room = 0
     for layout in layouts:

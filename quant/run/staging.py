@@ -1,7 +1,6 @@
-"""A folder that comes into being whole: built under another name beside it, then renamed.
+"""Builds a folder under another name beside it and renames it when it is complete.
 
-Beside what will be the result lies what a later run needs to go on from here, so that neither a
-kill nor a full disk costs more than the work of a moment.
+A later run finds there what it needs to continue, so a kill or a full disk costs little work.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Where a result is built.
+    """The folders in which a result is built.
 
     Attributes:
-        out: what it will be called; resolved.
+        out: the result's final path; resolved.
     """
 
     out: Path
 
     @property
     def folder(self) -> Path:
-        """Holds all there is until `publish`."""
+        """Holds everything until `publish`."""
         return self.out.with_name(f".{self.out.name}.partial")
 
     @property
     def result(self) -> Path:
-        """What becomes `out`; exists."""
+        """The folder that becomes `out`; exists."""
         return self.folder / "result"
 
     @property
     def state(self) -> Path:
-        """What a later run goes on from; exists."""
+        """State from which a later run continues; exists."""
         return self.folder / "state"
 
     def start_over(self) -> None:
-        """Forget all work that was done; both folders are empty."""
+        """Discard all finished work; both folders are empty afterwards."""
         for part in (self.state, self.result):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
@@ -55,9 +54,9 @@ class Staging:
         flush(self.out.parent)
 
     def publish(self) -> None:
-        """Give the result, which is on the disk, its name, in place of an older folder.
+        """Rename the result, which is on disk, to `out`, in place of an older folder.
 
-        When this is cut short at any point, calling it again completes it.
+        If it is interrupted at any point, calling it again completes it.
         """
         replaced = self.out.with_name(f".{self.out.name}.replaced")
         if self.result.exists():
@@ -70,15 +69,15 @@ class Staging:
         self.discard()
 
     def discard(self) -> None:
-        """Leave nothing but `out`, if there is one."""
+        """Remove everything except `out`."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def check_destination(out: Path, source: Path, *, overwrite: bool) -> None:
-    """Refuse a destination before any work is done for it.
+    """Refuse a bad destination before any work is done.
 
     Raises:
-        QuantizeError: it exists and may not be replaced, or is not for this to replace.
+        QuantizeError: it exists and must not be replaced, or it is not a model folder.
     """
     if out == source or out in source.parents:
         raise QuantizeError(f"{out} holds the model that is read; choose another folder")
@@ -96,10 +95,10 @@ def check_destination(out: Path, source: Path, *, overwrite: bool) -> None:
 
 @contextmanager
 def locked(staging: Staging) -> Iterator[None]:
-    """Keep all other processes from a staging folder, which is as an earlier run left it.
+    """Lock a staging folder, with what an earlier run left, against other processes.
 
     Raises:
-        QuantizeError: another process is at work on the same result.
+        QuantizeError: another process is writing the same result.
     """
     staging.out.parent.mkdir(parents=True, exist_ok=True)
     lock = _locked(staging.folder, staging.out)
@@ -111,12 +110,12 @@ def locked(staging: Staging) -> Iterator[None]:
 
 @contextmanager
 def staged_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes `out`, on the disk, when the block ends; for short work.
+    """Yield an empty folder and publish it as `out` when the block ends; for short work.
 
-    When the block raises, nothing of it stays and an older `out` is untouched.
+    If the block raises, nothing of it stays and an older `out` is untouched.
 
     Raises:
-        QuantizeError: another process is at work on the same `out`.
+        QuantizeError: another process is writing the same `out`.
     """
     staging = Staging(out)
     with locked(staging):
@@ -133,7 +132,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path, out: Path) -> int:
-    """A descriptor that holds the lock of a folder, which is made where it is not there."""
+    """Create the folder if needed, lock it and return the descriptor that holds the lock."""
     while True:
         folder.mkdir(exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY)
@@ -145,5 +144,5 @@ def _locked(folder: Path, out: Path) -> int:
             os.close(descriptor)
             raise QuantizeError(f"another process is writing {out}; wait for it to end") from error
         except FileNotFoundError:
-            pass  # whoever held the lock has just finished and removed the folder
+            pass  # the last holder has just finished and removed the folder
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Carries tokenizer, chat template and generation settings from a model to its quantized form."""
+"""Copies tokenizer, chat template and generation settings to the quantized model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from appliance.sampling_defaults import SamplingDefaults
     from appliance.tokenizer.source import TokenizerSource
 
-# What tokenizers and generation settings are made of in Hugging Face folders, and the licence.
+# Files of tokenizers, generation settings and licence in Hugging Face folders.
 _CARRIED = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,11 +35,7 @@ _CARRIED = (
 
 
 def write_tokenizer_files(model_path: Path, folder: Path) -> None:
-    """Copy what a folder has of them, or write what a GGUF file says in Hugging Face's form.
-
-    Args:
-        model_path: a .gguf file or a model folder.
-        folder: where to; exists.
+    """Copy a folder's tokenizer files, or write a GGUF file's in Hugging Face's form.
 
     Raises:
         ModelError: the GGUF file's tokenizer is damaged or of an unknown kind.
@@ -84,7 +80,7 @@ def _generation_config(source: TokenizerSource, sampling: SamplingDefaults) -> d
     if source.bos_token_id is not None:
         config["bos_token_id"] = source.bos_token_id
     if sampling:
-        config["do_sample"] = sampling.values.get("temperature") != 0  # else others ignore the rest
+        config["do_sample"] = sampling.values.get("temperature") != 0  # or others ignore the rest
         config |= sampling.values
     return config
 

@@ -1,7 +1,7 @@
-"""Fills a model folder's tensors unit by unit: layers, and the tensors that are in none.
+"""Writes a model folder's tensors unit by unit: layers, and tensors outside the layers.
 
-A unit is done when its tensors are on the disk and the journal says so. Units are rounded as they
-come, or calibrated layer by layer.
+A unit is done when its tensors are on disk and the journal says so. Units are rounded as they come,
+or calibrated layer by layer.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from appliance.quant.run.shard_writer import ShardWriter
     from appliance.quant.text.calibration import Calibration
 
-PIECE_ELEMENTS = 1 << 18  # numbers of a weight that are worked on at once: 1 MiB in float32
+PIECE_ELEMENTS = 1 << 18  # numbers of a weight processed at once: 1 MiB in float32
 GPU_PIECE_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is finished, and on resuming repeated, as a whole.
+    """The smallest work that is finished, or repeated on resuming, as a whole.
 
     Attributes:
         name: "layer 3", or that of the only tensor.
         tensors: in the order of the model.
-        layer: index, None for a tensor that is in no layer.
+        layer: index, None for a tensor outside the layers.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Of the result."""
+        """Bytes of its result."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def units_of(source: ModelSource, plan: QuantizePlan) -> list[Unit]:
-    """All tensors of a plan in units."""
+    """Group all tensors of a plan into units."""
     layers = {slot.name: slot.layer for slot in source.slots()}
     units: dict[str, tuple[int | None, list[PlannedTensor]]] = {}
     for tensor in plan.tensors:
@@ -73,16 +73,7 @@ def units_of(source: ModelSource, plan: QuantizePlan) -> list[Unit]:
 
 @dataclass(frozen=True, slots=True)
 class UnitWriter:
-    """Writes what becomes of tensors.
-
-    Attributes:
-        source: an opened model.
-        plan: what becomes of each tensor.
-        shards: the files.
-        log: keeps account of units that are done.
-        device: where numbers are worked on.
-        workers: threads that round pieces side by side.
-    """
+    """Writes units."""
 
     source: ModelSource
     plan: QuantizePlan
@@ -92,7 +83,7 @@ class UnitWriter:
     workers: int
 
     def round(self, units: list[Unit], method: Method) -> None:
-        """Quantize every weight by itself; see `data_free`."""
+        """Quantize every weight without text; see `data_free`."""
         weights, dtype = self.source.weights, self.plan.dtype
         with Rounding(weights, dtype, method, self.workers, self.device) as rounding:
             for unit in units:
@@ -104,13 +95,13 @@ class UnitWriter:
     def calibrate(
         self, units: list[Unit], method: Method, calibration: Calibration, folder: Path
     ) -> None:
-        """Quantize layer by layer with calibration rows; then what is in no layer is rounded.
+        """Quantize layer by layer with calibration rows, then round the tensors outside the layers.
 
         Args:
             units: all that are not done.
-            method: how.
-            calibration: what the model is shown.
-            folder: for the residual stream; holds that of an earlier run which was cut short.
+            method: the quantization method.
+            calibration: the rows.
+            folder: for the residual stream; may hold that of an interrupted run.
         """
         layers = {unit.layer: unit for unit in units if unit.layer is not None}
         if layers:
@@ -144,7 +135,6 @@ class UnitWriter:
             )
 
     def _write(self, tensor: PlannedTensor, value: Weight) -> None:
-        """Write one tensor that is in memory."""
         if isinstance(value, Tensor):
             assert tensor.scheme is None, tensor.name
             self.shards.write(tensor.name, [value.to(self.plan.dtype).cpu()])
@@ -154,7 +144,6 @@ class UnitWriter:
                 self.shards.write(name, [stored.cpu()])
 
     def _round(self, rounding: Rounding, tensor: PlannedTensor) -> None:
-        """Read, round and write one tensor, some rows at a time."""
         if tensor.scheme is None:
             self.shards.write(tensor.name, rounding.in_16_bits(tensor))
         else:
@@ -162,17 +151,10 @@ class UnitWriter:
 
 
 class Rounding:
-    """Threads that share the cores by pieces of a weight, with torch on one core in each.
+    """Rounds pieces of a weight in parallel threads, each with torch on one core.
 
-    Torch's own threads wait for each other after every operation, which takes ten times as long
-    as the work itself where another program uses the cores too.
-
-    Args:
-        weights: what is read.
-        dtype: of scales, and of what is not quantized.
-        method: how codes are chosen.
-        workers: threads.
-        device: where numbers are rounded.
+    Torch's own threads wait for each other after every operation, which takes ten times as long as
+    the work itself while another program uses the cores.
     """
 
     def __init__(
@@ -200,13 +182,13 @@ class Rounding:
         torch.set_num_threads(self._threads)
 
     def in_16_bits(self, tensor: PlannedTensor) -> Iterator[Tensor]:
-        """A tensor that is not quantized, some rows at a time."""
+        """Yield an unquantized tensor, some rows at a time."""
         pieces = WeightPieces(self._weights, tensor.name)
         for rows in row_ranges(tensor.shape, self._piece):
             yield pieces.rows(rows).to(self._dtype)
 
     def packed(self, tensor: PlannedTensor) -> PackedWeight | Fp8Weight:
-        """A weight by the scheme that is planned for it."""
+        """Quantize a weight by its planned scheme."""
         scheme = tensor.scheme
         assert scheme is not None, tensor.name
         pieces = WeightPieces(self._weights, tensor.name)

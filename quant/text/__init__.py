@@ -1,1 +1,1 @@
-"""The text that calibrates and, apart from it, the text that measures."""
+"""Supplies the text for calibration and the separate text for measuring."""

@@ -1,8 +1,8 @@
-"""Calibration rows: text as equal rows of tokens, in an order that a seed decides.
+"""Cuts calibration text into equal rows of tokens, in an order that a seed decides.
 
-Without a text of one's own, the model writes most of it by itself, and Python's help topics are the
-rest: prose and code of free licence that every installation has. Every second topic is left for
-evaluation, which must not see what was calibrated.
+Without a given text, the model writes most of it and Python's help topics are the rest: prose and
+code of free licence that every installation has. Every second topic is left for evaluation, which
+must not see calibration text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from appliance.quant.text.documents import Document, Message
 
-MOST_DOCUMENTS = 2048  # that are cut into rows, unless so many rows are wanted
+MOST_DOCUMENTS = 2048  # cut into rows, unless more rows are wanted
 ROWS_NAME = "rows.safetensors"
 DEFAULT_TEXT = "Python's help topics"
 # Of the default rows the model writes so many; benchmark quantize on prose finds half as good:
@@ -46,15 +46,14 @@ OWN_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a model is shown while it is quantized.
+    """The rows that calibrate a model.
 
     Attributes:
         rows: (num_rows, row_tokens) int64.
-        source: where the text came from, for people.
-        fingerprint: changes with every token of it.
-        dropped: documents too short to be of use.
-        peak_ram: most bytes of memory that were in use while a model wrote rows of it; 0 if none
-            did.
+        source: origin of the text, for people.
+        fingerprint: changes with every token.
+        dropped: number of documents that were too short.
+        peak_ram: peak bytes of memory while a model wrote rows; 0 if none did.
     """
 
     rows: Tensor
@@ -71,13 +70,12 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationText:
-    """What to calibrate with.
+    """The request for calibration text.
 
     Attributes:
-        path: a text file, or a folder of them; None takes what `default_rows` makes.
-        num_tokens: in all rows together.
-        row_tokens: in a row.
-        seed: decides which rows are taken, and in which order.
+        path: a text file, or a folder of them; None takes `default_rows`.
+        row_tokens: tokens per row.
+        seed: decides the rows and their order.
         dataset: of a hub, in place of a path: org/name[:split[:column]].
     """
 
@@ -89,7 +87,7 @@ class CalibrationText:
 
     @classmethod
     def parse(cls, text: str | None, num_tokens: int, *, seed: int) -> CalibrationText:
-        """What a person typed: a path, hf:org/name[:split[:column]], or nothing."""
+        """Parse --text: a path, hf:org/name[:split[:column]], or nothing."""
         if text is None:
             return cls(num_tokens=num_tokens, seed=seed)
         if text.startswith(DATASET_PREFIX):
@@ -99,18 +97,18 @@ class CalibrationText:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether the text is a file that can be read now, and so may have changed."""
+        """True if the text is a file that can be read now, and so may have changed."""
         return self.path is not None and self.path.exists()
 
     def rows_of(
         self, model_path: Path, *, device: str = "cpu", max_ram: int | None = None
     ) -> Calibration:
-        """The text as a model's tokenizer cuts it.
+        """Tokenize the text for a model and cut it into rows.
 
         Args:
             model_path: a .gguf file or a model folder.
             device: where the model runs, if it writes its text itself.
-            max_ram: bytes that may be used for that; None is what is free.
+            max_ram: most bytes for that; None is what is free.
 
         Raises:
             QuantizeError: the text cannot be read, or is too short.
@@ -142,19 +140,19 @@ def default_rows(
     device: str = "cpu",
     max_ram: int | None = None,
 ) -> Calibration:
-    """Rows of help topics, and for the greater part of what the model writes by itself.
+    """Make rows mostly of text that the model writes, and of help topics.
 
-    A model that cannot run here is shown help topics alone, which the result's source says.
+    For a model that cannot run here, all rows are help topics, and the result's source says so.
 
     Args:
         model_path: a .gguf file or a model folder.
-        tokenizer: of the model.
-        text: says how many rows, how long, and of which seed.
+        tokenizer: the model's.
+        text: gives number and length of rows, and the seed.
         device: where the model runs.
-        max_ram: bytes that may be used; None is what is free.
+        max_ram: most bytes to use; None is what is free.
 
     Raises:
-        QuantizeError: so many tokens are asked for that the topics are too short.
+        QuantizeError: the topics are too short for so many tokens.
     """
     row_tokens, seed = text.row_tokens, text.seed
     wanted = -(-text.num_tokens // row_tokens)
@@ -176,17 +174,17 @@ def default_rows(
         seed=seed,
     )
     rows = torch.tensor(written.rows, dtype=torch.int64).view(-1, row_tokens)
-    rows = torch.cat((topics_rows.rows.view(-1, row_tokens).long(), rows))  # none are floats
+    rows = torch.cat((topics_rows.rows.view(-1, row_tokens).long(), rows))  # if empty: float
     return Calibration(rows, source, fingerprint(rows), topics_rows.dropped, written.peak_ram)
 
 
 def fingerprint(rows: Tensor) -> str:
-    """Changes with every token of (num_rows, row_tokens)."""
+    """Hash the tokens of (num_rows, row_tokens)."""
     return hashlib.blake2b(rows.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def save_rows(calibration: Calibration, folder: Path) -> None:
-    """Keep rows, so that a later run needs their text no more.
+    """Keep rows, so that a later run does not need their text.
 
     Raises:
         OSError: they cannot be written.
@@ -202,10 +200,10 @@ def save_rows(calibration: Calibration, folder: Path) -> None:
 
 
 def load_rows(folder: Path) -> Calibration:
-    """Rows that `save_rows` kept.
+    """Load the rows that `save_rows` kept.
 
     Raises:
-        QuantizeError: they are not there, or damaged.
+        QuantizeError: they are missing or damaged.
     """
     path = folder / ROWS_NAME
     try:
@@ -238,12 +236,12 @@ def make_calibration(
 
     Args:
         documents: title and text of each. A model with a chat template sees them as answers to a
-            question about the title, as it saw its training data. Of very many, some are taken.
-        tokenizer: of the model.
+            question about the title, like its training data. Of very many, a sample is taken.
+        tokenizer: the model's.
         source: for people.
         num_tokens: in all rows together, rounded up to whole rows.
-        row_tokens: in a row.
-        seed: decides which rows are taken, and in which order.
+        row_tokens: tokens per row.
+        seed: decides the rows and their order.
 
     Raises:
         QuantizeError: the text is too short for that many tokens.

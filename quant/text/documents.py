@@ -1,7 +1,7 @@
-"""Text to calibrate with, document by document: files, folders, and data sets of a hub.
+"""Reads calibration text document by document from files, folders and a hub's data sets.
 
-A document is a title and either a text or the messages of a chat. Nothing is kept in memory but
-what is being read.
+A document is a title and either a text or the messages of a chat. Only the document being read is
+in memory.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def default_documents(*, held_out: bool) -> list[tuple[str, str]]:
-    """Title and text of help topics: those for calibration, or the others."""
+    """List title and text of Python's help topics: those for calibration, or the held-out ones."""
     return [(name, topics[name]) for name in sorted(topics)[int(held_out) :: 2]]
 
 
 def documents_at(path: Path, column: str | None = None) -> Iterator[Document]:
-    """The documents of a file, or of all files below a folder whose kind is known.
+    """Yield the documents of a file, or of all readable files below a folder.
 
     Args:
-        path: .jsonl and .parquet have a document in each row, any other file is one.
+        path: .jsonl and .parquet have a document per row, any other file is one document.
         column: of these rows; by default the first of `COLUMNS` that they have.
 
     Raises:
-        QuantizeError: there is nothing to read, or it is not as it should be.
+        QuantizeError: there is nothing to read, or it is malformed.
     """
     files = [path]
     if path.is_dir():
@@ -61,15 +61,14 @@ def documents_at(path: Path, column: str | None = None) -> Iterator[Document]:
 
 
 def documents_of_dataset(name: str) -> Iterator[Document]:
-    """The documents of a data set of the hub: of the first file of the split.
+    """Yield the documents of a hub's data set: of the first file of the split.
 
-    Args:
-        name: org/name, org/name:split or org/name:split:column.
+    `name` is org/name, org/name:split or org/name:split:column.
 
     Raises:
-        QuantizeError: there is no such data set, no way to it, or nothing in it that is read here.
+        QuantizeError: the data set does not exist, cannot be reached, or has no readable file.
     """
-    # Here, not at the top: it takes 0.2 s, and most text is on the machine.
+    # Imported here: it takes 0.2 s, and most text is on this machine.
     import huggingface_hub
 
     repo, _, rest = name.partition(":")
@@ -80,20 +79,14 @@ def documents_of_dataset(name: str) -> Iterator[Document]:
         path = huggingface_hub.hf_hub_download(repo, chosen, repo_type="dataset")
     except QuantizeError:
         raise
-    except Exception as error:  # no route, no name, no such repository: each has its own
+    except Exception as error:  # no route, no name, no such repository: each has its own type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise QuantizeError(f"cannot fetch the data set {repo}: {reason}") from error
     yield from documents_at(Path(path), column or None)
 
 
 def sample(documents: Iterable[Document], most: int, seed: int) -> list[Document]:
-    """Some of many documents, each as likely as any other, or all if there are not more.
-
-    Args:
-        documents: are read once.
-        most: that are taken.
-        seed: the same one takes the same documents.
-    """
+    """Draw up to `most` documents uniformly (reservoir sampling)."""
     rng = random.Random(seed)
     taken: list[Document] = []
     for index, document in enumerate(documents):
@@ -164,7 +157,7 @@ def _rows(path: Path, rows: Iterator[dict[str, Any]], column: str | None) -> Ite
 
 
 def _message(path: Path, number: int, message: object) -> Message:
-    """A message in the form of chat templates; two spellings of it are common."""
+    """Convert a message to the form of chat templates; two spellings are common."""
     match message:
         case {"role": str(role), "content": str(content)}:
             return {"role": role, "content": content}

@@ -1,4 +1,4 @@
-"""Windows of a text that calibration never saw, to measure with."""
+"""Cuts evaluation windows from a text that calibration never saw."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from appliance.tokenizer import Tokenizer
 
 DEFAULT_SOURCE = "Python's help topics, those that calibration leaves out"
-SEPARATOR = "\n\n"  # between documents, as WikiText is joined
+SEPARATOR = "\n\n"  # between documents, as in WikiText
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutText:
-    """What to measure with.
+    """The request for evaluation text.
 
     Attributes:
         path: a text file or a folder of them; None takes the help topics that calibration leaves.
         num_tokens: in all windows together, at most; None takes the whole text.
-        window: tokens that are read in one piece.
-        stride: from window to window, and so the tokens of each that are scored; None is the
-            window, so that windows do not overlap and each begins without context.
+        window: tokens that are read at once.
+        stride: distance between windows, and so the scored tokens of each; None is the window, so
+            that windows do not overlap and each begins without context.
 
     Raises:
-        ConfigError: a number that makes no sense.
+        ConfigError: a number is out of range.
     """
 
     path: Path | None = None
@@ -54,10 +54,10 @@ class HeldOutText:
             )
 
     def windows_of(self, tokenizer: Tokenizer) -> Windows:
-        """The text as a tokenizer cuts it.
+        """Tokenize the text and cut it into windows.
 
-        Documents are joined and cut without regard to where they end; each window begins with BOS
-        if the model wants it. Of a text longer than asked for, windows are taken evenly spread.
+        Documents are joined and cut regardless of where they end; each window begins with BOS if
+        the model wants it. From a longer text, windows are taken evenly spread.
 
         Raises:
             QuantizeError: the text cannot be read, or is too short for one window.
@@ -89,8 +89,8 @@ class Windows:
 
     Attributes:
         tokens: (num_windows, window) int64.
-        stride: how many of the last tokens of a window are scored.
-        source: where the text came from, for people.
+        stride: how many of a window's last tokens are scored.
+        source: origin of the text, for people.
     """
 
     tokens: Tensor
@@ -99,7 +99,7 @@ class Windows:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with every token, in the way of `Calibration.fingerprint`."""
+        """Changes with every token, like `Calibration.fingerprint`."""
         return hashlib.blake2b(self.tokens.numpy().tobytes(), digest_size=8).hexdigest()
 
     @property
@@ -108,16 +108,16 @@ class Windows:
         return self.tokens.shape[1]
 
     def scored(self, index: int) -> slice:
-        """The places of a window whose next token is scored: all but the last, or fewer.
+        """Return the positions of a window whose next token is scored: all but the last, or fewer.
 
-        With a stride, what an earlier window scored is context only; the first one scores all.
+        With a stride, tokens that an earlier window scored are context only; the first scores all.
         """
         first = 0 if index == 0 else self.length - self.stride - 1
         return slice(max(0, first), self.length - 1)
 
 
 def read(path: Path) -> list[tuple[str, str]]:
-    """Documents at a path.
+    """Read the documents at a path.
 
     Raises:
         QuantizeError: there is nothing to read.

@@ -1,7 +1,6 @@
-"""A program that lets a model write rows of tokens, and prints them: see `self_text`.
+"""A program that runs a model to write rows of tokens, and prints them: see `self_text`.
 
-It ends with the process that began it, however this ends, and when it takes more memory than it
-may.
+It ends when its parent process ends, or when it exceeds its memory limit.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.tokenizer import Tokenizer
 
-AT_ONCE = 32  # rows that are sampled together; others change what a processor rounds
+AT_ONCE = 32  # rows that are sampled together; another number changes rounding
 SHORTEST_WORD = 3  # letters of a row's first token
 WATCHED_EVERY = 0.02  # seconds
-BLOCK_TOKENS = 32  # slots of the cache that are given to a row at once, on any device
+BLOCK_TOKENS = 32  # cache slots that a row gets at once, on any device
 MIB = 1 << 20
 
 
 def first_words(tokenizer: Tokenizer, count: int, seed: int) -> list[int]:
-    """Tokens that are words of letters, drawn at random."""
+    """Draw tokens that are words of letters at random."""
     chosen = random.Random(seed)
     found: list[int] = []
     while len(found) < count:
@@ -72,7 +71,7 @@ def _sample(
 
 
 def _cache_bytes(source: ModelSource, count: int, row_tokens: int) -> int:
-    """Of a KV cache that holds all rows which are sampled together, so that none is preempted."""
+    """Return the size of a KV cache for all rows sampled together, so that none is preempted."""
     from appliance.model.executor import heads_of
 
     slots = -(-row_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -81,10 +80,10 @@ def _cache_bytes(source: ModelSource, count: int, row_tokens: int) -> int:
 
 
 def _check_fits(model_path: str, count: int, row_tokens: int, max_bytes: int) -> None:
-    """Refuse a model that does not fit with its cache, before its weights are read.
+    """Refuse a model that does not fit with its cache, before reading its weights.
 
     Raises:
-        MemoryPlanError: it does not.
+        MemoryPlanError: it does not fit.
     """
     import torch
 
@@ -107,11 +106,7 @@ def _too_much(needed: str, max_bytes: int) -> str:
 
 
 def _watch(max_bytes: int) -> None:
-    """End this process when its parent is gone or it takes more memory than it may.
-
-    Args:
-        max_bytes: 0 is no limit.
-    """
+    """End this process when its parent is gone or it exceeds its memory limit."""
     process = psutil.Process()
     while not select.select([0], [], [], WATCHED_EVERY)[0]:
         if max_bytes and process.memory_info().rss > max_bytes:

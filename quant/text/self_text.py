@@ -1,8 +1,7 @@
-"""Text that a model makes up by itself: in its own distribution, of nobody else's licence.
+"""Lets a model write calibration text: in its own distribution, free of others' licences.
 
-It is sampled in a process of its own, so that the memory which the whole model takes is given back
-before a layer is quantized. That process ends with the one that began it, however this ends, and
-when it takes more memory than it may.
+The text is sampled in a separate process, so that the whole model's memory is free again before a
+layer is quantized. That process ends with its parent, or when it exceeds its memory limit.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ PROGRAM = "appliance.quant.text.row_writer"
 
 @dataclass(frozen=True, slots=True)
 class WrittenRows:
-    """What a model wrote.
+    """Rows that a model wrote.
 
     Attributes:
         rows: of tokens, all of one length.
-        peak_ram: most bytes of memory that this process and the model's had together.
+        peak_ram: peak bytes of this process and the model's together.
     """
 
     rows: list[list[int]]
@@ -46,7 +45,7 @@ def sample_rows(
     device: str = "cpu",
     max_ram: int | None = None,
 ) -> WrittenRows:
-    """Let a model write rows of tokens, each from a word of its vocabulary on.
+    """Let a model write rows of tokens, each starting with a random word of its vocabulary.
 
     The same seed gives the same rows on one machine.
 
@@ -56,7 +55,7 @@ def sample_rows(
         row_tokens: in each.
         seed: of first words and of sampling.
         device: cpu or cuda.
-        max_ram: bytes that this process and the model may use together; None is what is free.
+        max_ram: most bytes for this process and the model together; None is what is free.
 
     Raises:
         QuantizeError: the model cannot run here; the message says why.

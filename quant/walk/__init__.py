@@ -1,1 +1,1 @@
-"""Calibration rows on their way through a model, one layer in memory at a time."""
+"""Runs calibration rows through a model with one layer in memory at a time."""

@@ -1,4 +1,4 @@
-"""One decoder layer under the knife: its linears see calibration rows, and can be changed."""
+"""A decoder layer whose linears observe calibration rows and can be changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Moments:
-    """Sums over the inputs that a linear has seen."""
+    """Sums over the inputs of a linear."""
 
     def __init__(self, in_features: int, device: torch.device) -> None:
         self.tokens = 0
@@ -30,7 +30,7 @@ class Moments:
         self._magnitude = torch.zeros(in_features, device=device)
 
     def add(self, x: Tensor) -> None:
-        """Count x (num_tokens, in_features) float32 in; not after the means were asked for."""
+        """Add x (num_tokens, in_features) float32; not allowed after the means were read."""
         assert not self._are_means
         self.tokens += x.shape[0]
         self._square.addmm_(x.T, x)
@@ -49,7 +49,7 @@ class Moments:
         return self._magnitude
 
     def _divide(self) -> None:
-        """Make means of the sums, where they are: there is no room for a second matrix."""
+        """Turn the sums into means in place: there is no room for a second matrix."""
         if not self._are_means:
             self._square.div_(max(self.tokens, 1))
             self._magnitude.div_(max(self.tokens, 1))
@@ -57,21 +57,21 @@ class Moments:
 
 
 class NothingMoreToSee(Exception):  # noqa: N818 - ends a layer early, and is no error
-    """The last linear that is watched has seen its input."""
+    """The last observed linear has seen its input."""
 
 
 class ObservedLinear:
-    """A dense linear in float32 that can be watched and changed; a `kernels.backend.Linear`.
+    """A `kernels.backend.Linear` in dense float32 that can be observed and changed.
 
     Args:
-        weight: (out_features, in_features) float32; belongs to this linear.
+        weight: (out_features, in_features) float32; owned by this linear.
         bias: (out_features,) float32 or None; likewise.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
-        self.moments: Moments | None = None  # of what it sees from now on
+        self.moments: Moments | None = None  # filled from its inputs, if set
         self.is_last_watched = False
 
     @property
@@ -98,7 +98,7 @@ class ObservedLinear:
         return functional.linear(x, self.weight, self.bias)
 
     def scale_inputs(self, scales: Tensor) -> None:
-        """Multiply columns with (in_features,): inputs come divided by it from now on."""
+        """Multiply the columns with (in_features,); inputs come divided by it from now on."""
         self.weight.mul_(scales)
 
     def scale_outputs(self, rows: slice, scales: Tensor) -> None:
@@ -109,13 +109,13 @@ class ObservedLinear:
 
 
 def observed_linear(weight: Weight, bias: Tensor | None, dtype: torch.dtype) -> ObservedLinear:
-    """Lay a weight out to be watched, in place; a `Backend.prepare_linear`."""
+    """Wrap a weight for observation, in place; a `Backend.prepare_linear`."""
     assert isinstance(weight, Tensor), "FloatReader makes weights dense"
     return ObservedLinear(weight, None if bias is None else bias.to(dtype))
 
 
 def observing(backend: Backend) -> Backend:
-    """The same operations, with linears that can be watched."""
+    """Return the backend with linears that can be observed."""
     return replace(backend, name=f"{backend.name}, observed", prepare_linear=observed_linear)
 
 
@@ -124,7 +124,7 @@ class Block:
     """A layer and its linears in the order in which they are used.
 
     Attributes:
-        layer: computes; without the norm before it.
+        layer: computes everything but the norm before it.
         attention_norm: the norm before it.
     """
 
@@ -133,28 +133,28 @@ class Block:
 
     @property
     def qkv(self) -> ObservedLinear:
-        """Query, key and value."""
+        """Projection to query, key and value."""
         return _observed(self.layer.attention.qkv)
 
     @property
     def output(self) -> ObservedLinear:
-        """Back from the heads."""
+        """Projection from the heads to the stream."""
         return _observed(self.layer.attention.output)
 
     @property
     def gate_up(self) -> ObservedLinear:
-        """Gate, then up."""
+        """Projection to gate and up."""
         gated = self.layer.mlp.gated
         assert isinstance(gated, GatedLinear), gated
         return _observed(gated.gate_up)
 
     @property
     def down(self) -> ObservedLinear:
-        """Back from the MLP."""
+        """Projection from the MLP to the stream."""
         return _observed(self.layer.mlp.down)
 
     def linears(self) -> Iterator[ObservedLinear]:
-        """In the order of computation."""
+        """Yield the linears in the order of computation."""
         yield from (self.qkv, self.output, self.gate_up, self.down)
 
 

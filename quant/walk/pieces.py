@@ -1,4 +1,4 @@
-"""Reads weights some rows at a time, so that no tensor has to be in memory whole."""
+"""Reads weights some rows at a time, so that no tensor is in memory as a whole."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from appliance.model.source import ModelSource
     from appliance.quant.formats import WeightReader
 
-PIECE_ELEMENTS = 1 << 20  # numbers that are read at once: 4 MiB in float32
-ROW_MULTIPLE = 128  # the tallest block of weights that shares anything
+PIECE_ELEMENTS = 1 << 20  # numbers read at once: 4 MiB in float32
+ROW_MULTIPLE = 128  # height of the tallest block of weights that shares a scale
 
 
 @runtime_checkable
 class ReadsRows(Protocol):
-    """A `WeightReader` that need not read a tensor whole."""
+    """A `WeightReader` that can read rows of a tensor."""
 
     def load_rows(self, name: str, start: int, stop: int) -> Weight:
-        """Read part of a tensor along its first dimension."""
+        """Read rows `start` to `stop` of a tensor."""
         ...
 
 
@@ -37,8 +37,7 @@ class WeightPieces:
     """Rows of one weight in float32.
 
     Args:
-        weights: what to read from; one that cannot read rows is asked for the whole tensor once.
-        name: of the tensor.
+        weights: the reader; one that cannot read rows loads the whole tensor once.
     """
 
     def __init__(self, weights: WeightReader, name: str) -> None:
@@ -51,7 +50,7 @@ class WeightPieces:
             self._whole = weights.load(name)
 
     def rows(self, rows: slice) -> Tensor:
-        """Some rows; packed ones are dequantized.
+        """Read some rows; packed ones are dequantized.
 
         Raises:
             QuantizeError: they hold NaN or infinity.
@@ -73,9 +72,9 @@ class WeightPieces:
 
 
 def row_ranges(shape: tuple[int, ...], elements: int) -> list[slice]:
-    """Cut a tensor along its first dimension into pieces of about so many numbers.
+    """Split a tensor's rows into pieces of about so many numbers.
 
-    Whole blocks of rows, so that a piece may be quantized by itself.
+    Pieces are whole blocks of rows, so that each can be quantized on its own.
     """
     blocks = elements // math.prod(shape[1:]) // ROW_MULTIPLE
     rows = max(1, blocks) * ROW_MULTIPLE
@@ -83,21 +82,13 @@ def row_ranges(shape: tuple[int, ...], elements: int) -> list[slice]:
 
 
 class FloatReader(ModelReader):
-    """Reads layers in float32, weights of one input as one, in no more memory than they take.
-
-    Args:
-        source: an opened and checked model.
-        device: where tensors go.
-    """
+    """Reads layers in float32 and stacks weights of one input, with no extra memory."""
 
     def __init__(self, source: ModelSource, device: torch.device) -> None:
         super().__init__(source, device, torch.float32)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Rows of the embedding as the first layer sees them.
-
-        Args:
-            token_ids: (num_tokens,) int64; each row is read once.
+        """Look up embedding rows of (num_tokens,) int64 as the first layer sees them.
 
         Returns:
             (num_tokens, hidden_size) float32.
@@ -109,12 +100,12 @@ class FloatReader(ModelReader):
         return rows if float(scale) == 1.0 else rows * scale
 
     def _dense(self, name: str) -> Tensor:
-        """A norm or a bias, in float32."""
+        """Read a norm or a bias in float32."""
         pieces = WeightPieces(self._source.weights, name)
         return pieces.rows(slice(0, self._source.weights.shape(name)[0])).to(self._device)
 
     def _parts(self, index: int, sources: tuple[str, ...], bias: bool) -> list[LinearPart]:
-        """One part, of all sources' rows."""
+        """Read one part that holds the rows of all sources."""
         names = [self._names.in_layer(index, source) for source in sources]
         shapes = [self._source.weights.shape(f"{name}.weight") for name in names]
         rows = sum(shape[0] for shape in shapes)
@@ -131,7 +122,7 @@ class FloatReader(ModelReader):
 def pieces_of(
     weights: WeightReader, name: str, elements: int = PIECE_ELEMENTS
 ) -> Iterator[tuple[slice, Tensor]]:
-    """All rows of a weight in their order, in float32.
+    """Yield all rows of a weight in order, in float32.
 
     Raises:
         QuantizeError: it holds NaN or infinity.
@@ -142,7 +133,6 @@ def pieces_of(
 
 
 def _runs(numbers: list[int]) -> Iterator[slice]:
-    """Rising numbers as ranges without gaps."""
     start = previous = numbers[0]
     for number in numbers[1:]:
         if number != previous + 1:

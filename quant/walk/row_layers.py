@@ -1,4 +1,4 @@
-"""Layers that whole rows of text go through side by side, each read when it is their turn."""
+"""Runs whole rows of text through layers, each read when it is needed."""
 
 from __future__ import annotations
 
@@ -23,17 +23,7 @@ if TYPE_CHECKING:
 
 
 class RowLayers:
-    """A model's layers in float32, for rows of one length.
-
-    Args:
-        source: an opened model.
-        row_tokens: in a row.
-        backend: lays linears out so that they can be watched.
-        device: where layers compute.
-
-    Attributes:
-        reader: of the source's weights.
-    """
+    """A model's layers in float32, for rows of one length."""
 
     def __init__(
         self, source: ModelSource, row_tokens: int, backend: Backend, device: torch.device
@@ -53,14 +43,13 @@ class RowLayers:
         return Block(self._builder.layer(weights, self._specs[index], norm), norm)
 
     def run(self, block: Block, stream: Tensor) -> Tensor:
-        """The stream after a layer, (num_rows * row_tokens, hidden_size) as it is before it."""
+        """Run a layer on a stream (num_rows * row_tokens, hidden_size); return the stream after."""
         norm = block.attention_norm
         hidden = self._backend.rms_norm(stream, norm.weight, norm.eps)
         step, cache = self._step(len(stream) // self._row_tokens, block)
         return block.layer(hidden, stream, step, cache, None)[1]
 
     def _step(self, count: int, block: Block) -> tuple[Step, LayerCache]:
-        """A step of whole rows, and blocks for one layer of them."""
         attention = block.layer.attention.spec
         cache = self._backend.allocate_cache(
             KVFormat.FP32,

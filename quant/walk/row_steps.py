@@ -1,4 +1,4 @@
-"""Whole rows of text as steps of a decoder, each kind of step made once."""
+"""Builds decoder steps of whole rows of text and keeps one of each kind."""
 
 from __future__ import annotations
 
@@ -14,20 +14,14 @@ if TYPE_CHECKING:
     from appliance.kernels.backend import Backend
     from appliance.model.spec import DecoderSpec
 
-BLOCK_SIZE = 32  # which every backend and every format of the cache has
+BLOCK_SIZE = 32  # supported by every backend and every KV format
 
 
 class RowSteps:
-    """Steps of rows of one length, from their first token on.
-
-    Args:
-        spec: of the decoder.
-        row_tokens: in a row.
-        backend: plans attention.
-        device: where layers compute.
+    """Builds steps of rows of one length, from their first token on.
 
     Attributes:
-        row_blocks: blocks of the cache for each row; those of a step begin with block 0.
+        row_blocks: blocks of the cache per row; a step's blocks begin with block 0.
     """
 
     def __init__(
@@ -41,7 +35,7 @@ class RowSteps:
         self._steps: dict[tuple[int, bool], Step] = {}
 
     def step(self, count: int, *, is_sealed: bool = False) -> Step:
-        """A step of so many rows; where the cache seals its blocks, each has an open page."""
+        """Return a step of so many rows; with a sealed cache each row has an open page."""
         key = count, is_sealed
         if key not in self._steps:
             self._steps[key] = self._make(count, is_sealed=is_sealed)

@@ -1,7 +1,7 @@
-"""The residual stream of all calibration rows, in a file for each layer that they have reached.
+"""Keeps the residual stream of all calibration rows in files, one per layer reached.
 
-Files are written under another name, flushed and renamed; the one before stays until the next one
-is begun, so that a layer can be repeated. They are read and written by copy: a mapped file would
+Files are written under another name, flushed and renamed; the one before stays until the next
+begins, so that a layer can be repeated. They are read and written by copy: a mapped file would
 count as memory, and a full disk would kill the process that writes to it.
 """
 
@@ -27,14 +27,14 @@ _PREFIX = "stream-"
 
 
 class ResidualStream:
-    """What flows into one layer.
+    """The inputs of one layer.
 
     Args:
         folder: exists; holds the files.
-        num_rows: of calibration text.
-        row_tokens: in a row.
-        width: hidden elements of a token.
-        layer: that the stream is at; its file is there, or is `replace`d next.
+        num_rows: rows of calibration text.
+        row_tokens: tokens per row.
+        width: hidden elements per token.
+        layer: the layer that the stream has reached; its file exists, or is `written` next.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class ResidualStream:
 
     @property
     def nbytes(self) -> int:
-        """Of one file."""
+        """Bytes of one file."""
         return math.prod(self._shape) * FLOAT.itemsize
 
     @property
     def exists(self) -> bool:
-        """Whether the stream at this layer is on the disk."""
+        """True if the stream at this layer is on disk."""
         return self._path(self.layer).exists()
 
     def read(self, rows: slice) -> Tensor:
-        """Some rows, (rows, row_tokens, width) float32."""
+        """Read some rows, (rows, row_tokens, width) float32."""
         out = torch.empty((rows.stop - rows.start, *self._shape[1:]), dtype=FLOAT)
         row_bytes = self.nbytes // self._shape[0]
         with self._path(self.layer).open("rb", buffering=0) as file:
@@ -66,10 +66,10 @@ class ResidualStream:
 
     @contextmanager
     def written(self, layer: int) -> Iterator[StreamWriter]:
-        """Write all rows as they are before `layer`; when the block ends, that is the stream.
+        """Write all rows as they enter `layer`; they become the stream when the block ends.
 
         Raises:
-            OSError: the disk is full, for example; the stream is still what it was.
+            OSError: for example, the disk is full; the stream is unchanged.
         """
         for path in self._folder.glob(f"*{_PREFIX}*"):
             if path != self._path(self.layer):
@@ -88,23 +88,23 @@ class ResidualStream:
 
 
 def stream_bytes(rows: Tensor, width: int) -> int:
-    """Of one file for calibration rows (num_rows, row_tokens)."""
+    """Return the bytes of one file for calibration rows (num_rows, row_tokens)."""
     return rows.numel() * width * FLOAT.itemsize
 
 
 class StreamWriter:
-    """Takes rows in their order."""
+    """Appends rows in order."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def write(self, rows: Tensor) -> None:
-        """Add rows (any, row_tokens, width) float32 on the CPU."""
+        """Append rows (any, row_tokens, width) float32 on the CPU."""
         write_all(self._descriptor, rows)
 
 
 def write_all(descriptor: int, tensor: Tensor, offset: int | None = None) -> int:
-    """Write a tensor's bytes, at the end or at an offset, and return how many there are.
+    """Write a tensor's bytes at the end or at an offset; return their number.
 
     Raises:
         OSError: they do not fit.

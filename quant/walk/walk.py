@@ -1,6 +1,7 @@
-"""Runs calibration rows through a model with one layer in memory, the rest of it on the disk.
+"""Runs calibration rows through a model with one layer in memory, the rest on disk.
 
-Results do not depend on the memory there is: rows always go through a layer in the same portions.
+Results do not depend on the available memory: rows always pass through a layer in the same
+portions.
 """
 
 from __future__ import annotations
@@ -25,25 +26,23 @@ if TYPE_CHECKING:
     from appliance.quant.kv.calibrate import AttentionWatch
     from appliance.quant.walk.block import Block, ObservedLinear
 
-TOKENS_AT_ONCE = 512  # of whole rows; a longer row goes alone
+TOKENS_AT_ONCE = 512  # of whole rows; a longer row passes alone
 
 
 def tokens_at_once(row_tokens: int) -> int:
-    """How many tokens go through a layer together: those of as many rows as fit, or of one."""
+    """Return how many tokens pass through a layer together: the rows that fit, or one row."""
     return max(1, TOKENS_AT_ONCE // row_tokens) * row_tokens
 
 
 class Walk:
-    """Calibration rows on their way through a model.
+    """Runs calibration rows through a model, layer by layer.
 
     Args:
-        source: an opened model.
         rows: (num_rows, row_tokens) int64.
-        folder: where the residual stream is kept, 4 bytes for each token and hidden element, twice
-            while it moves on; made if it is not there.
-        device: where layers compute.
-        layer: that the rows have reached; the stream before it is in the folder, unless it is 0.
-        watch: sees every layer's attention, for `kv`.
+        folder: for the residual stream, 4 bytes per token and hidden element, twice while it
+            advances; created if missing.
+        layer: the layer that the rows have reached; its stream is in the folder, unless it is 0.
+        watch: observes every layer's attention, for `kv`.
 
     Attributes:
         seconds: spent in layers so far.
@@ -61,7 +60,7 @@ class Walk:
         self.seconds = 0.0
         self._device = device
         self._num_rows, self._row_tokens = rows.shape
-        # The kernels for a GPU keep no float32 cache; in whole rows torch's own do well there.
+        # GPU kernels have no float32 cache; for whole rows torch's own do well there.
         choice = "reference" if device.type == "cuda" else "auto"
         backend = observing(select_backend(device, choice))
         if watch is not None:
@@ -83,13 +82,9 @@ class Walk:
         return self._layers.block(index)
 
     def observe(self, block: Block, linears: list[ObservedLinear]) -> list[Moments]:
-        """Show all rows to a layer; returns what some of its linears saw.
+        """Run all rows through a layer and return the moments of some of its linears' inputs.
 
         Nothing is computed past the last of them.
-
-        Args:
-            block: a layer.
-            linears: of it, in their order in it.
         """
         moments = [Moments(linear.in_features, self._device) for linear in linears]
         for linear, seen in zip(linears, moments, strict=True):
@@ -108,24 +103,23 @@ class Walk:
         return moments
 
     def advance(self, block: Block) -> None:
-        """Put all rows through a layer as it is now; the next one sees what comes out."""
+        """Run all rows through a layer in its present form; the next layer sees the results."""
         with self._stream.written(self._stream.layer + 1) as writer:
             for rows in self._portions():
                 writer.write(self._run(block, rows).cpu())
 
     def energy(self) -> Tensor:
-        """Means of squares of the stream as it is now: (num_rows, row_tokens)."""
+        """Return the mean squares of the present stream: (num_rows, row_tokens)."""
         portions = [self._stream.read(rows) for rows in self._portions()]
         return torch.cat([rows.square().mean(-1) for rows in portions]).to(self._device)
 
     def _portions(self) -> Iterator[slice]:
-        """Rows that go through a layer together."""
         at_once = tokens_at_once(self._row_tokens) // self._row_tokens
         for start in range(0, self._num_rows, at_once):
             yield slice(start, min(start + at_once, self._num_rows))
 
     def _run(self, block: Block, rows: slice) -> Tensor:
-        """The stream of some rows after the layer, (tokens, hidden_size)."""
+        """Return the stream of some rows after the layer, (tokens, hidden_size)."""
         started = time.perf_counter()
         stream = self._stream.read(rows).flatten(0, 1).to(self._device)
         try:

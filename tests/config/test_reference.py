@@ -30,7 +30,7 @@ def test_the_reference_has_a_row_for_every_setting() -> None:
         assert {row.count("|") for row in rows} == {6}
     for words in (
         "| `kv_cache_memory` | `--kv-cache-memory` | `APPLIANCE_KV_CACHE_MEMORY` | planned from",
-        "| `max_queue_seconds` | `--max-queue-seconds` | `APPLIANCE_MAX_QUEUE_SECONDS` | 10m | How",
+        "| `max_queue_seconds` | `--max-queue-seconds` | `APPLIANCE_MAX_QUEUE_SECONDS` | 10m | L",
         "Largest body of a request. Between 1 KiB and 1 GiB. |",
         "| `api_key` |  | `APPLIANCE_API_KEY` |  |",
     ):

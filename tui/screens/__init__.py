@@ -1,1 +1,1 @@
-"""The pages of the dashboard, and what lies over them."""
+"""The pages of the dashboard and the dialogs over them."""

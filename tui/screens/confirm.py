@@ -1,4 +1,4 @@
-"""Asks before something is done that cannot be undone."""
+"""Asks for confirmation before an action that cannot be undone."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """A question over the page; only `y` means yes.
-
-    Args:
-        question: in one line.
-        consequence: what yes does, in one line.
-    """
+    """A question over the page; only `y` confirms."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("y", "dismiss(True)", "Yes"),
@@ -41,7 +36,7 @@ class ConfirmScreen(ModalScreen[bool]):
         self._question, self._consequence = question, consequence
 
     def compose(self) -> ComposeResult:
-        """The box."""
+        """Build the box."""
         with Vertical():
             yield Static(
                 Text.assemble(

@@ -1,4 +1,4 @@
-"""The pages without a map: what is loaded and where memory went, and the server's log."""
+"""The pages without a map: the model with its memory, and the server's log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ModelPage(Page):
-    """What is loaded, and its memory."""
+    """Shows the model and its memory."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "next_mode", "Colours", show=False),
@@ -35,19 +35,19 @@ class ModelPage(Page):
     """
 
     def body(self) -> ComposeResult:
-        """Two panels side by side."""
+        """Lay out two panels side by side."""
         with Horizontal():
             yield ModelPanel()
             yield MemoryPanel()
 
     def action_scroll(self, lines: int) -> None:
-        """Go down, or up with a negative number."""
+        """Scroll down, or up with a negative number."""
         most = max(panel.hidden for panel in self.query(LongPanel))
         self.session.change(facts_down=min(max(self.session.look.facts_down + lines, 0), most))
 
 
 class LogPage(Page):
-    """Warnings and errors."""
+    """Shows warnings and errors."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "next_mode", "Colours", show=False),
@@ -60,10 +60,10 @@ class LogPage(Page):
     DEFAULT_CSS = "LogPage StatusLine { display: none; }"
 
     def body(self) -> ComposeResult:
-        """One panel."""
+        """Show one panel."""
         yield LogPanel()
 
     def action_scroll(self, lines: int) -> None:
-        """Go back, or forward with a negative number."""
+        """Scroll back, or forward with a negative number."""
         most = max(0, len(self.session.view().state.log) - 1)
         self.session.change(log_back=min(max(self.session.look.log_back + lines, 0), most))

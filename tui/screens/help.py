@@ -1,4 +1,4 @@
-"""What the keys do and what the colours mean."""
+"""Explains keys and colours."""
 
 from __future__ import annotations
 
@@ -53,11 +53,7 @@ _COLORS = (
 
 
 class HelpScreen(ModalScreen[None]):
-    """A box over the dashboard; any of its keys closes it.
-
-    Args:
-        lettered: whether the map shows letters.
-    """
+    """A box over the dashboard; each of its keys closes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,question_mark,enter,q", "dismiss", "Close"),
@@ -77,7 +73,7 @@ class HelpScreen(ModalScreen[None]):
         self._lettered = lettered
 
     def compose(self) -> ComposeResult:
-        """The box."""
+        """Build the box."""
         with VerticalScroll() as box:
             box.border_title, box.border_subtitle = "appliance top", "esc closes"
             yield Static(_text(self._lettered))

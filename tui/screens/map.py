@@ -1,4 +1,4 @@
-"""The page of the block map: a cursor on it, and the block table of a sequence beside it."""
+"""The map page: the block map with a cursor, and a sequence's block table beside it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class MapPage(Page):
-    """Looks at single blocks."""
+    """Shows single blocks."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("plus,equals_sign", "zoom(1)", "Zoom", key_display="+ -"),
@@ -54,7 +54,7 @@ class MapPage(Page):
     """
 
     def body(self) -> ComposeResult:
-        """The map with its lines, and the block table."""
+        """Lay out the map with its lines, and the block table."""
         with Horizontal(id="body"):
             with Vertical(id="map-panel"):
                 yield BlockMap()
@@ -65,7 +65,7 @@ class MapPage(Page):
             yield BlockTablePanel()
 
     def framed(self, view: View) -> View:
-        """The title tells which part of the blocks is seen."""
+        """Show the visible range of blocks in the title."""
         blocks, title = view.state.blocks, f"KV blocks by {view.mode.value}"
         for block_map in self.query(BlockMap):
             port = block_map.viewport(view)
@@ -75,7 +75,7 @@ class MapPage(Page):
         return view
 
     def action_zoom(self, step: int) -> None:
-        """Look closer or from farther away."""
+        """Zoom in, or out with a negative number."""
         view = self.session.view()
         blocks, size = view.state.blocks, self.query_one(BlockMap).size
         if blocks is None or not blocks.num_blocks:
@@ -103,7 +103,7 @@ class MapPage(Page):
         self.session.change(cursor=min(max(moved, 0), blocks.num_blocks - 1))
 
     def action_focus_owner(self) -> None:
-        """Bring out the sequence that owns the block under the cursor."""
+        """Focus the sequence that owns the block under the cursor."""
         view = self.session.view()
         blocks, cursor = view.state.blocks, view.look.cursor
         if blocks is None or cursor is None or cursor >= blocks.num_blocks:
@@ -113,7 +113,7 @@ class MapPage(Page):
         self.session.change(focus=keys[0] if keys else None)
 
     def action_show_all(self) -> None:
-        """Bring out all sequences again; then look at all blocks, without a cursor."""
+        """Show all sequences; if all are shown, leave zoom and cursor."""
         if self.session.look.focus is not None:
             super().action_show_all()
         else:

@@ -1,4 +1,4 @@
-"""The first page: block map, numbers and sequences at a glance."""
+"""The overview page: block map, numbers and sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Overview(Page):
-    """On a small terminal the map and two lines."""
+    """Shows everything at a glance; on a small terminal only the map and two lines."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "focus_sequence(1)", "Next", show=False),
@@ -60,7 +60,7 @@ class Overview(Page):
     """
 
     def body(self) -> ComposeResult:
-        """Map and numbers side by side, sequences below."""
+        """Lay out map and numbers side by side, sequences below."""
         with Horizontal(id="body"):
             with Vertical(id="map-panel"):
                 yield BlockMap()
@@ -76,6 +76,6 @@ class Overview(Page):
         yield RequestTable()
 
     def framed(self, view: View) -> View:
-        """Here the map is always whole and without a cursor."""
+        """Show the whole map without a cursor."""
         self.entitle("#map-panel", f"KV blocks by {view.mode.value}")
         return view.whole()

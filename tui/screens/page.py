@@ -1,4 +1,4 @@
-"""What all pages share: the header, the keys, and one way to paint."""
+"""The base of all pages: header, keys and painting."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ MIN_WIDTH, MIN_HEIGHT = 40, 10
 
 
 class Page(Screen[None]):
-    """One of the pages between which the number keys switch; a subclass says what is on it.
+    """A page between which the number keys switch; subclasses define its body.
 
     Args:
-        session: what is shown, and how the person looks at it.
+        session: the state and the user's view of it.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -80,7 +80,7 @@ class Page(Screen[None]):
         self.session = session
 
     def compose(self) -> ComposeResult:
-        """Header, what the page shows, keys."""
+        """Lay out header, body and keys."""
         yield TooSmall()
         yield Header()
         with Vertical(id="page"):
@@ -89,19 +89,19 @@ class Page(Screen[None]):
         yield Footer(show_command_palette=False)
 
     def body(self) -> ComposeResult:
-        """The widgets of this page."""
+        """Yield the widgets of this page."""
         raise NotImplementedError
 
     def on_screen_resume(self) -> None:
-        """Show at once what changed while another page was seen."""
+        """Paint changes that happened while another page was shown."""
         self.call_after_refresh(lambda: self.paint(self.session.view()))
 
     def framed(self, view: View) -> View:
-        """A view as this page shows it; the page dresses itself for it."""
+        """Adapt a view to this page, and the page to the view."""
         return view
 
     def entitle(self, selector: str, title: str) -> None:
-        """Put a title into the border of a panel; each change paints all of it anew."""
+        """Set the border title of a panel, if it changed: each change repaints the panel."""
         for panel in self.query(selector):
             if panel.border_title != title:
                 panel.border_title = title
@@ -109,40 +109,37 @@ class Page(Screen[None]):
     def paint(self, view: View, *, panels: bool = True, terminal: Driver | None = None) -> None:
         """Show another view.
 
-        Args:
-            view: what to show.
-            panels: whether to show the numbers too, or only the map.
-            terminal: that the screen is on, if it may be written to past Textual.
+        `terminal` is set if it may be written to past Textual.
         """
         if self.app.screen is not self or self.query("Toast"):
             terminal = None  # something lies over the page
         view = self.framed(view)
-        # A query, as a frame may fall due before the widgets are there and after they are gone.
+        # A query, since a frame may fall due before the widgets exist and after they are gone.
         for widget in self.query(Lines if panels else BlockMap):
             widget.present(view, terminal)
 
     def say(self, message: str) -> None:
-        """Tell the person something for a few seconds."""
+        """Show a message for a few seconds."""
         self.notify(message, severity="warning", markup=False)
 
     def action_next_mode(self) -> None:
-        """Let the colours mean something else."""
+        """Switch the colour mode."""
         self.session.change(mode=self.session.look.mode.next)
 
     def action_pause(self) -> None:
-        """Hold the picture still, or let it go on."""
+        """Pause or resume."""
         self.session.pause()
 
     def action_rewind(self, seconds: int) -> None:
-        """Go back in time, or forward again with a negative number."""
+        """Go back in time, or forward with a negative number."""
         self.session.rewind(seconds)
 
     def action_focus_sequence(self, step: int) -> None:
-        """Bring out another sequence."""
+        """Focus another sequence."""
         self.session.focus_next(step)
 
     def action_show_all(self) -> None:
-        """Bring out all sequences again."""
+        """Show all sequences."""
         self.session.change(focus=None)
 
     def action_help(self) -> None:
@@ -150,7 +147,7 @@ class Page(Screen[None]):
         self.app.push_screen(HelpScreen(self.session.view().lettered))
 
     def action_abort(self) -> None:
-        """Abort the request in focus, once the person has confirmed it."""
+        """Abort the focused request, after confirmation."""
         sequence = self.session.view().focused
         if refusal := self.session.why_not_abort(sequence):
             self.say(refusal)
@@ -180,16 +177,16 @@ class Page(Screen[None]):
             self.notify(f"Aborted {key.brief}", markup=False)
 
     def on_sequence_chosen(self, message: SequenceChosen) -> None:
-        """Bring out what was clicked, or all again."""
+        """Focus the clicked sequence, or all if it was focused."""
         again = message.key == self.session.look.focus
         self.session.change(focus=None if again else message.key)
 
     def on_block_chosen(self, message: BlockChosen) -> None:
-        """Move the cursor there."""
+        """Move the cursor to the block."""
         self.session.change(cursor=message.block)
 
     def on_sort_chosen(self, message: SortChosen) -> None:
-        """Order by that column, or the other way round if it is so already."""
+        """Sort by that column, or reverse the order if it is sorted by it."""
         look = self.session.look
         same = message.sort is look.sort
         self.session.change(sort=message.sort, ascending=same and not look.ascending)

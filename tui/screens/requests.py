@@ -1,4 +1,4 @@
-"""The page of the requests: a table to sort and filter, and all about the one in focus."""
+"""The requests page: a sortable, filterable table, and details of the focused request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Filter(Input):
-    """One line to type what the table must contain."""
+    """The input line of the table's filter."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "leave", "Keep", key_display="enter"),
@@ -28,18 +28,18 @@ class Filter(Input):
     ]
 
     def action_leave(self) -> None:
-        """Keep the filter and give the keys back to the table."""
+        """Keep the filter and return the focus to the table."""
         self.set_class(bool(self.value), "-used")
         self.screen.set_focus(None)
 
     def action_clear(self) -> None:
-        """Show all again."""
+        """Clear the filter."""
         self.value = ""
         self.action_leave()
 
 
 class RequestsPage(Page):
-    """Every live sequence."""
+    """Shows every live sequence."""
 
     AUTO_FOCUS = ""
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -74,7 +74,7 @@ class RequestsPage(Page):
     """
 
     def body(self) -> ComposeResult:
-        """The table, the detail beside it or below, and the filter."""
+        """Lay out the table, the details beside or below it, and the filter."""
         with Horizontal(id="body"):
             with Vertical():
                 yield RequestTable()
@@ -82,12 +82,12 @@ class RequestsPage(Page):
             yield RequestDetail()
 
     def framed(self, view: View) -> View:
-        """A narrow terminal has the detail only while there is any."""
+        """Show details on a narrow terminal only with a focused sequence."""
         self.set_class(view.focused is not None, "-focused")
         return view
 
     def action_filter(self) -> None:
-        """Let the person type, from the next key on."""
+        """Open the filter line and focus it."""
         field = self.query_one(Filter)
         field.add_class("-used")
         self.set_focus(field)
@@ -97,16 +97,16 @@ class RequestsPage(Page):
         self.session.change(query=event.value)
 
     def action_show_all(self) -> None:
-        """Bring out all sequences again; then drop the filter."""
+        """Show all sequences; if all are shown, clear the filter."""
         if self.session.look.focus is not None:
             super().action_show_all()
         else:
             self.query_one(Filter).action_clear()
 
     def action_next_sort(self) -> None:
-        """Order the table by another column."""
+        """Sort the table by the next column."""
         self.session.change(sort=self.session.look.sort.next)
 
     def action_reverse_sort(self) -> None:
-        """Order the table the other way round."""
+        """Reverse the order of the table."""
         self.session.change(ascending=not self.session.look.ascending)

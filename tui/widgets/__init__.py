@@ -1,1 +1,1 @@
-"""What is drawn inside the panels: each widget shows one part of a `View`."""
+"""The widgets inside the panels; each draws one part of a `View`."""

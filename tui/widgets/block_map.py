@@ -1,4 +1,4 @@
-"""The physical block map: two pixels in each cell, and only what changed is painted again."""
+"""The block map: two pixels per cell, repainting only what changed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UPPER_HALF = "▀"
 _COLORS = tuple(Color.parse(color) for color in PAINT)
 _PAPER = Color.parse(palette.BACKGROUND)
 _REVERSED = Style(reverse=True)
-_INKED = 1 << 12  # of a letter: it stands on the colour of its block
+_INKED = 1 << 12  # flag of a letter drawn on the colour of its block
 # A cell is a code: letter << 16 | upper pixel << 8 | lower pixel. No letter is a half block.
 
 
@@ -45,12 +45,12 @@ class BlockMap(Lines):
     def __init__(self, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._codes = np.zeros((0, 0), dtype=np.uint32)
-        self._notice: list[str] = []  # in place of the picture
-        self._lines: dict[int, Strip] = {}  # of the picture, as far as they were asked for
+        self._notice: list[str] = []  # instead of the picture
+        self._lines: dict[int, Strip] = {}  # of the picture, as far as they were requested
         self._glyphs: dict[int, tuple[str, Style]] = {}
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The blocks, and how they are looked at."""
+        """Blocks and view settings."""
         look = view.look
         # Ages change by themselves, but no step of theirs is shorter than a second.
         moment = int(view.clock / AGE_LIMITS[0]) if look.mode is ColorMode.AGE else 0
@@ -60,7 +60,7 @@ class BlockMap(Lines):
         )  # fmt: skip
 
     def redraw(self, view: View, terminal: Driver | None) -> None:
-        """Paint again only the cells that changed, past Textual where that may be."""
+        """Repaint only the cells that changed, past Textual where possible."""
         words = [line for part in notice(view) for line in _lines_of(part, self.size.width)]
         before, self._codes = self._codes, self._paint(view, self.size)
         if words != self._notice or before.shape != self._codes.shape:
@@ -79,7 +79,7 @@ class BlockMap(Lines):
             terminal.write(self._sequence(regions))
 
     def render_line(self, y: int) -> Strip:
-        """One line, for Textual."""
+        """Render one line for Textual."""
         width, height = self.size
         first = max(0, (height - len(self._notice)) // 2)
         if first <= y < first + len(self._notice):
@@ -91,7 +91,7 @@ class BlockMap(Lines):
         return self._lines[y]
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Lines as they are now: Textual would keep some that were painted past it since."""
+        """Render the present lines: Textual would reuse some that were painted past it."""
         lines = [self.render_line(y).crop(crop.x, crop.right) for y in crop.line_range]
         return self._filtered(lines)
 
@@ -102,7 +102,6 @@ class BlockMap(Lines):
         return strips
 
     def _sequence(self, regions: list[Region]) -> str:
-        """What brings a terminal up to date on some parts of lines."""
         (left, top), console = self.content_region.offset, self.app.console
         strips = self._filtered([self._span(region) for region in regions])
         return "".join(
@@ -111,7 +110,7 @@ class BlockMap(Lines):
         )
 
     def viewport(self, view: View) -> Viewport:
-        """The window that is seen."""
+        """Return the visible part of the map."""
         blocks, look = view.state.blocks, view.look
         return Viewport.at(
             blocks.num_blocks if blocks else 0, self.size.width, self.size.height,
@@ -119,7 +118,7 @@ class BlockMap(Lines):
         )  # fmt: skip
 
     def on_click(self, event: Click) -> None:
-        """Tell what was clicked: the block, and the sequence that owns it."""
+        """Post the clicked block, and the sequence that owns it."""
         at = event.get_content_offset(self)
         view = self._view
         if at is None or view is None or view.state.blocks is None:
@@ -133,7 +132,7 @@ class BlockMap(Lines):
         self.post_message(SequenceChosen(keys[0] if keys else None))
 
     def _span(self, region: Region) -> Strip:
-        """Some cells of one line; equal neighbours are one segment."""
+        """Draw some cells of one line; equal neighbours become one segment."""
         codes = self._codes[region.y, region.x : region.right]
         starts = [0, *(np.flatnonzero(codes[1:] != codes[:-1]) + 1).tolist()]
         glyphs = map(self._glyph, codes[starts].tolist())
@@ -146,7 +145,7 @@ class BlockMap(Lines):
         return Strip(segments, codes.size)
 
     def _paint(self, view: View, size: Size) -> NDArray[np.uint32]:
-        """(height, width) codes of cells."""
+        """Return (height, width) codes of cells."""
         blocks, look = view.state.blocks, view.look
         if blocks is None:
             return np.full((size.height, size.width), NONE << 8 | NONE, dtype=np.uint32)
@@ -181,7 +180,7 @@ class BlockMap(Lines):
                     style += _REVERSED
                 known = chr(letter & ~_INKED), style
             elif upper == lower:
-                # Equal halves need no glyph, and then no seam shows between cells.
+                # Equal halves need no glyph, so no seam shows between cells.
                 known = " ", Style.from_color(None, _COLORS[lower])
             else:
                 known = _UPPER_HALF, Style.from_color(_COLORS[upper], _COLORS[lower])
@@ -196,19 +195,18 @@ class BlockMap(Lines):
 
 
 def _ink_on(color: str) -> Color:
-    """Black or white, whichever can be read on a colour."""
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     light = 0.299 * red + 0.587 * green + 0.114 * blue > 110
     return _PAPER if light else Color.parse(palette.TEXT)
 
 
 def _lines_of(words: str, width: int) -> list[str]:
-    """At most `width` cells each; no words are an empty line."""
+    """Wrap words to `width` cells; no words give an empty line."""
     return [line.plain for line in wrapped(words, width, palette.TEXT)] or [""]
 
 
 def changed_regions(before: NDArray[np.uint32], after: NDArray[np.uint32]) -> list[Region]:
-    """Spans of lines in which two pictures of the same shape differ, near ones merged."""
+    """Return the spans of lines in which two pictures differ, merging near ones."""
     rows, columns = np.nonzero(before != after)
     if not rows.size:
         return []

@@ -1,4 +1,4 @@
-"""The block table of the sequence in focus: logical to physical."""
+"""The block table of the focused sequence: logical to physical."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 class BlockTablePanel(Panel):
-    """The newest blocks of one sequence, with what the server tells of each."""
+    """Shows the newest blocks of one sequence."""
 
     TITLE = "Sequence in focus"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The focused sequence and its table; without one, its blocks on the map."""
+        """The focused sequence and its table; without a table, the block map."""
         blocks = view.state.blocks if view.table is None else None
         cursor = view.look.cursor
         return view.focused, view.table, blocks, cursor, view.latest.reduced
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Facts of the sequence, then its blocks."""
+        """Draw facts about the sequence, then its blocks."""
         sequence = view.focused
         if sequence is None:
             return [Text("tab chooses a sequence;", palette.MUTED),
@@ -62,7 +62,6 @@ def _facts(view: View, sequence: SequenceView, width: int) -> list[Text]:
 
 
 def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]:
-    """A heading and the last blocks, or those around the cursor."""
     info = view.state.info
     names = info.precisions if info else ()
     num_full = table.num_tokens // info.block_size if info and info.block_size else 0
@@ -74,7 +73,7 @@ def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]
     for place in range(first, min(len(table.blocks), first + room)):
         entry = table.blocks[place]
         index = entry.precision
-        # The server tells hashes of full blocks to those who may know what was asked.
+        # The server sends hashes of full blocks only to those who may know the prompts.
         known = entry.hash[:8] or ("hidden" if place < num_full else "open")
         color = palette.SHARED if entry.references > 1 else palette.TEXT
         line = Text(
@@ -90,7 +89,7 @@ def _entries(view: View, table: BlockTable, width: int, room: int) -> list[Text]
 
 
 def _elsewhere(sequence: SequenceView, width: int) -> list[Text]:
-    """Of a sequence without blocks: where its content is, and what it waits for."""
+    """Draw where a sequence without blocks keeps its content, and what it waits for."""
     held = []
     if sequence.host_blocks:
         held = [pair("blocks in host memory", numbers.count(sequence.host_blocks), width)]
@@ -99,12 +98,12 @@ def _elsewhere(sequence: SequenceView, width: int) -> list[Text]:
 
 
 def _short(precision: str) -> str:
-    """What its column has room for; the legend tells the whole name."""
+    """Shorten a precision to its column; the legend has the whole name."""
     return "mixed" if "," in precision else precision.replace("-", " ").split(" ")[0]
 
 
 def _from_map(view: View, sequence: SequenceView, room: int) -> list[Text]:
-    """Where no table is told: the blocks that the sequence took, in physical order."""
+    """Draw the sequence's blocks in physical order, if no table was sent."""
     blocks = view.state.blocks
     if blocks is None or view.emphasis.slot is None:
         return []

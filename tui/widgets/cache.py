@@ -1,4 +1,4 @@
-"""How full the KV cache is, and what sharing saves."""
+"""The KV cache's use, and the savings by sharing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BAR = "━"
 
 
 class Cache(Panel):
-    """A bar in the colours of the block map's states, and shares."""
+    """A bar in the block map's colours, and shares."""
 
     TITLE = "KV cache"
     DEFAULT_CSS = "Cache { height: 8; }"
@@ -27,7 +27,7 @@ class Cache(Panel):
         return view.state.stats, view.state.info
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """The bar and five lines."""
+        """Draw the bar and five lines."""
         if view.state.stats is None:
             return []
         engine = view.state.stats.engine
@@ -56,7 +56,6 @@ def _prefix_hits(engine: EngineStats, width: int) -> Text:
 
 
 def _bar(engine: EngineStats, width: int) -> Text:
-    """Shared, active, cached and free blocks to scale."""
     line = Text()
     seen = drawn = 0
     for blocks, color in (

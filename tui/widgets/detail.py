@@ -1,4 +1,4 @@
-"""The line that tells what is under the cursor."""
+"""The line that describes the block under the cursor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATES = {
 
 
 class Detail(Lines):
-    """Everything that is known of one block."""
+    """Everything known about one block."""
 
     DEFAULT_CSS = "Detail { height: 1; }"
 
@@ -35,7 +35,7 @@ class Detail(Lines):
         return view.state.blocks, view.look.cursor, view.state.sequences, view.table
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """One line, or none without a cursor."""
+        """Draw one line, or none without a cursor."""
         blocks, cursor = view.state.blocks, view.look.cursor
         if blocks is None or cursor is None or cursor >= blocks.num_blocks:
             return []
@@ -49,7 +49,7 @@ class Detail(Lines):
 
 
 def block_facts(view: View, blocks: Blocks, block: int) -> list[str]:
-    """What is known of a block, the most important first."""
+    """List facts about a block, the most important first."""
     one = blocks.part(range(block, block + 1))
     state, references = int(one.states[0]), int(one.references[0])
     facts = [_STATES.get(BlockState(state), "") if state in set(BlockState) else f"state {state}"]

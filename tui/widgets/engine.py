@@ -1,4 +1,4 @@
-"""What the engine does in a step, and how much it has done."""
+"""The engine's steps and totals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Panel):
-    """Names and numbers."""
+    """Shows steps and totals."""
 
     TITLE = "Engine"
     DEFAULT_CSS = "Engine { height: 7; }"
@@ -27,7 +27,7 @@ class Engine(Panel):
         return view.state.stats, view.state.info
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Up to six lines."""
+        """Draw up to six lines."""
         stats, info = view.state.stats, view.state.info
         if stats is None:
             return []
@@ -54,7 +54,6 @@ class Engine(Panel):
 
 
 def _steps(view: View, engine: EngineStats, width: int) -> list[Text]:
-    """The composition of batches, now and over the last minutes, and how long a step takes."""
     history = view.state.history
     inside = engine.model_seconds / engine.step_seconds if engine.step_seconds else 0.0
     decode = history.decode_rows.columns(width, GRAPH_SECONDS)

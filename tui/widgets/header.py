@@ -1,4 +1,4 @@
-"""The top line: what is served, and how the connection to it is."""
+"""The top line: model and connection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DOTS = {
 
 
 class Header(Lines):
-    """One line; facts are left out from the end as the terminal gets narrower."""
+    """One line; on narrow terminals it drops facts from the end."""
 
     DEFAULT_CSS = "Header { height: 1; }"
 
@@ -41,7 +41,7 @@ class Header(Lines):
         )  # fmt: skip
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Name and model on the left, connection on the right."""
+        """Draw name and model on the left, connection on the right."""
         right = _connection(view, with_url=width >= 120)
         line = Text.assemble((_NAME, f"bold {palette.ACCENT}"))
         if view.state.info is not None:
@@ -56,7 +56,6 @@ class Header(Lines):
 
 
 def _facts(info: Info) -> list[tuple[str, str]]:
-    """What to say of the model, with a colour each, the most important first."""
     facts = [("its metrics only", palette.WARNING)] if info.protocol == 0 else []
     if info.state != "ready":
         facts.append((info.state, palette.BAD if info.state == "failed" else palette.WARNING))

@@ -1,4 +1,4 @@
-"""The blocks that lie in host memory, in one line below the block map."""
+"""The blocks in host memory, in one line below the block map."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from appliance.tui.view import View
 
 _NAME = "host memory "
-_MIN_BAR = 12  # cells; narrower terminals have only the words
+_MIN_BAR = 12  # cells; narrower terminals show only words
 
 
 class HostStrip(Lines):
-    """All blocks that host memory has room for, to a scale of their own.
+    """All blocks that fit into host memory, on their own scale.
 
-    They have no fixed place there as they have in the cache, so the line shows how many there are.
+    Unlike cache blocks they have no fixed place there, so the line shows only their number.
     """
 
     DEFAULT_CSS = """
@@ -31,7 +31,7 @@ class HostStrip(Lines):
     """
 
     def present(self, view: View, terminal: Driver | None = None) -> None:
-        """Show another view; takes a line only where there is such a tier."""
+        """Show another view; hide the line where there is no such tier."""
         stats = view.state.stats
         there = stats is not None and stats.engine.kv_host_capacity > 0
         if there is not self.has_class("-there"):
@@ -39,16 +39,16 @@ class HostStrip(Lines):
         super().present(view, terminal)
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The engine's numbers, and what is in focus."""
+        """The engine's numbers, and the focused sequence."""
         stats = view.state.stats
         engine = stats.engine if stats is not None else None
         return engine, view.focused, view.lettered, view.latest.current
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Swapped and cached blocks and the room that is left, then how many they are."""
+        """Draw swapped and cached blocks and free space, then their numbers."""
         stats = view.state.stats
         if stats is None or not stats.engine.kv_host_capacity:
-            return []  # such as while the server starts anew, and the line is still there
+            return []  # e.g. while the server restarts
         engine = stats.engine
         words = _words(engine, view.focused.host_blocks if view.focused is not None else None)
         room = width - len(_NAME) - len(words) - 2
@@ -69,7 +69,7 @@ def _words(engine: EngineStats, focused: int | None) -> str:
 
 
 def _bar(view: View, engine: EngineStats, width: int) -> Text:
-    """To scale, but what there is at all has a cell."""
+    """Draw to scale, but give every nonzero part a cell."""
     focused = min(view.focused.host_blocks, engine.kv_host_swapped) if view.focused else 0
     dims = view.focused is not None or not view.latest.current
     parts = (

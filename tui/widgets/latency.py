@@ -1,4 +1,4 @@
-"""How long people wait: for the first token, and between tokens."""
+"""Latencies: time to the first token, and between tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _COLUMN = 8
 
 
 class Latency(Panel):
-    """A small table of quantiles over the last minute."""
+    """A table of quantiles over the last minute."""
 
     TITLE = "Latency, last minute"
     DEFAULT_CSS = "Latency { height: 7; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The numbers of the last second."""
+        """The latest stats."""
         return (view.state.stats,)
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """One line per latency."""
+        """Draw one line per latency."""
         stats = view.state.stats
         heading = Text("p50".rjust(_COLUMN) + "p90".rjust(_COLUMN) + "p99".rjust(_COLUMN))
         heading.stylize(palette.MUTED)

@@ -1,4 +1,4 @@
-"""The line under the block map: what its colours mean, and how many blocks have each."""
+"""The line under the block map: its colours and the number of blocks of each."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Legend(Lines):
     DEFAULT_CSS = "Legend { height: 1; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The block map, the mode and what the server calls its precisions."""
+        """The block map, the mode and the names of precisions."""
         precisions = view.state.info.precisions if view.state.info else ()
         return view.state.blocks, view.mode, precisions, self._lettered(view), _swapped(view)
 
     def _lettered(self, view: View) -> bool:
-        """Whether the map above has letters, in a terminal with colours too."""
+        """Return True if the map above has letters, even in a terminal with colours."""
         return view.lettered or self.screen.query_one(BlockMap).viewport(view).lettered
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Swatches on the left; on the right how many blocks there are, if it fits."""
+        """Draw swatches on the left and the number of blocks on the right, if it fits."""
         blocks = view.state.blocks
         if blocks is None:
             return []
@@ -88,7 +88,7 @@ def _entries(view: View, blocks: Blocks, *, lettered: bool) -> list[Text]:
 
 
 def _swapped(view: View) -> int:
-    """Blocks that are not on the map: in host memory, for sequences that wait."""
+    """Return the number of waiting sequences' blocks in host memory, which the map lacks."""
     return view.state.stats.engine.kv_host_swapped if view.state.stats is not None else 0
 
 
@@ -104,7 +104,7 @@ def _steps(title: str, colors: tuple[str, ...], names: tuple[str, ...], entry: _
 
 
 def _precisions(view: View, blocks: Blocks, counts: BlockCounts, entry: _Entry) -> list[Text]:
-    """The formats that blocks have, the most frequent first."""
+    """List the formats of blocks, the most frequent first."""
     names = view.state.info.precisions if view.state.info else ()
     held = appearance(blocks.cells) != FREE
     per_index = np.bincount(blocks.precisions[held], minlength=1).tolist()

@@ -1,4 +1,4 @@
-"""A widget made of whole lines, which paints again only those that changed."""
+"""A widget made of whole lines, which repaints only those that changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Lines(Widget):
-    """Base of all that shows a view; a subclass says what its lines are and what they depend on."""
+    """Base of all widgets that show a view; subclasses define the lines and their inputs."""
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:
         super().__init__(id=id, classes=classes)
@@ -30,19 +30,17 @@ class Lines(Widget):
         self._strips: list[Strip] = []
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """What the lines depend on: as long as these are equal, nothing is drawn."""
+        """Return the inputs of the lines: while they are equal, nothing is drawn."""
         raise NotImplementedError
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """The lines, from the top; missing ones are blank, and those too many are cut off."""
+        """Draw the lines from the top; missing ones are blank, extra ones are cut off."""
         raise NotImplementedError
 
     def present(self, view: View, terminal: Driver | None = None) -> None:
         """Show another view.
 
-        Args:
-            view: what to show.
-            terminal: may be written to at once, as nothing lies over the page; None where not.
+        `terminal` is set if it may be written to directly, since nothing lies over the page.
         """
         self._view = view
         if not self.size:
@@ -53,7 +51,7 @@ class Lines(Widget):
             self.redraw(view, terminal)
 
     def redraw(self, view: View, terminal: Driver | None) -> None:
-        """Bring up to date what Textual asks for, and tell it what changed."""
+        """Update the strips that Textual asks for, and tell it which changed."""
         width, height = self.size
         base, console = self.rich_style, self.app.console
         lines = self.draw(view, width, height)[:height]
@@ -67,31 +65,31 @@ class Lines(Widget):
             self.refresh(*changed)
 
     def get_line_filters(self) -> list[LineFilter]:
-        """Ours alone: nothing here is drawn in colours that only the terminal knows."""
+        """Return our filters only: nothing here uses colours that only the terminal knows."""
         filters = super().get_line_filters()
         return [one for one in filters if not isinstance(one, ANSIToTruecolor)]
 
     def on_resize(self) -> None:
-        """Draw again at the new size."""
+        """Redraw at the new size."""
         if self._view is not None:
             self.present(self._view)
             self.refresh()
 
     def render_line(self, y: int) -> Strip:
-        """One line, for Textual."""
+        """Render one line for Textual."""
         if y < len(self._strips):
             return self._strips[y]
         return Strip.blank(self.size.width, self.rich_style)
 
 
 def strip_of(line: Text, width: int, base: Style, console: Console) -> Strip:
-    """A line of exactly `width` cells; what could steer the terminal is made visible instead."""
+    """Build a strip of exactly `width` cells; control characters become visible."""
     ground = base + console.get_style(line.style)
     segments = [
         Segment(_printable(segment.text), ground + segment.style if segment.style else ground)
         for segment in line.render(console)
     ]
-    # Each change of style costs time on its way, so equal neighbours are joined.
+    # Each change of style costs bytes, so equal neighbours are joined.
     return Strip(segments).adjust_cell_length(width, base).simplify()
 
 

@@ -1,4 +1,4 @@
-"""Warnings and errors of the server as they come."""
+"""The server's warnings and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from appliance.tui.view import View
 
 _COLORS = {"WARNING": palette.WARNING, "ERROR": palette.BAD, "CRITICAL": palette.BAD}
-_MARGIN = 18  # cells of the time of day and the level
+_MARGIN = 18  # cells for time and level
 
 
 class LogPanel(Panel):
@@ -29,7 +29,7 @@ class LogPanel(Panel):
         return view.state.log, view.look.log_back, view.latest.reduced
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """As many as fit."""
+        """Draw as many as fit."""
         log = view.state.log
         if not log:
             words = "Nothing to tell: no warning and no error so far."

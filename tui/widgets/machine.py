@@ -1,4 +1,4 @@
-"""What the machine does: its GPUs, or without one the processor and memory of the server."""
+"""The machine's load: its GPUs, or without one the server's processor and memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _FULL = 4  # lines of `gpu_lines`
 
 
 class MachinePanel(Panel):
-    """A few lines a GPU; quiet where there is none."""
+    """A few lines per GPU, or about the processor and memory."""
 
     TITLE = "Machine"
     DEFAULT_CSS = "MachinePanel { height: 6; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """What the server told last."""
+        """The latest stats."""
         return (view.state.stats,)
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """GPUs if there are any, else processor and memory."""
+        """Draw GPUs if there are any, else processor and memory."""
         stats = view.state.stats
         if stats is None or stats.machine is None:
             return [pair("the server does not tell", "", width)]
@@ -41,7 +41,7 @@ class MachinePanel(Panel):
 
 
 def machine_lines(machine: Machine, width: int) -> list[Text]:
-    """Processor and memory."""
+    """Draw processor and memory."""
     cores = f"of {numbers.counted(machine.cpu_cores, 'core')}" if machine.cpu_cores else "cores"
     free = numbers.size(machine.memory_available_bytes)
     total = f"of {numbers.size(machine.memory_total_bytes)}"
@@ -54,7 +54,7 @@ def machine_lines(machine: Machine, width: int) -> list[Text]:
 
 
 def _short_lines(gpu: Gpu, width: int) -> list[Text]:
-    """What matters most of one GPU, where several share the room."""
+    """Draw the main facts of one GPU, where several share the space."""
     busy = "-" if gpu.utilization is None else f"{gpu.utilization:.0%}"
     held = ", ".join(gpu.throttled)
     facts = (
@@ -72,7 +72,7 @@ def _short_lines(gpu: Gpu, width: int) -> list[Text]:
 
 
 def gpu_lines(gpu: Gpu, width: int) -> list[Text]:
-    """What the driver tells of one GPU."""
+    """Draw the driver's facts about one GPU."""
     busy = "-" if gpu.utilization is None else f"{gpu.utilization:.0%}"
     energy = "" if gpu.joules_per_token is None else f"{gpu.joules_per_token:.2f} J/token"
     lines = [pair(gpu.name, busy, width, note=energy, color=HEADLINE)]
@@ -84,7 +84,7 @@ def gpu_lines(gpu: Gpu, width: int) -> list[Text]:
         limit = f"of {gpu.power_limit_watts:.0f} W" if gpu.power_limit_watts else ""
         words = f"{gpu.power_watts:.0f} W  {heat}".rstrip()
         lines.append(pair("power", words, width, note=limit))
-    elif heat:  # laptops and small cards tell no power
+    elif heat:  # laptops and small cards report no power
         lines.append(pair("temperature", heat, width))
     clock = "-" if gpu.sm_clock_mhz is None else f"{gpu.sm_clock_mhz:,} MHz"
     held = ", ".join(gpu.throttled)

@@ -1,4 +1,4 @@
-"""One line with all blocks on it, and above them which part the block map shows."""
+"""One line with all blocks, and above it the part that the block map shows."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class Minimap(Lines):
-    """The whole cache in a line; the window stands out above it."""
+    """The whole cache in a line; the visible part is marked above it."""
 
     DEFAULT_CSS = "Minimap { height: 1; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The block map and the window on it."""
+        """The block map and its visible part."""
         look = view.look
         return view.state.blocks, look.level, look.cursor, look.mode, view.emphasis, view.lettered
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """A line when less than all is seen; else it says how to."""
+        """Draw the line if part of the map is visible; else explain the zoom."""
         blocks = view.state.blocks
         if blocks is None or not blocks.num_blocks:
             return []

@@ -1,4 +1,4 @@
-"""What is loaded, what quantizing it cost, and where the memory went."""
+"""The model, its quality card, and its memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _BAR = "━"
 
-# What a quality card's figures are called, see `appliance.commands.quality`.
+# Names of a quality card's figures, see `appliance.commands.quality`.
 _CARD = {
     "bits_per_weight": "bits per weight",
     "kld_mean": "KL divergence, mean",
@@ -28,17 +28,17 @@ _CARD = {
 
 
 class ModelPanel(LongPanel):
-    """What is served, and how."""
+    """The model and its settings."""
 
     TITLE = "Model"
     DEFAULT_CSS = "ModelPanel { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """What was loaded."""
+        """The server's info and jobs."""
         return view.state.info, view.state.jobs, view.look.facts_down
 
     def all_lines(self, view: View, width: int) -> list[Text]:
-        """Names and facts, the quality card, notes, and a long task if one goes on."""
+        """Draw names and facts, the quality card, notes, and a long job if one is running."""
         info = view.state.info
         if info is None:
             return []
@@ -68,7 +68,7 @@ class ModelPanel(LongPanel):
 
 
 def _quality(facts: tuple[QualityFact, ...], width: int) -> list[Text]:
-    """The quality card; what all of it was measured against stands in the heading."""
+    """Draw the quality card; the heading names the base of its figures."""
     heading = Text("quality card", f"bold {palette.TEXT}")
     if note := next((fact.note for fact in facts if fact.note), ""):
         heading.append(f"  {note}", palette.NOTE)
@@ -80,7 +80,6 @@ def _quality(facts: tuple[QualityFact, ...], width: int) -> list[Text]:
 
 
 def _job(job: Job, width: int) -> list[Text]:
-    """How far a long task is."""
     share = min(1.0, job.done / job.total) if job.total else 0.0
     done = round(width * share)
     left = "" if job.seconds_left is None else f"{numbers.clock(job.seconds_left)} left"
@@ -98,17 +97,17 @@ def _job(job: Job, width: int) -> list[Text]:
 
 
 class MemoryPanel(LongPanel):
-    """The plan beside what is used."""
+    """The memory plan beside its actual use."""
 
     TITLE = "Memory"
     DEFAULT_CSS = "MemoryPanel { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """What was planned, and what is measured."""
+        """The plan and the measurements."""
         return view.state.info, view.state.stats, view.look.facts_down
 
     def all_lines(self, view: View, width: int) -> list[Text]:
-        """The plan as a bar with its parts, what is measured, and the tiers below the cache."""
+        """Draw the plan as a bar with its parts, the measurements, and the tiers below."""
         info, stats = view.state.info, view.state.stats
         lines: list[Text] = []
         if info is not None and info.memory_bytes:

@@ -36,34 +36,34 @@ class Panel(Lines):
 
 
 class LongPanel(Panel):
-    """A panel of facts of which there may be more than fit; a subclass says what they are.
+    """Base of panels that scroll; subclasses supply all lines.
 
     Attributes:
-        hidden: lines that do not fit.
+        hidden: number of lines that do not fit.
     """
 
     hidden = 0
 
     def all_lines(self, view: View, width: int) -> list[Text]:
-        """The lines, however many."""
+        """Return all lines, however many."""
         raise NotImplementedError
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """As many as fit, from where the person has scrolled to."""
+        """Draw as many as fit, from the scroll position on."""
         lines = self.all_lines(view, width)
         self.hidden = max(0, len(lines) - height)
         start = min(view.look.facts_down, self.hidden)
         below = self.hidden - start
         words = f"{below} more ↓" if below else "↑" if self.hidden else ""
         if self.border_subtitle != words:
-            self.border_subtitle = words  # each change paints all of the panel anew
+            self.border_subtitle = words  # each change repaints the whole panel
         return lines[start:]
 
 
 def pair(name: str, value: str, width: int, *, note: str = "", color: str = palette.TEXT) -> Text:
-    """A name, a muted note if it fits, and a value that ends at the right edge.
+    """Draw a name, a muted note if it fits, and a value at the right edge.
 
-    A value that is too long loses its end, but keeps at least half of the line.
+    A long value is cut at its end, but keeps at least half of the line.
     """
     value = shortened(value, max(width - cell_len(name) - 1, width // 2))
     room = max(0, width - cell_len(value) - 1)
@@ -75,12 +75,12 @@ def pair(name: str, value: str, width: int, *, note: str = "", color: str = pale
 
 
 def shortened(words: str, room: int) -> str:
-    """At most so many cells; an ellipsis stands for what is missing at the end."""
+    """Cut words to so many cells, with an ellipsis at the end."""
     return words if cell_len(words) <= room else f"{set_cell_size(words, max(0, room - 1))}…"
 
 
 def wrapped(words: str, width: int, color: str) -> list[Text]:
-    """Lines of at most `width` cells, cut between words, and within them if need be."""
+    """Wrap words into lines of at most `width` cells, within words if necessary."""
     text = Text(" ".join(words.split()), color)
     lines = text.wrap(get_console(), max(1, width))
     for line in lines:

@@ -1,4 +1,4 @@
-"""All that is known of the sequence in focus."""
+"""Details of the focused sequence."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _WIDE = 70  # cells; enough for two columns
 
 
 class RequestDetail(Panel):
-    """Names and numbers; the prompt only where the server was started to show it."""
+    """Names and numbers; the prompt only if the server was started to show it."""
 
     TITLE = "Request"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The sequence in focus."""
+        """The focused sequence."""
         return view.focused, view.state.info
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """One line a fact."""
+        """Draw one line per fact."""
         one, info = view.focused, view.state.info
         if one is None:
             return [Text("No request is in focus; ↓ chooses one.", palette.MUTED)]

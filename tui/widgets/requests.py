@@ -1,4 +1,4 @@
-"""The table of sequences: who asked, how far each is, and what it holds."""
+"""The table of sequences: owner, progress and blocks of each."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _MIN_BAR = 16  # cells; narrower terminals have none
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: numbers end at the right edge, words begin at the left."""
+    """A column: numbers end at the right edge, words begin at the left."""
 
-    sort: Sort  # its heading, and the order that it stands for
+    sort: Sort  # its heading and sort order
     width: int
     right: bool = True
 
@@ -47,12 +47,12 @@ _COLUMNS = (
 )
 _MARK = 4  # focus mark and swatch
 _SHORT_REQUEST, _SHORT_KEY = 18, 12
-# What narrow terminals do without, the first to go first.
+# Columns that narrow terminals drop, in this order.
 _DISPENSABLE = (Sort.CACHED, Sort.STATE, Sort.PROMPT, Sort.KEY, Sort.SPEED, Sort.AGE)
 
 
 def columns_for(width: int) -> list[Column]:
-    """As many columns as fit."""
+    """Return as many columns as fit."""
     columns = list(_COLUMNS)
     if _width_of(columns) > width:
         columns[0] = replace(columns[0], width=_SHORT_REQUEST)
@@ -68,7 +68,7 @@ def _width_of(columns: list[Column]) -> int:
 
 
 class RequestTable(Panel):
-    """One line per sequence; scrolls so that the focused one is always seen."""
+    """One line per sequence; scrolls so that the focused one is visible."""
 
     TITLE = "Requests"
 
@@ -81,7 +81,7 @@ class RequestTable(Panel):
         )  # fmt: skip
 
     def on_click(self, event: Click) -> None:
-        """Tell which sequence was clicked."""
+        """Post the clicked sequence or column."""
         at = event.get_content_offset(self)
         if self._view is None or at is None:
             return
@@ -96,7 +96,7 @@ class RequestTable(Panel):
             self.post_message(SequenceChosen(SequenceKey.of(chosen)))
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """A heading, then as many sequences as fit."""
+        """Draw a heading, then as many sequences as fit."""
         sequences = view.listed
         if not sequences:
             return [_heading(view, width), Text(_why_none(view), palette.MUTED)]
@@ -119,13 +119,12 @@ def _why_none(view: View) -> str:
 
 
 def _room(view: View, height: int) -> int:
-    """Lines for sequences: all below the heading, or all but one that tells how many more."""
+    """Return the lines for sequences: all below the heading, less one if more are hidden."""
     room = max(0, height - 1)
     return room if len(view.listed) <= room else max(0, room - 1)
 
 
 def _first_shown(view: View, room: int) -> int:
-    """Index of the first sequence in the window."""
     for index, sequence in enumerate(view.listed):
         if SequenceKey.of(sequence) == view.focus:
             return max(0, index - room + 1)
@@ -133,7 +132,6 @@ def _first_shown(view: View, room: int) -> int:
 
 
 def _sort_at(x: int, width: int) -> Sort | None:
-    """The column under a cell of the heading."""
     right = _MARK
     for column in columns_for(width):
         right += column.width
@@ -185,20 +183,19 @@ def _row(view: View, sequence: SequenceView, width: int, longest: int) -> Text:
 
 
 def _named(sequence: SequenceView, room: int) -> str:
-    """The request, shortened so that its siblings can still be told apart."""
+    """Shorten the request id so that siblings can still be told apart."""
     sibling = f" #{sequence.index}" if sequence.index else ""
     return shortened(sequence.request_id, room - len(sibling)) + sibling
 
 
 def _fitted(words: str, column: Column) -> str:
-    """Exactly the column's width, with a space to the neighbour on its left or right."""
+    """Pad or cut to the column's width, with a space to its neighbour."""
     words = shortened(words, column.width - 1)
     space = " " * (column.width - cell_len(words))
     return space + words if column.right else words + space
 
 
 def _bar(sequence: SequenceView, width: int, longest: int, hue: str) -> Text:
-    """The sequence's tokens to scale: from the cache, computed from the prompt, generated."""
     line = Text()
     seen = drawn = 0
     for tokens, color in (

@@ -1,4 +1,4 @@
-"""Bar graphs of recent values in one or two colours: few bytes over a slow line."""
+"""Bar graphs of recent values in one or two colours, in few bytes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], width: int, height: int, top: float) -> list[str]:
-    """Lines of a bar graph, the newest value at the right edge.
+    """Draw the lines of a bar graph, the newest value at the right edge.
 
     Args:
         values: oldest first; only the last `width` are drawn.
         width: cells.
         height: lines; each shows eight steps.
-        top: value that fills the whole height. Anything above zero shows at least one step.
+        top: value of the full height. Anything above zero shows at least one step.
     """
     shown = values[max(0, len(values) - width) :] if width > 0 else ()
     steps = [_steps(value, 8 * height, top) for value in shown]
@@ -34,14 +34,14 @@ def stacked(
     lower: Sequence[float], upper: Sequence[float], width: int, height: int, top: float,
     colors: tuple[str, str],
 ) -> list[Text]:  # fmt: skip
-    """Lines of a bar graph in which each bar has two parts, the newest at the right edge.
+    """Draw a bar graph whose bars have two parts, the newest at the right edge.
 
     Args:
         lower: oldest first; only the last `width` are drawn.
-        upper: what stands on top of each.
+        upper: the part on top of each.
         width: cells.
         height: lines; each shows eight steps.
-        top: sum that fills the whole height.
+        top: sum of the full height.
         colors: of the lower and the upper part.
     """
     count = min(len(lower), len(upper), max(0, width))

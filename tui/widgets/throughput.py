@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from appliance.tui.history import History
     from appliance.tui.view import View
 
-GRAPH_SECONDS = 300  # what the width of a graph stands for
+GRAPH_SECONDS = 300  # seconds across the width of a graph
 
 
 class Throughput(Panel):
@@ -23,11 +23,11 @@ class Throughput(Panel):
     TITLE = "Tokens per second"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The numbers of the last second."""
+        """The latest stats."""
         return (view.state.stats,)
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """Generated tokens above, prompt tokens below."""
+        """Draw generated tokens above, prompt tokens below."""
         history = view.state.history
         upper = max(0, (height - 2) // 2)
         lower = max(0, height - 2 - upper)

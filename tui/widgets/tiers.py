@@ -1,4 +1,4 @@
-"""The tiers below the KV cache: who had to make room, and what host memory and disk hold."""
+"""Draws preemptions and the tiers below the KV cache: host memory and disk."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ if TYPE_CHECKING:
 
 
 def tier_lines(engine: EngineStats, block_bytes: float, width: int) -> list[Text]:
-    """What made room, and where blocks are that left the cache.
+    """Draw preemptions, and where evicted blocks are.
 
-    Args:
-        engine: its numbers.
-        block_bytes: of a block in all layers; 0 if that is not known.
-        width: in cells.
+    `block_bytes` is of a block in all layers, 0 if unknown.
     """
     lines = [*_title("making room"), *_preemptions(engine, width)]
     lines += [*_title("host memory"), *_host(engine, block_bytes, width)]
@@ -87,7 +84,7 @@ def _disk(engine: EngineStats, width: int) -> list[Text]:
 
 
 def _hits(engine: EngineStats, tokens: int, width: int) -> Text:
-    """Of all prompt tokens that were looked up."""
+    """Draw hits as a share of all prompt tokens looked up."""
     looked_up = engine.prefix_queries_total
     note = numbers.counted(tokens, "token")
     value = numbers.percent(tokens / looked_up) if looked_up else "-"

@@ -1,4 +1,4 @@
-"""What stands in a terminal that is too small for a dashboard."""
+"""The notice in a terminal that is too small for the dashboard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TooSmall(Lines):
-    """Says so, and how large it must be."""
+    """Tells the required size."""
 
     DEFAULT_CSS = "TooSmall { height: 1fr; }"
 
@@ -23,6 +23,6 @@ class TooSmall(Lines):
         return ()
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """As many words as fit."""
+        """Draw as many words as fit."""
         words = ["Terminal too small:", f"{width}x{height}.", "40x10 is the least.", "q quits."]
         return [Text(line[:width], palette.TEXT) for line in words]

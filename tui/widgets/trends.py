@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Trends(Panel):
-    """One graph above the other, all of the same minutes."""
+    """Graphs of the same minutes, one above the other."""
 
     TITLE = "Last five minutes"
     DEFAULT_CSS = "Trends { height: 1fr; }"
 
     def reads(self, view: View) -> tuple[object, ...]:
-        """The numbers of the last second."""
+        """The latest stats."""
         return (view.state.stats,)
 
     def draw(self, view: View, width: int, height: int) -> list[Text]:
-        """As many graphs as fit, each with a heading."""
+        """Draw as many graphs as fit, each with a heading."""
         history = view.state.history
         graphs: list[tuple[str, History, str, Callable[[float], str], float | None]] = [
             ("first token, p50", history.first_token, palette.WARNING, numbers.duration, None),

@@ -1,1 +1,1 @@
-"""Beam search: which beams grow, and the sequences they are."""
+"""Beam search: the search itself, and its beams as a sequence group."""

@@ -1,8 +1,8 @@
-"""A beam search as a sequence group: one sequence for each beam, which fork one another.
+"""A beam search as a sequence group: one sequence per beam; beams fork one another.
 
-All are admitted and preempted together, so that none of them waits for a slot or blocks that
-another one waits with. Among them only the first runs at first; the others are held, with a slot
-and without blocks, until there is something to fork. Imports no torch.
+All are admitted and preempted together, so that none waits for a slot or blocks that another one
+holds. At first only the first runs; the others are held, with a slot and without blocks, until
+there is something to fork. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ class BeamGroup(SequenceGroup):
     """The beams of one request.
 
     Args:
-        request: what was asked.
-        members: one for each beam, the first of which leads.
-        bounds: where answers end.
-        blocks: the KV cache's books.
+        members: one per beam; the first leads.
 
     Attributes:
-        beams: of the members that have one; they all have equally many tokens.
+        beams: the beam of each member that has one; all have the same number of tokens.
     """
 
     def __init__(
@@ -56,21 +53,21 @@ class BeamGroup(SequenceGroup):
         self._members = members
         self._blocks = blocks
         self._search = BeamSearch(request, bounds.eos_token_ids, max_tokens)
-        self._heard: dict[Sequence, Continuations] = {}  # what may follow those that are computed
-        # Blocks that it needs soon, or held when it was preempted, beside those of the leader.
+        self._heard: dict[Sequence, Continuations] = {}  # continuations of the computed beams
+        # Blocks beside the leader's that the group needs soon, or held when it was preempted.
         self._num_beside_leader = len(members) - 1
 
     def unit(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """All of them."""
+        """Return all members."""
         return self._members
 
     def num_beside(self, sequence: Sequence) -> int:
-        """See `SequenceGroup`; as far as there are so many."""
+        """See `SequenceGroup`; at most as many as exist."""
         own = self._blocks.blocks_for(len(sequence.token_ids))
         return max(0, min(self._num_beside_leader, self._blocks.num_blocks - own))
 
     def start(self) -> None:
-        """Hold back all but the leader."""
+        """Hold all members but the leader."""
         for member in self._members[1:]:
             member.is_held = True
 
@@ -87,7 +84,7 @@ class BeamGroup(SequenceGroup):
     def take(
         self, sequence: Sequence, sampled: Sampled, updates: list[Update]
     ) -> FinishReason | None:
-        """See `SequenceGroup`; the answers come with the last beam of the last step."""
+        """See `SequenceGroup`; the updates come with the last beam of the last step."""
         assert sampled.continuations is not None
         self._heard[sequence] = sampled.continuations
         if len(self._heard) < len(self.beams):
@@ -103,15 +100,15 @@ class BeamGroup(SequenceGroup):
         return None
 
     def cut(self) -> tuple[Update, ...]:
-        """The best so far, of beams that have come past the prompt."""
+        """Return the best answers so far, of beams that have passed the prompt."""
         self._search.cut(self.beams.values())
         return self._best()
 
     def _regroup(self, grown: list[tuple[Sequence, Beam]]) -> None:
-        """Let the beams that go on have the sequences.
+        """Assign sequences to the beams that go on.
 
-        The best continuation of a beam stays in its sequence. The others fork it and go into those
-        of beams that end here.
+        The best continuation of a beam stays in its sequence. The others fork it and take the
+        sequences of beams that end here.
         """
         chosen: dict[Sequence, tuple[Sequence, Beam]] = {}
         forks = []
@@ -123,7 +120,7 @@ class BeamGroup(SequenceGroup):
         empty = [member for member in self._members if member not in chosen]
         chosen |= zip(empty, forks, strict=False)
         leader = self._members[0]
-        if leader not in chosen:  # so many beams have ended that there are not enough forks
+        if leader not in chosen:  # so many beams have ended that there are too few forks
             chosen[leader] = chosen.pop(next(iter(chosen)))
         parents = {parent for parent, _ in chosen.values()}
         for member in self._members:
@@ -145,9 +142,9 @@ class BeamGroup(SequenceGroup):
         self.beams = {member: chosen[member][1] for member in self._members if member in chosen}
 
     def _fork_next(self) -> None:
-        """After a preemption: start the held beam that shares most with one that is computed.
+        """After a preemption, start the held beam that shares most with a computed one.
 
-        One after another, so that blocks are shared as they were before.
+        One at a time, so that blocks are shared as before.
         """
         waiting = [member for member in self.beams if member.is_held]
         if len(self._heard) + len(waiting) < len(self.beams):
@@ -159,7 +156,7 @@ class BeamGroup(SequenceGroup):
         child.is_held = False
 
     def _best(self) -> tuple[Update, ...]:
-        """The answers, best first, in the members of their places."""
+        """Return the answers, best first, as updates of the first members."""
         sampling = self.request.sampling
         return tuple(
             Update(
@@ -175,7 +172,7 @@ class BeamGroup(SequenceGroup):
         )
 
     def check_invariants(self) -> None:
-        """Assert that members wait or run as a whole, and that only held ones have no blocks."""
+        """Assert that members wait or run together, and that only held ones have no blocks."""
         is_running = self._members[0].status is SequenceStatus.RUNNING
         states = {member.status for member in self._members}
         assert len(states) == 1, "a group waits in part"
@@ -193,6 +190,5 @@ class BeamGroup(SequenceGroup):
 
 
 def _num_common(one: Sequence, other: Sequence) -> int:
-    """Tokens that two sequences begin with alike."""
     pairs = zip(one.token_ids, other.token_ids, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -1,6 +1,6 @@
-"""Beam search over one prompt: which beams grow, which answers are finished, when it is over.
+"""Beam search over one prompt: grows beams, ranks answers and decides when it is over.
 
-Decides as transformers' `generate(num_beams=...)` does, so that both find the same answers. Knows
+Decides like transformers' `generate(num_beams=...)`, so that both find the same answers. Knows
 nothing of blocks. Imports no torch.
 """
 
@@ -21,26 +21,25 @@ if TYPE_CHECKING:
 
 
 def num_candidates(sampling: SamplingParams, eos_token_ids: Collection[int]) -> int:
-    """Continuations of a beam that have to be looked at.
+    """Return how many continuations of a beam must be ranked.
 
-    As many as there are beams go on at most, and tokens that end the answer come on top. Stop
-    strings may be ended by any token, so there are some to spare.
+    At most as many go on as there are beams, and tokens that end the answer come on top. Any token
+    may complete a stop string, so there are some to spare.
     """
     return 2 * sampling.num_sequences + len({*eos_token_ids, *sampling.stop_token_ids})
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """The last token of an answer that may grow, and through `before` all others.
+    """The last token of a growing answer, linked through `before` to all earlier ones.
 
     Attributes:
-        score: sum of the log probabilities that the search goes by, which `logit_bias` is part of.
-        num_tokens: of the answer.
+        score: sum of the log probabilities that rank beams, `logit_bias` included.
         token_id: the last one.
-        logprob: what the model thinks of that token, whatever the bias.
-        top: the likeliest tokens in its place, as far as they are reported.
-        before: the beam that it has grown from; None at the prompt.
-        tail: the last bytes of the text, as far as a stop string may begin there.
+        logprob: the model's log probability of that token, without bias.
+        top: the likeliest tokens in its place, if they are reported.
+        before: the beam it has grown from; None at the prompt.
+        tail: the last bytes of the text, where a stop string may begin.
     """
 
     score: float = 0.0
@@ -61,7 +60,7 @@ class Hypothesis:
     reason: FinishReason
 
     def path(self) -> list[Beam]:
-        """A beam for each token, in their order."""
+        """Return a beam per token, in order."""
         path, beam = [], self.beam
         while beam.before is not None:
             path.append(beam)
@@ -70,7 +69,7 @@ class Hypothesis:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """The answer, with the token that ends it."""
+        """Token ids of the answer, including the one that ends it."""
         return tuple(beam.token_id for beam in self.path())
 
     @property
@@ -80,7 +79,7 @@ class Hypothesis:
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of each token."""
+        """Log probabilities of each token."""
         return tuple(
             TokenLogprobs(Candidate(beam.token_id, beam.logprob), beam.top) for beam in self.path()
         )
@@ -90,13 +89,12 @@ class BeamSearch:
     """The search for one request.
 
     Args:
-        request: what was asked.
         eos_token_ids: tokens that end an answer, unless the request ignores them.
         max_tokens: most tokens of an answer.
 
     Attributes:
         finished: the best answers so far, best first; at most as many as beams.
-        over: no beam can add to these.
+        over: no beam can still enter these.
     """
 
     def __init__(self, request: Request, eos_token_ids: Collection[int], max_tokens: int) -> None:
@@ -112,14 +110,14 @@ class BeamSearch:
         self._pieces = request.stop_pieces
 
     def advance(self, heard: list[tuple[Beam, Continuations]]) -> list[tuple[int, Beam]]:
-        """Take one more token.
+        """Grow all beams by one token.
 
         Args:
-            heard: the beams, all of the same length, with what may follow each.
+            heard: the beams, all of the same length, with the possible continuations of each.
 
         Returns:
-            The beams that go on, best first, each with the place in `heard` of the one that it
-            has grown from; none if the search is over.
+            The beams that go on, best first, each with the place in `heard` of its parent; none if
+            the search is over.
         """
         ranked = sorted(
             (-beam.score - candidate.logprob, place, rank)
@@ -136,15 +134,15 @@ class BeamSearch:
             if not (ends or is_last):
                 if len(grown) < self._width:
                     grown.append((place, beam))
-            elif position < self._width:  # others were only there to take the place of these
+            elif position < self._width:  # lower ranks only replace candidates that ended
                 self._finish(beam, FinishReason.STOP if ends else FinishReason.LENGTH)
         self.over = not grown or self._is_settled(grown[0][1])
         return [] if self.over else grown
 
     def cut(self, beams: Iterable[Beam]) -> None:
-        """End it now: beams that have come past the prompt are answers as they are.
+        """End the search now: beams that have passed the prompt become answers as they are.
 
-        They are compared with those that are finished by the same score.
+        They compete with the finished answers by the same score.
         """
         for beam in beams:
             if beam.num_tokens:
@@ -152,7 +150,6 @@ class BeamSearch:
         self.over = True
 
     def _extend(self, beam: Beam, continuations: Continuations, rank: int) -> tuple[Beam, bool]:
-        """A beam with one of its continuations, and whether that ends it."""
         candidate = continuations.candidates[rank]
         token_id, num_before = candidate.token_id, beam.num_tokens
         tail, ends = self._extend_tail(beam.tail, token_id)
@@ -166,11 +163,11 @@ class BeamSearch:
             before=beam,
             tail=tail,
         )
-        # The first min_tokens tokens end nothing: the sampler bans what would.
+        # The first min_tokens tokens end nothing: the sampler bans tokens that would.
         return grown, ends or token_id in self._ends
 
     def _extend_tail(self, tail: bytes, token_id: int) -> tuple[bytes, bool]:
-        """The end of the text after one more token, and whether a stop string is in it."""
+        """Return the text's tail after one more token, and whether it contains a stop string."""
         if not self._stop:
             return b"", False
         piece = self._pieces.get(token_id)
@@ -187,7 +184,7 @@ class BeamSearch:
         del self.finished[self._width :]
 
     def _is_settled(self, best: Beam) -> bool:
-        """Whether the best beam that goes on has no chance against the finished answers."""
+        """Return True if the best growing beam cannot beat the finished answers."""
         if len(self.finished) < self._width:
             return False
         early_stopping = self._sampling.early_stopping

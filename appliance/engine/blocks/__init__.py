@@ -1,1 +1,1 @@
-"""KV blocks: who holds them, what they contain, where their content goes. See block_manager."""
+"""KV blocks: who holds them, their content, and its eviction. See block_manager."""

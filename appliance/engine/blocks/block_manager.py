@@ -1,7 +1,7 @@
-"""Which sequence holds which blocks of the KV cache: on demand, shared, copied on write, cached.
+"""Assigns KV cache blocks to sequences: on demand, shared, copied on write, cached.
 
 It owns `block_table`, `block_hashes` and `num_computed` of every sequence and knows nothing of
-requests' order or of tensors. Every operation is O(1) amortised per block. Imports no torch.
+scheduling order or of tensors. Every operation is O(1) amortised per block. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ if TYPE_CHECKING:
 class BlockManager:
     """All blocks of one KV cache.
 
-    A block is free (no content), cached (content that no sequence refers to, least recently used
-    first to go) or active (in at least one block table), which is said to be written while one
+    A block is free (no content), cached (content that no sequence refers to, evicted least recently
+    used first) or active (in at least one block table). An active block is being written while one
     sequence alone holds it and it has room. A full block enters the prefix cache once it is
-    computed, a last block that is not full when its sequence lets go of it. Where equal content is
-    indexed already, both stay, since block tables only grow; the second one is plainly freed.
+    computed; a partial last block, when its sequence lets go of it. Where equal content is indexed
+    already, both blocks stay, since block tables only grow; the second one is freed without being
+    cached.
 
-    A block is written by a sequence only while no other sequence refers to it and the prefix
-    cache does not index it; otherwise `allocate` gives the sequence a copy.
+    A sequence writes to a block only while no other sequence refers to it and the prefix cache does
+    not index it; otherwise `allocate` gives the sequence a copy.
 
-    Where blocks are sealed, one that is not full has an open page, also while it is only cached.
-    Nobody writes to a full one, not even to a copy: its first tokens cannot be had alone.
+    Where blocks are sealed, one that is not full has an open page, even while it is only cached.
+    Nobody writes to a full one, not even to a copy: its first tokens cannot be read alone.
 
     Args:
-        num_blocks: physical blocks.
-        block_size: token slots in a block.
-        metadata: where to record what happens to blocks; None keeps a private record.
-        prefix_caching: whether the content of full blocks is kept and found again.
-        namespace: whatever else decides the bytes in a block, such as weights and KV format.
+        block_size: token slots per block.
+        metadata: records the state of blocks; None keeps a private record.
+        prefix_caching: keep and find the content of full blocks.
+        namespace: everything else that decides the bytes in a block, such as weights and KV format.
         num_open: open pages, see `open_pages.num_open_pages`; 0 where blocks are not sealed.
 
     Attributes:
-        metadata: what happens to each block.
-        index: which block holds which content.
-        pool: the blocks themselves.
+        metadata: the state of each block.
+        index: maps content to blocks.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be had: free ones and cached ones."""
+        """Blocks that can be allocated: free and cached ones."""
         return self.pool.num_available
 
     @property
@@ -83,33 +82,33 @@ class BlockManager:
 
     @property
     def num_active(self) -> int:
-        """Blocks that stand in a block table."""
+        """Blocks in a block table."""
         return self.num_blocks - self.num_free_blocks
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the whole cache holds."""
+        """Tokens that the whole cache can hold."""
         return self.num_blocks * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that this many tokens take."""
+        """Return the number of blocks for this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def num_missing(self, sequence: Sequence) -> int:
-        """Blocks that the sequence's tokens still need."""
+        """Return how many blocks the sequence's tokens still need."""
         return self.blocks_for(len(sequence.token_ids)) - len(sequence.block_table)
 
     def cost_of_admission(self, sequence: Sequence, prefix: Prefix) -> int:
-        """Free blocks that it takes to attach `prefix` and give blocks to all other tokens.
+        """Count the free blocks needed to attach `prefix` and allocate all other tokens.
 
-        What a copy is made of is among them, and free again once the plan is `settled`.
+        The source of a copy counts too; it is free again once the plan is settled.
         """
         unreferenced = sum(not self.pool.references[block] for block in prefix.blocks)
         num_new = self.blocks_for(len(sequence.token_ids)) - len(prefix.blocks)
         return num_new + unreferenced + self._needs_copy(prefix)
 
     def find_prefix(self, sequence: Sequence) -> Prefix:
-        """Blocks that hold the sequence's first tokens already.
+        """Return the blocks that already hold the sequence's first tokens.
 
         The last token is never part of a hit: it must be run to get logits.
         """
@@ -117,23 +116,23 @@ class BlockManager:
         return self.index.find(sequence) if finds else Prefix()
 
     def without_copy(self, prefix: Prefix) -> Prefix:
-        """As much of a prefix as can be attached and written behind without a copy."""
+        """Shorten a prefix to what can be attached and continued without a copy."""
         return self.whole(prefix) if self._needs_copy(prefix) else prefix
 
     def whole(self, prefix: Prefix) -> Prefix:
-        """The full blocks of a prefix."""
+        """Shorten a prefix to its full blocks."""
         num_full = prefix.num_tokens // self.block_size
         return Prefix(prefix.blocks[:num_full], num_full * self.block_size)
 
     def attach(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Start a sequence's block table with blocks that `find_prefix` returned just now."""
+        """Start a sequence's block table with blocks that `find_prefix` has just returned."""
         if prefix.num_tokens % self.block_size and not self._needs_copy(prefix):
-            self.index.remove(prefix.blocks[-1])  # it goes on where another ended
+            self.index.remove(prefix.blocks[-1])  # the sequence goes on where another ended
         self._share(sequence, prefix.blocks)
         sequence.num_computed = prefix.num_tokens
 
     def _needs_copy(self, prefix: Prefix) -> bool:
-        """Whether a prefix ends in a block that holds more, or belongs to others."""
+        """Return True if a prefix ends in a block that holds more, or belongs to others."""
         num_tokens = prefix.num_tokens % self.block_size
         if num_tokens == 0:
             return False
@@ -141,20 +140,20 @@ class BlockManager:
         return bool(self.pool.references[last]) or self._filled[last] != num_tokens
 
     def open_page(self, block: int) -> int:
-        """The open page of a block, or -1."""
+        """Return a block's open page, or -1."""
         return self._open.get(block)
 
     def num_held(self, sequence: Sequence) -> int:
-        """Tokens whose content is there: a last block that was to be copied may hold nothing."""
+        """Count the tokens whose content is present: a block waiting for its copy may be empty."""
         num_full, num_last = divmod(sequence.num_computed, self.block_size)
         is_empty = num_last and self._filled[sequence.block_table[num_full]] < num_last
         return sequence.num_computed - (num_last if is_empty else 0)
 
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
-        """Let `child` share the blocks of the first `num_tokens` tokens, equal in both.
+        """Share the blocks of the first `num_tokens` tokens, equal in both, with `child`.
 
-        Nothing is copied until one of them writes to a block that both hold. Of a sealed block
-        nothing is shared if it is not shared as a whole: the child computes its part again.
+        Nothing is copied until one of them writes to a shared block. A sealed block is shared as a
+        whole or not at all; then the child recomputes its part.
         """
         assert num_tokens <= parent.num_computed
         if self._open and num_tokens % self.block_size:
@@ -169,14 +168,14 @@ class BlockManager:
         """Make the slots of the next `num_new_tokens` tokens writable.
 
         Returns:
-            Copies to be done before anything is written, mostly none; or None, and nothing has
-            changed, if there are not enough free blocks.
+            Copies to make before anything is written, usually none. None if there are too few free
+            blocks; then nothing has changed.
         """
         table = sequence.block_table
         first = sequence.num_computed // self.block_size
         num_blocks = self.blocks_for(sequence.num_computed + num_new_tokens)
         if first + 1 == num_blocks <= len(table) and self.pool.is_own(table[first]):
-            return ()  # as for most answers in most steps
+            return ()  # the usual case: most answers in most steps
         present = range(first, min(num_blocks, len(table)))
         kept = [index for index in present if not self.pool.is_own(table[index])]
         num_appended = max(0, num_blocks - len(table))
@@ -184,7 +183,7 @@ class BlockManager:
             return ()
         if len(kept) + num_appended > self.num_free_blocks:
             return None
-        # All destinations are taken before a source is let go, so that none becomes the other.
+        # Take all destinations before releasing a source, so that none becomes the other.
         take, slot = self.pool.take, sequence.slot
         copies = tuple(self._copy(table[index], take(slot)) for index in kept)
         table.extend(take(slot) for _ in range(num_appended))
@@ -194,9 +193,9 @@ class BlockManager:
         return copies
 
     def settle(self) -> None:
-        """A plan is complete: what it copies from may be given to others from now on.
+        """Release the sources of a complete plan's copies.
 
-        Before that it could become the destination of another of the plan's copies.
+        Before, one of them could become the destination of another copy of the same plan.
         """
         self.pool.settle()
 
@@ -204,7 +203,7 @@ class BlockManager:
         """Record that the next `num_tokens` tokens are in the cache and index full blocks."""
         size, first = self.block_size, sequence.num_computed // self.block_size
         sequence.num_computed = end = sequence.num_computed + num_tokens
-        if num_tokens == 1 and end % size:  # as for most answers in most steps
+        if num_tokens == 1 and end % size:  # the usual case: most answers in most steps
             block = sequence.block_table[first]
             if (before := self._filled[block]) < size:
                 self.pool.kv_tokens += end % size - before
@@ -220,7 +219,7 @@ class BlockManager:
     def open_pages(
         self, scheduled: Iterable[ScheduledSequence]
     ) -> tuple[tuple[int, ...], ...] | None:
-        """Of each entry those of the blocks that its rows lie in; None if nothing is sealed."""
+        """Return the open pages of the blocks each entry writes; None if nothing is sealed."""
         if not self._open:
             return None
         size = self.block_size
@@ -236,7 +235,7 @@ class BlockManager:
         return BlockCopy(source, destination, self._open[source], self._open[destination])
 
     def free(self, sequence: Sequence) -> None:
-        """Take all blocks from a sequence; those with findable content stay as cache."""
+        """Take all blocks from a sequence; those with findable content stay cached."""
         table, slot = sequence.block_table, sequence.slot
         keeps = self._prefix_caching or sequence.num_kept
         num_full, num_last = divmod(self.num_held(sequence), self.block_size)
@@ -253,7 +252,7 @@ class BlockManager:
         sequence.num_computed = 0
 
     def _touch(self, sequence: Sequence, index: int) -> None:
-        """Keep a chain whole where the index holds, or has lost, an equal block of another's."""
+        """Refresh a full block's equal in the index, or index the block: chains must stay whole."""
         indexed = self.index.get(sequence.block_hashes[index])
         if indexed is None:
             self.index.add(sequence, index, sequence.block_table[index], self.block_size)
@@ -261,7 +260,7 @@ class BlockManager:
             self.pool.touch(indexed)
 
     def _keep_last(self, sequence: Sequence, index: int, num_tokens: int) -> None:
-        """Index a block that is not full, if it is the sequence's own."""
+        """Index a partial block, if it is the sequence's own."""
         block = sequence.block_table[index]
         if self.pool.is_own(block):
             self.pool.fill(block, num_tokens)
@@ -274,14 +273,14 @@ class BlockManager:
         sequence.block_table.extend(blocks)
 
     def expect(self, sequence: Sequence, num_blocks: int, num_tokens: int) -> array[int]:
-        """Give a sequence blocks for its next tokens, which come from outside the cache.
+        """Append blocks for a sequence's next tokens, which arrive from outside the cache.
 
-        Nobody else finds them before `confirm_loads`, since it is only then that they are there.
+        Nobody else finds them before `confirm_loads`, since their content is not there yet.
 
         Args:
             sequence: all of its blocks are full.
-            num_blocks: that they take; so many are free.
-            num_tokens: in all of them; the sequence's `num_computed` grows by so many.
+            num_blocks: blocks to append; so many are free.
+            num_tokens: in all of them; added to the sequence's `num_computed`.
 
         Returns:
             The blocks, in the order of the tokens.
@@ -295,7 +294,7 @@ class BlockManager:
         return sequence.block_table[first:]
 
     def confirm_loads(self, sequence: Sequence, first: int) -> None:
-        """Record that what was promised for a sequence's blocks from an index on is there."""
+        """Record that the loads into a sequence's blocks, from `first` on, have arrived."""
         for index in range(first, len(sequence.block_table)):
             block = sequence.block_table[index]
             if block in self.pool.loading:
@@ -304,11 +303,7 @@ class BlockManager:
                     self.index.add(sequence, index, block, self.block_size)
 
     def check_invariants(self, sequences: Iterable[Sequence]) -> None:
-        """Recompute everything from the block tables and assert that the books agree.
-
-        Args:
-            sequences: all that hold blocks.
-        """
+        """Recompute everything from the block tables and assert that the records agree."""
         holders: dict[int, list[int]] = {}
         for sequence in sequences:
             table, num_full = sequence.block_table, sequence.num_computed // self.block_size

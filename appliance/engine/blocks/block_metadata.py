@@ -1,6 +1,6 @@
-"""What every block is doing, one 64-bit word each, in memory that another process may map.
+"""Publishes the state of every block as one 64-bit word in memory that others may map.
 
-Written when a block changes hands, never per token; a reader needs numpy and this file only.
+Written when a block changes hands, never per token; a reader needs only numpy and this file.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ STAMPS_PER_SECOND = 10
 
 @dataclass(frozen=True, slots=True)
 class BlockFields:
-    """The words taken apart."""
+    """The words split into fields."""
 
     owner: NDArray[np.uint16]  # (num_blocks,) slot of the sequence that took it last, 0 if gone
     state: NDArray[np.uint8]  # (num_blocks,) a BlockState
-    references: NDArray[np.uint8]  # (num_blocks,) block tables it stands in; 255 means that or more
+    references: NDArray[np.uint8]  # (num_blocks,) block tables that hold it; 255 means that or more
     precision: NDArray[np.uint8]  # (num_blocks,) index into `EngineInfo.precisions`
     stamp: NDArray[np.uint32]  # (num_blocks,) when it last changed hands, see `stamp_of`
 
 
 def unpack(words: NDArray[np.uint64]) -> BlockFields:
-    """Take words (num_blocks,) apart into fields of the same shape."""
+    """Split words (num_blocks,) into fields of the same shape."""
     return BlockFields(
         owner=(words >> np.uint64(OWNER_SHIFT)).astype(np.uint16),
         state=(words >> np.uint64(STATE_SHIFT) & np.uint64(0xF)).astype(np.uint8),
@@ -53,16 +53,15 @@ def unpack(words: NDArray[np.uint64]) -> BlockFields:
 
 
 def stamp_of(now: float) -> int:
-    """A time of the monotonic clock, which all processes share, in tenths of a second mod 2**32."""
+    """Convert a time of the system's monotonic clock to tenths of a second modulo 2**32."""
     return int(now * STAMPS_PER_SECOND) & STAMP_MASK
 
 
 class BlockMetadata:
-    """Writer of the words.
+    """Writes the words.
 
     Args:
         buffer: at least 8 * num_blocks writable bytes, cleared here; None allocates private ones.
-        num_blocks: physical blocks.
 
     Attributes:
         words: the same memory as a read-only array, (num_blocks,) uint64.
@@ -95,10 +94,10 @@ class BlockMetadata:
         """Replace the word of one block.
 
         Args:
-            block: which.
-            state: what it holds now.
+            block: its id.
+            state: its new state.
             owner: slot of a sequence, at most `MAX_OWNER`.
-            references: block tables that it stands in; what is more than fits stays at the most.
+            references: number of block tables that hold it, clamped to `MAX_REFERENCES`.
             precision: index into `EngineInfo.precisions`, 0 to 15.
         """
         self._cells[block] = (
@@ -110,7 +109,7 @@ class BlockMetadata:
         )
 
     def owner(self, block: int) -> int:
-        """The slot in a block's word."""
+        """Return the slot in a block's word."""
         return self._cells[block] >> OWNER_SHIFT
 
     def check_invariants(
@@ -120,7 +119,7 @@ class BlockMetadata:
         precisions: Mapping[int, int],
         owners: Mapping[int, Collection[int]],
     ) -> None:
-        """Assert that the words say what each block is; `owners` has all that would be right."""
+        """Assert that the words match the state of each block; `owners` lists all valid owners."""
         fields = unpack(self.words)
         words = zip(
             *(fields.state.tolist(), fields.references.tolist()),

@@ -1,6 +1,6 @@
-"""The blocks of one KV cache: who refers to each, what it holds, and which one goes first.
+"""The blocks of one KV cache: their references, their content and the order of eviction.
 
-Knows nothing of sequences, only the slot that each has in block metadata. Imports no torch.
+Knows nothing of sequences but the slot that each has in block metadata. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,24 +19,22 @@ if TYPE_CHECKING:
 
 
 class BlockPool:
-    """Free, cached and active blocks; see `BlockManager` for what these are.
+    """Free, cached and active blocks; `BlockManager` defines them.
 
     Args:
-        num_blocks: physical blocks.
-        block_size: token slots in a block.
-        metadata: where to record what happens to blocks.
-        index: which block holds which content.
+        block_size: token slots per block.
+        metadata: records the state of blocks.
+        index: maps content to blocks.
         num_open: open pages; 0 where blocks are not sealed.
 
     Attributes:
         references: of each block, from block tables.
         filled: slots of each block that hold a token.
-        open: which blocks have an open page.
-        loading: active blocks whose content is still outside.
+        loading: active blocks whose content has not arrived.
         kv_tokens: slots of active blocks that hold a token.
-        num_shared: blocks that stand in more than one block table.
-        num_evictions: blocks whose cached content was given up, ever.
-        on_evict: called with hash and block before the content of a full block is given up.
+        num_shared: blocks in more than one block table.
+        num_evictions: cached blocks evicted so far.
+        on_evict: called with hash and block before the content of a full block is evicted.
     """
 
     def __init__(
@@ -61,13 +59,13 @@ class BlockPool:
         self._index = index
         self._free = list(reversed(range(num_blocks)))  # a stack, lowest id on top
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._cached_open: OrderedDict[int, None] = OrderedDict()  # of these with an open page
-        self._copied: set[int] = set()  # sources of the copies of the plan that is being made
-        self._sources: list[int] = []  # those of them that no block table refers to any more
+        self._cached_open: OrderedDict[int, None] = OrderedDict()  # those with an open page
+        self._copied: set[int] = set()  # sources of the copies of the plan being made
+        self._sources: list[int] = []  # those of them that no block table holds any more
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be had: free ones and cached ones."""
+        """Blocks that can be allocated: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -76,11 +74,11 @@ class BlockPool:
         return len(self._cached)
 
     def is_own(self, block: int) -> bool:
-        """Whether the one sequence that holds a block may write to it."""
+        """Return True if the one sequence that holds a block may write to it."""
         return self.references[block] == 1 and block not in self._index
 
     def take(self, slot: int) -> int:
-        """Make a block active, at the price of the least recently used content if need be."""
+        """Make a block active, evicting the least recently used content if necessary."""
         if self.open.is_exhausted and self._cached_open:
             self._evict(next(iter(self._cached_open)))
         if not self._free:
@@ -93,7 +91,7 @@ class BlockPool:
         return block
 
     def share(self, block: int, slot: int) -> None:
-        """Refer to a block, cached or active, once more."""
+        """Add a reference to a cached or active block."""
         references = self.references[block] + 1
         self.references[block] = references
         if references == 1:
@@ -115,18 +113,18 @@ class BlockPool:
             self._record_active(block, self._metadata.owner(block))
 
     def expect(self, block: int, num_tokens: int) -> None:
-        """So many tokens of a block that was just taken come from outside."""
+        """Mark a block that was just taken as waiting for so many tokens from outside."""
         self.loading.add(block)
         self._record_active(block, self._metadata.owner(block))
         self.fill(block, num_tokens)
 
     def arrive(self, block: int) -> None:
-        """What a block has waited for is there."""
+        """Mark a block's awaited content as arrived."""
         self.loading.remove(block)
         self._record_active(block, self._metadata.owner(block))
 
     def touch(self, block: int) -> None:
-        """A block's content was used now, if it is only cached."""
+        """Mark the content of a cached block as just used."""
         if block in self._cached:
             self._cached.move_to_end(block)
 
@@ -136,16 +134,16 @@ class BlockPool:
         self.let_go(block, slot)
 
     def settle(self) -> None:
-        """A plan is complete: what it copies from may be given to others from now on.
+        """Release the sources of a complete plan's copies.
 
-        Before that it could become the destination of another of the plan's copies.
+        Before, one of them could become the destination of another copy of the same plan.
         """
         self._copied.clear()
         while self._sources:
             self.let_go(self._sources.pop(), 0)
 
     def let_go(self, block: int, slot: int) -> None:
-        """Drop the reference that the sequence of a slot has to a block."""
+        """Drop the reference of the sequence in a slot to a block."""
         if self.references[block] == 1 and block in self._copied:
             self._copied.remove(block)
             self._sources.append(block)
@@ -155,7 +153,7 @@ class BlockPool:
         owner = self._metadata.owner(block)
         if references:
             self.num_shared -= references == 1
-            # Which of the others is the owner now is not worth remembering.
+            # Which of the remaining holders becomes the owner is not worth remembering.
             owner = 0 if owner == slot else owner
             self._record_active(block, owner)
             return
@@ -172,7 +170,6 @@ class BlockPool:
             self._metadata.write(block, BlockState.FREE)
 
     def _evict(self, block: int) -> None:
-        """Give up the content of a cached block."""
         del self._cached[block]
         self._cached_open.pop(block, None)
         content = self._index.remove(block)
@@ -183,7 +180,7 @@ class BlockPool:
         self.num_evictions += 1
 
     def _record_active(self, block: int, owner: int) -> None:
-        """Write down who holds a block, once per change of hands and once when it is full."""
+        """Record a block's holder, once per change of hands and once when it is full."""
         self._metadata.write(
             block, self._active_state(block), owner, self.references[block], block in self.open
         )
@@ -195,10 +192,10 @@ class BlockPool:
         return BlockState.WRITING if is_open else BlockState.ACTIVE
 
     def check_invariants(self, holders: Mapping[int, list[int]]) -> None:
-        """Recompute everything and assert that the books agree.
+        """Recompute everything and assert that the records agree.
 
         Args:
-            holders: of each block that stands in block tables, the slots of whose these are.
+            holders: for each block in block tables, the slots of their sequences.
         """
         blocks, active = range(self._num_blocks), set(holders)
         free, cached = set(self._free), set(self._cached)

@@ -1,6 +1,6 @@
-"""How one 64-bit word says what a block is doing, and how many blocks are in which state.
+"""Encodes the state of a block in a 64-bit word, and counts blocks by state.
 
-For the process that answers /metrics too, so it needs no numpy.
+The process that answers /metrics imports it too, so it needs no numpy.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ STATE_SHIFT = 44
 OWNER_SHIFT = 48
 MAX_REFERENCES = 2**8 - 1
 STAMP_MASK = 2**32 - 1
-MAX_OWNER = 2**16 - 2  # the dashboard's feed uses 2**16 - 1 for nobody
+MAX_OWNER = 2**16 - 2  # the dashboard's feed uses 2**16 - 1 for "no owner"
 
-# What /metrics calls a state; one that is active in more than one block table is shared.
+# Names of states in /metrics; an active block in several block tables counts as shared.
 STATE_NAMES = {
     BlockState.FREE: "free",
     BlockState.CACHED: "cached",
@@ -30,11 +30,7 @@ SHARED = "shared"
 
 
 def count_states(words: memoryview) -> dict[str, int]:
-    """How many blocks are in which state; each is counted once.
-
-    Args:
-        words: (num_blocks,) 64-bit words.
-    """
+    """Count blocks by state in (num_blocks,) 64-bit words; each counts once."""
     counts = dict.fromkeys((*STATE_NAMES.values(), SHARED), 0)
     # State, references and precision are the third quarter of a little-endian word. Equal ones
     # are counted in C: 65,536 blocks take milliseconds.

@@ -1,4 +1,4 @@
-"""Which blocks have an open page: the place of a block's tokens until it is full and sealed.
+"""Open pages: they hold the tokens of partial blocks until these are full and sealed.
 
 Open pages are a small pool beside the blocks. Imports no torch.
 """
@@ -14,27 +14,21 @@ if TYPE_CHECKING:
 def num_open_pages(
     max_num_seqs: int, max_num_batched_tokens: int, block_size: int, *, plans: int = 1
 ) -> int:
-    """Open pages that never run out.
+    """Return a number of open pages that never runs out.
 
-    A running sequence holds one for each block that it has and that is not full. If n of its
-    tokens are in plans, those are at most (n + block_size - 2) // block_size + 1 blocks, and the
-    tokens of all sequences are at most the budget of each plan. One more for each sequence that
-    begins with a copy of a block: its source keeps a page as long as the plan is made.
-
-    Args:
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: rows of one plan.
-        block_size: token slots in a block.
-        plans: that may be in flight at once.
+    A running sequence holds one page for each of its partial blocks. If n of its tokens are in
+    plans, these are at most (n + block_size - 2) // block_size + 1 blocks, and the tokens of all
+    sequences are at most the budget of each plan. One more for each sequence that begins with a
+    copy of a block: the source keeps its page until the plan is complete.
     """
     return plans * max_num_batched_tokens // block_size + 3 * max_num_seqs
 
 
 class OpenPages:
-    """A map from blocks to pages of a pool.
+    """Maps blocks to pages of a pool.
 
     Args:
-        num_pages: in the pool; 0 where blocks are never sealed, and then no block has one.
+        num_pages: size of the pool; 0 where blocks are never sealed, and then no block has a page.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -53,11 +47,11 @@ class OpenPages:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether there is a pool and no page of it is left."""
+        """True if there is a pool and all its pages are in use."""
         return not self._free and self._num_pages > 0
 
     def get(self, block: int) -> int:
-        """A block's page, or -1."""
+        """Return a block's page, or -1."""
         return self._pages.get(block, -1)
 
     def claim(self, block: int) -> None:
@@ -68,13 +62,13 @@ class OpenPages:
             self._pages[block] = self._free.pop()
 
     def release(self, block: int) -> None:
-        """Take a block's page, if it has one."""
+        """Take back a block's page, if it has one."""
         page = self._pages.pop(block, None)
         if page is not None:
             self._free.append(page)
 
     def check_invariants(self, writable: Collection[int]) -> None:
-        """Assert that exactly the blocks that are not full have one, and none is lost."""
+        """Assert that exactly the partial blocks have a page, and that none is lost."""
         if self._num_pages:
             assert set(self._pages) == set(writable), "open pages of other blocks"
         pages = [*self._free, *self._pages.values()]

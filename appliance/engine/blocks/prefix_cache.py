@@ -1,4 +1,4 @@
-"""Which block holds which content: chained hashes of blocks and an index over them.
+"""Indexes blocks by their content, with chained hashes.
 
 A block's hash covers its tokens and everything before them, so equal hashes mean equal keys and
 values. Knows nothing of reference counts or eviction. Imports no torch.
@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
-MAX_COMPARED = 8  # blocks that are looked at for a partial hit
+MAX_COMPARED = 8  # blocks to compare for a partial hit
 _HASH_BYTES = 16
 _TOKEN = "q"  # 8 bytes each
 
 
 def root_hash(*parts: str) -> bytes:
-    """Start of a chain; chains share content only if all parts are equal, in number and order."""
+    """Hash the start of a chain; equal only if all parts are equal, in number and order."""
     return blake2b(repr(parts).encode(), digest_size=_HASH_BYTES).digest()
 
 
 def block_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """Hash of a block that follows the chain `parent`."""
+    """Hash a block that follows the chain `parent`."""
     return _hash(parent, array(_TOKEN, token_ids).tobytes())
 
 
@@ -38,8 +38,8 @@ class Prefix:
     """Blocks that hold the first tokens of a sequence.
 
     Attributes:
-        blocks: in order; all are hit as a whole but for the last one, if `num_tokens` ends in it.
-        num_tokens: leading tokens that are in them.
+        blocks: in order; all hit as a whole, except the last one if `num_tokens` ends inside it.
+        num_tokens: number of leading tokens in them.
     """
 
     blocks: tuple[int, ...] = ()
@@ -54,20 +54,20 @@ class _Entry:
 
 
 class PrefixCache:
-    """An index from content to block and back.
+    """Maps content to blocks and back.
 
-    Full blocks are found by their hash. Where a chain of hits ends, blocks that follow the same
-    chain and begin with the same tokens are a partial hit: full ones that go on differently, and
-    the last blocks of sequences that ended before they were full.
+    Full blocks are found by their hash. Where a chain of hits ends, a partial hit is a block that
+    follows the same chain and begins with the same tokens: a full one that continues differently,
+    or the last, partial block of a sequence that ended.
 
     Args:
-        block_size: token slots in a block.
-        namespace: whatever else decides the bytes in a block: weights, KV format.
-        splits_full: whether the first tokens of a full block can be had without the others.
+        block_size: token slots per block.
+        namespace: everything else that decides the bytes in a block: weights, KV format.
+        splits_full: the first tokens of a full block can be used without the others.
 
     Attributes:
-        min_partial: fewest tokens that are worth a partial hit: to copy a block costs about as
-            much as to compute a token or two.
+        min_partial: fewest tokens worth a partial hit: copying a block costs about as much as
+            computing a token or two.
     """
 
     def __init__(self, block_size: int, namespace: str = "", *, splits_full: bool = True) -> None:
@@ -87,7 +87,7 @@ class PrefixCache:
         return block in self._entries
 
     def extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
-        """Make the sequence's `block_hashes` cover its first `num_blocks` full blocks."""
+        """Extend the sequence's `block_hashes` over its first `num_blocks` full blocks."""
         hashes = sequence.block_hashes
         if len(hashes) >= num_blocks:
             return
@@ -110,7 +110,7 @@ class PrefixCache:
         return Prefix(tuple(found), first + num_tokens)
 
     def find_full(self, hashes: list[bytes]) -> list[int]:
-        """Blocks of the longest indexed start of a chain."""
+        """Return the blocks of a chain's longest indexed prefix."""
         found: list[int] = []
         for content in hashes:
             block = self._blocks.get(content)
@@ -120,17 +120,17 @@ class PrefixCache:
         return found
 
     def get(self, content: bytes) -> int | None:
-        """The block indexed under a hash."""
+        """Return the block indexed under a hash."""
         return self._blocks.get(content)
 
     def add(self, sequence: Sequence, index: int, block: int, num_tokens: int) -> None:
-        """Index a block under its content, unless another block stands there.
+        """Index a block under its content, unless another block has it.
 
         Args:
-            sequence: whose tokens it holds.
-            index: which of the sequence's blocks it is.
-            block: the block.
-            num_tokens: in it; as many as it has slots, or at least `min_partial`.
+            sequence: the sequence whose tokens it holds.
+            index: its place in the sequence's block table.
+            block: its id.
+            num_tokens: in it: the block size, or at least `min_partial`.
         """
         size = self._block_size
         is_full = num_tokens == size
@@ -149,7 +149,7 @@ class PrefixCache:
             self._starts.setdefault(self._start(entry.parent, tokens), {})[block] = None
 
     def remove(self, block: int) -> bytes:
-        """Forget a block, whose content is about to be overwritten; returns its hash."""
+        """Remove a block whose content is about to be overwritten; return its hash."""
         entry = self._entries.pop(block)
         del self._blocks[entry.content]
         start = self._start(entry.parent, entry.tokens)
@@ -160,17 +160,17 @@ class PrefixCache:
         return entry.content
 
     def _chain(self, sequence: Sequence, num_blocks: int) -> bytes:
-        """The hash that covers a sequence's first full blocks, which are hashed already."""
+        """Return the hash of a sequence's first full blocks, which are hashed already."""
         if num_blocks:
             return sequence.block_hashes[num_blocks - 1]
-        # An adapter, once requests have one, is one more part here.
+        # An adapter, once requests have one, becomes one more part here.
         return root_hash(self._namespace, sequence.request.cache_salt)
 
     def _start(self, parent: bytes, tokens: bytes) -> bytes:
         return parent + tokens[: self.min_partial * array(_TOKEN).itemsize]
 
     def _find_start(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
-        """The block after a chain that shares most leading tokens, and how many; -1 and 0."""
+        """Return a chain's follower with most tokens in common and their number, or (-1, 0)."""
         width = array(_TOKEN).itemsize
         best = (-1, 0)
         if len(tokens) < self.min_partial * width:
@@ -183,7 +183,7 @@ class PrefixCache:
         return best
 
     def check_invariants(self) -> None:
-        """Assert that all directions agree."""
+        """Assert that all maps agree."""
         assert {entry.content: block for block, entry in self._entries.items()} == self._blocks
         assert len(self._entries) == len(self._blocks)
         size = self._block_size * array(_TOKEN).itemsize
@@ -197,7 +197,6 @@ class PrefixCache:
 
 
 def _num_common(a: bytes, b: bytes) -> int:
-    """Leading bytes that are equal."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length

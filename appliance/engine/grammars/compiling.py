@@ -1,4 +1,4 @@
-"""Requests whose grammar is being compiled: a thread does it while others' steps go on.
+"""Compiles the grammars of requests in a thread while other requests' steps go on.
 
 Imports no torch.
 """
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
     from appliance.grammar import Grammar
 
-MAX_KEPT = 128  # grammars that nobody uses: a few hundred KB each for usual schemas
-MAX_KEPT_TEXT = 2**21  # characters of these: what is compiled grows with its text
+MAX_KEPT = 128  # unused grammars: a few hundred KB each for usual schemas
+MAX_KEPT_TEXT = 2**21  # characters of their text, with which the compiled size grows
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _WordList:
-    """What llguidance asks of a tokenizer; it never has to encode, since nothing is forced."""
+    """The tokenizer interface of llguidance, without encoding, since nothing is forced."""
 
     tokens: list[bytes]
     special_token_ids: list[int]
@@ -53,9 +53,8 @@ class Compiled:
     """A request whose grammar was compiled.
 
     Attributes:
-        request: that waited for it.
-        matcher: in its first state, to be copied; None if there is none.
-        error: why.
+        matcher: in its first state, to be copied; None after an error.
+        error: the reason, if compiling failed.
     """
 
     request: Request
@@ -65,7 +64,7 @@ class Compiled:
 
 @dataclass(slots=True)
 class CompileTimes:
-    """How many grammars were asked for, and how long those took that were not kept."""
+    """Number of requested grammars, and the compile times of those not in the cache."""
 
     requests: int = 0
     hits: int = 0
@@ -73,22 +72,13 @@ class CompileTimes:
     counts: list[int] = field(default_factory=lambda: [0] * (len(COMPILE_SECONDS) + 1))
 
     def add(self, seconds: float) -> None:
-        """A grammar was compiled."""
+        """Count one compiled grammar."""
         self.counts[bisect_left(COMPILE_SECONDS, seconds)] += 1
         self.seconds += seconds
 
 
 class GrammarCompiler:
-    """Compiles the grammars of requests one after another, and keeps the latest.
-
-    Args:
-        vocab_size: logits of a row.
-        eos_token_ids: tokens that end an answer.
-        vocabulary: the model's tokens.
-
-    Attributes:
-        times: what was compiled so far.
-    """
+    """Compiles grammars one at a time and keeps the latest."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: tuple[int, ...], vocabulary: Vocabulary
@@ -117,11 +107,11 @@ class GrammarCompiler:
 
     @property
     def waiting(self) -> int:
-        """Requests whose grammar is not compiled yet, or was not taken yet."""
+        """Requests whose grammar is not compiled yet, or not taken yet."""
         return len(self._waiting)
 
     def is_waiting(self, request_id: str) -> bool:
-        """Whether a request is one of them."""
+        """Return True if a request is one of them."""
         return request_id in self._waiting
 
     def begin(self, request: Request, grammar: Grammar) -> None:
@@ -131,12 +121,12 @@ class GrammarCompiler:
         self._thread.submit(self._run, request, grammar)
 
     def abandon(self, request_id: str) -> bool:
-        """Forget a request that waits here; False if there is no such."""
+        """Forget a waiting request; return False if it does not wait here."""
         with self._changed:
             return self._waiting.pop(request_id, None) is not None
 
     def take(self) -> list[Compiled]:
-        """The requests that have been compiled since the last call."""
+        """Return the requests compiled since the last call."""
         if not self._ready:
             return []
         with self._changed:
@@ -147,7 +137,7 @@ class GrammarCompiler:
             ]
 
     def wait(self, seconds: float) -> None:
-        """Until one of them is ready, or so long."""
+        """Wait until one of them is ready, or so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or not self._waiting, seconds)
 
@@ -158,7 +148,7 @@ class GrammarCompiler:
             compiled = Compiled(request, self._compile(grammar))
         except RequestError as error:
             compiled = Compiled(request, None, str(error))
-        except BaseException as error:  # also a panic of the library: it ends this request only
+        except BaseException as error:  # even a panic of the library ends only this request
             logger.exception("the grammar of request %s cannot be compiled", request.request_id)
             compiled = Compiled(request, None, f"this grammar cannot be compiled: {error!r}")
         with self._changed:

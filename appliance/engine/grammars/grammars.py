@@ -1,4 +1,4 @@
-"""Grammars as the engine sees them: requests wait here for theirs, and end where it does."""
+"""Connects requests with their grammars: they wait here for compilation and end with it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
     from appliance.stats import EngineStats
 
-_WAIT_SECONDS = 0.01  # for a grammar, between looks at what else came
+_WAIT_SECONDS = 0.01  # between checks for other events
 
 
 class Grammars:
-    """Between the engine and its scheduler, which knows of no grammar.
+    """Sits between the engine and its scheduler, which knows nothing of grammars.
 
     Args:
         scheduler: gets requests once their grammar is compiled.
-        matchers: follow the sequences, for the sampler too; None where no request has a grammar.
-        info: of the loaded model.
+        matchers: the grammars' states, shared with the sampler; None where no request has a
+            grammar.
     """
 
     def __init__(self, scheduler: Scheduler, matchers: Matchers | None, info: EngineInfo) -> None:
@@ -42,8 +42,8 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None  # until there is a vocabulary
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """The model's tokens; needed before the first grammar."""
-        # With it comes a library that most servers never need.
+        """Set the model's tokens; needed before the first grammar."""
+        # The import brings a library that most servers never need.
         from appliance.engine.grammars.compiling import GrammarCompiler
 
         if self._compiler is None:
@@ -57,11 +57,11 @@ class Grammars:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their grammar."""
+        """Number of requests that wait for their grammar."""
         return 0 if self._compiler is None else self._compiler.waiting
 
     def hold(self, request: Request) -> bool:
-        """Have a request wait for its grammar; False if it has none.
+        """Make a request wait for its grammar; return False if it has none.
 
         Raises:
             RequestError: there is no vocabulary.
@@ -75,7 +75,7 @@ class Grammars:
         return True
 
     def abandon(self, request_id: str) -> bool:
-        """Forget a request that waits; False if there is no such."""
+        """Forget a waiting request; return False if it does not wait here."""
         return self._compiler is not None and self._compiler.abandon(request_id)
 
     def idle(self) -> bool:
@@ -91,11 +91,8 @@ class Grammars:
     def start(self, now: float) -> list[SequenceDelta]:
         """Queue the requests whose grammar is compiled.
 
-        Args:
-            now: monotonic seconds.
-
         Returns:
-            The ends of those that are refused.
+            The ends of refused requests.
         """
         refused: list[SequenceDelta] = []
         if self._compiler is None:
@@ -114,11 +111,11 @@ class Grammars:
         return refused
 
     def advance(self, updates: Sequences[Update]) -> Sequences[Update]:
-        """Read what a step has added, and end the sequences whose grammar is over.
+        """Advance grammars by a step's tokens, and end sequences whose grammar is complete.
 
         Returns:
-            The same updates with their reasons to finish, and behind them those of sequences that
-            cannot go on.
+            The same updates with their finish reasons, followed by those of sequences that cannot
+            go on.
         """
         ended = self._matchers.advance(updates)
         if ended:
@@ -143,7 +140,7 @@ class Grammars:
         return told + failed
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
-        """A snapshot with what was compiled so far; what waits here waits for the engine too."""
+        """Add compile statistics to a snapshot; requests that wait here count as waiting."""
         compiler = self._compiler
         if compiler is None:
             return stats

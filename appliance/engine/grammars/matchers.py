@@ -1,4 +1,4 @@
-"""How far each running sequence is in its grammar, and which tokens may come next.
+"""Tracks each running sequence's state in its grammar and makes its token masks.
 
 Imports no torch.
 """
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 MASK_THREADS = 2
-_WORDS = 16  # a mask takes a multiple of so many, which a kernel is compiled for
+_WORDS = 16  # a mask has a multiple of so many words, for which a kernel is compiled
 
 
 @dataclass(slots=True)
 class _Place:
-    """A sequence's place in its grammar: all tokens before `position` are read."""
+    """A sequence's state in its grammar; all tokens before `position` are read."""
 
     matcher: LLMatcher
     position: int
-    applies: bool  # else what begins it has not come yet
+    applies: bool  # False until the token after which it begins
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Which tokens may come next in some rows of a step.
+    """Token masks for some rows of a step.
 
     Attributes:
-        rows: of the step, those under a grammar.
-        words: (num_rows, words of a mask) int32, a bit for each token, low bits first.
+        rows: the step's rows that have a grammar.
+        words: (num_rows, words of a mask) int32, one bit per token, low bits first.
         over: rows that only the end may follow.
-        errors: of rows that nothing may follow, why.
+        errors: by row, why nothing may follow.
     """
 
     rows: Sequences[int]
@@ -52,14 +52,10 @@ class Masks:
 
 
 class Matchers:
-    """The places of all sequences under a grammar; used by one thread.
+    """The states of all sequences with a grammar; used by one thread.
 
-    Masks are made by other threads, without Python's lock, while the step runs whose tokens they
-    are for: between `begin` and the masks' arrival nothing else may be asked.
-
-    Args:
-        vocab_size: logits of a row.
-        eos_token_ids: tokens that end an answer.
+    Other threads make the masks, without Python's lock, while the step runs whose tokens they are
+    for: between `begin` and the masks' arrival, call nothing else.
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -73,24 +69,20 @@ class Matchers:
         self._executor: LLExecutor | None = None
 
     def add(self, request_id: str, matcher: LLMatcher, live: Collection[Sequence]) -> None:
-        """A request is about to start; whatever is not among the live sequences is forgotten."""
+        """Add a request that is about to start; forget all sequences that are no longer live."""
         self._keep(live)
         self._first[request_id] = matcher
 
     def clear(self) -> None:
-        """No sequence is live."""
+        """Forget everything: no sequence is live."""
         self._first.clear()
         self._places.clear()
 
     def begin(self, sequences: Sequences[Sequence], rows: Sequences[int]) -> Future[Masks] | None:
-        """Start on the masks of a step.
-
-        Args:
-            sequences: under a grammar, with all their tokens known.
-            rows: of the step, one for each.
+        """Start making the masks of a step.
 
         Returns:
-            The masks of those whose grammar applies by now; None if there is no such.
+            The masks of those whose grammar has begun; None if there are none.
         """
         found = [
             (place, row)
@@ -107,7 +99,7 @@ class Matchers:
         """Read the tokens that a step has added.
 
         Returns:
-            The sequences whose grammar is over; with a reason, if a token did not fit into it.
+            The sequences whose grammar is complete, each with a reason if a token did not fit.
         """
         ended: dict[Sequence, str | None] = {}
         for update in updates:
@@ -124,11 +116,11 @@ class Matchers:
     def _is_over(self, place: _Place) -> bool:
         if self._has_end or not place.matcher.is_accepting():
             return place.matcher.is_stopped()
-        # No token will say so.
+        # There is no token for the end.
         return self._fill([(place, 0)]).over == [0]
 
     def _place(self, sequence: Sequence) -> _Place:
-        """With all tokens of the sequence read."""
+        """Return the state with all tokens of the sequence read."""
         place = self._places.get(sequence)
         grammar = sequence.request.sampling.grammar
         assert grammar is not None
@@ -159,7 +151,7 @@ class Matchers:
         over, errors = [], {}
         only_end = (words == self._only_end).all(axis=1).tolist()
         for index, (place, row) in enumerate(found):
-            if place.matcher.is_error():  # then the library allows an end, which is none
+            if place.matcher.is_error():  # on an error the library allows the end, which is not one
                 words[index] = 0
                 errors[row] = f"the grammar cannot go on: {place.matcher.get_error()}"
             elif only_end[index]:
@@ -174,5 +166,5 @@ class Matchers:
 
 
 def num_words(vocab_size: int) -> int:
-    """32-bit words of a mask, with room for a token that stands in for the end of an answer."""
+    """Return a mask's 32-bit words, with room for a token that stands for the end of an answer."""
     return -(-(vocab_size + 1) // (32 * _WORDS)) * _WORDS

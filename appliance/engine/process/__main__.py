@@ -1,4 +1,4 @@
-"""`python -m appliance.engine.process`: what the supervisor starts; not for people."""
+"""Entry of `python -m appliance.engine.process`, which the supervisor starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def find_loader() -> LoadEngine:
-    """The one import that loads torch."""
+    """Import the loader, and with it torch."""
     from appliance.engine.engine import LLMEngine
 
     return LLMEngine.load
@@ -23,5 +23,5 @@ def find_loader() -> LoadEngine:
 if __name__ == "__main__":
     exit_code = run_engine_process(sys.argv[1:], find_loader)
     logging.shutdown()
-    # Everything is done; taking torch apart would keep the server waiting for a second or more.
+    # All work is done; tearing torch down would delay the server's exit by a second or more.
     os._exit(exit_code)

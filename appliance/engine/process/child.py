@@ -1,4 +1,4 @@
-"""One engine process as the API process holds it: start, talk, find out how it ended."""
+"""Starts one engine process, talks to it and reports how it ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from appliance.runtime import ALLOCATOR, OPENMP, child_environment
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
 
-# -P: nothing in the folder that a person happens to stand in is imported.
+# -P: import nothing from the current folder.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "appliance.engine.process")
 
 _EXIT_SECONDS = 5.0  # for a process whose connection has ended, or that was told to end
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """A started process, the connection to it and its block metadata."""
+    """A started process, its connection and its block metadata."""
 
     def __init__(self, process: Process, connection: Connection, metadata: memoryview) -> None:
         self.connection = connection
@@ -46,7 +46,7 @@ class EngineProcess:
         """Start a process; it then waits for a `Load`.
 
         Raises:
-            EngineError: the system has no more processes, descriptors or memory.
+            EngineError: the system is out of processes, descriptors or memory.
         """
         try:
             return await cls._spawn(command)
@@ -58,7 +58,7 @@ class EngineProcess:
     async def _spawn(cls, command: Sequence[str]) -> EngineProcess:
         ours, theirs = socket.socketpair()
         level, form = log.configured()
-        with contextlib.ExitStack() as undo:  # what was opened, should the system have no more
+        with contextlib.ExitStack() as undo:  # release it all if a later call fails
             undo.enter_context(theirs)
             connection = await Connection.over(ours)
             undo.callback(connection.close)
@@ -69,10 +69,10 @@ class EngineProcess:
                 *("--socket", str(theirs.fileno()), "--metadata", str(metadata)),
                 *("--parent", str(os.getpid()), "--log-level", level, "--log-format", form),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # what a library prints belongs with the log
+                stdout=2,  # a library's prints belong in the log
                 pass_fds=(theirs.fileno(), metadata),
                 env=_environment(),
-                start_new_session=True,  # Ctrl-C in the terminal is for the server alone
+                start_new_session=True,  # Ctrl-C in the terminal goes only to the server
             )
             undo.pop_all()
             theirs.close()
@@ -84,27 +84,27 @@ class EngineProcess:
         return self._process.pid
 
     def dump_stacks(self) -> None:
-        """Have the process write the stacks of all its threads to the log."""
+        """Make the process write the stacks of all its threads to the log."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(DUMP_STACKS_SIGNAL)
 
     def kill(self) -> None:
-        """End the process at once."""
+        """Kill the process."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def stop(self) -> None:
-        """End the process after its current step, or after a few seconds by force."""
+        """End the process after its current step, or by force after a few seconds."""
         self.connection.send(Shutdown())
         await self.wait()
 
     @property
     def exit_code(self) -> int | None:
-        """Of a process that has ended, negative if a signal ended it."""
+        """Exit code of an ended process, negative if a signal ended it."""
         return self._process.returncode
 
     async def wait(self) -> str:
-        """Close the connection, wait for the end of the process; says how it ended."""
+        """Close the connection, wait for the process to end and say how it ended."""
         self.connection.close()
         try:
             async with asyncio.timeout(_EXIT_SECONDS):
@@ -122,9 +122,9 @@ class EngineProcess:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of the engine: everything but the API key, which is none of its business.
+    """Return the engine's environment: everything but the API key, which it does not need.
 
-    Compiled kernels of a GPU are kept with our other derived files.
+    Compiled GPU kernels go beside our other derived files.
     """
     kernels = {"TRITON_CACHE_DIR": str(cache_dir() / "triton")}
     return {**ALLOCATOR, **OPENMP, **kernels, **child_environment()}

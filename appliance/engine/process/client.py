@@ -1,8 +1,8 @@
-"""Requests in, deltas out: the engine as the API process sees it, whichever process runs it.
+"""The API process's view of the engine: requests in, deltas out, across restarts.
 
-When a process dies, requests that it had started end with an error and those that still waited
-are given to the next one. Those that it died of are known, and come one by one if they come again,
-so that the one that ends engines takes no other with it (see `quarantine`).
+When a process dies, requests it had started end with an error and waiting ones go to the next
+process. Requests that a process died of are known; if they come again, they run one at a time, so
+that a request that kills engines takes no other with it (see `quarantine`).
 """
 
 from __future__ import annotations
@@ -42,20 +42,18 @@ if TYPE_CHECKING:
     from appliance.engine.process.supervisor import ProgressCallback
     from appliance.engine.request import Request
 
-# A request that waited is given to the next process this often. More would let one that kills the
-# engine before it is even started take the server down with it.
+# How often a waiting request is given to a new process. More would let one that kills the engine
+# before it is even started take the server down with it.
 MAX_SUBMISSIONS = 2
 
 logger = logging.getLogger(__name__)
 
 
 class EngineClient:
-    """The engine process and the requests it has been given.
+    """The engine process and the open requests.
 
     Args:
-        config: what to load.
-        command: starts the process; tests put another engine here.
-        limits: of the supervision.
+        command: starts the process; tests use another one.
     """
 
     def __init__(
@@ -66,18 +64,18 @@ class EngineClient:
         limits: SupervisionLimits | None = None,
     ) -> None:
         self.stats = EngineStats()  # the latest
-        self.stats_time = 0.0  # monotonic, when they came
+        self.stats_time = 0.0  # monotonic, when they arrived
         self.sequences: tuple[SequenceView, ...] = ()
         self.observers: list[Callable[[StepReport], None]] = []  # get every report with stats
-        self.vocabulary: Vocabulary | None = None  # to be set before the first grammar
+        self.vocabulary: Vocabulary | None = None  # set it before the first grammar
         self._config = config
-        self._informed: int | None = None  # the process that has got the vocabulary
+        self._informed: int | None = None  # the process that has received the vocabulary
         self._generations: dict[str, Generation] = {}
         self._quarantine = Quarantine()
-        self._on_trial: Generation | None = None  # the suspect that the engine was given
-        self._held: deque[Generation] = deque()  # suspects whose turn comes after it
+        self._on_trial: Generation | None = None  # the suspect that the engine is running
+        self._held: deque[Generation] = deque()  # suspects that wait for it
         self._tables: dict[tuple[str, int], asyncio.Future[Table]] = {}
-        self._waiters: list[asyncio.Future[None]] = []  # until it is ready
+        self._waiters: list[asyncio.Future[None]] = []  # wait until the engine is ready
         self._supervisor = Supervisor(
             command,
             limits,
@@ -90,7 +88,7 @@ class EngineClient:
 
     @property
     def state(self) -> EngineState:
-        """What the process is doing."""
+        """State of the process."""
         return self._supervisor.state
 
     @property
@@ -100,17 +98,17 @@ class EngineClient:
 
     @property
     def responsive(self) -> bool:
-        """Whether a process that is ready shows signs of life."""
+        """True if a ready process shows signs of life."""
         return self._supervisor.responsive
 
     @property
     def seconds_to_start(self) -> float:
-        """Until another process is started; 0 if none is waited for."""
+        """Seconds until the next process is started; 0 if none is due."""
         return self._supervisor.seconds_to_start
 
     @property
     def quarantined(self) -> int:
-        """Requests that are refused because engines died of them."""
+        """Number of requests refused because engines died of them."""
         return len(self._quarantine)
 
     @property
@@ -120,7 +118,7 @@ class EngineClient:
 
     @property
     def info(self) -> EngineInfo | None:
-        """What is loaded; the last known while the engine restarts."""
+        """Facts about the loaded engine; the last known while it restarts."""
         return self._supervisor.info
 
     @property
@@ -137,28 +135,28 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that the engine has not started."""
+        """Number of requests that the engine has not started."""
         return sum(not generation.started for generation in self._generations.values())
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Of the prompts of these."""
+        """Prompt tokens of these requests."""
         generations = self._generations.values()
         return sum(len(one.request.prompt_token_ids) for one in generations if not one.started)
 
     def num_waiting_of(self, owner: str) -> int:
-        """Requests of one owner that the engine has not started."""
+        """Count an owner's requests that the engine has not started."""
         generations = self._generations.values()
         return sum(not one.started and one.request.owner == owner for one in generations)
 
     @property
     def num_running(self) -> int:
-        """Requests that the engine has started and not finished."""
+        """Number of requests that the engine has started and not finished."""
         return sum(generation.started for generation in self._generations.values())
 
     @property
     def num_running_sequences(self) -> int:
-        """Sequences of the requests that the engine has started."""
+        """Sequences of the started requests."""
         generations = self._generations.values()
         return sum(one.request.sampling.num_sequences for one in generations if one.started)
 
@@ -177,7 +175,7 @@ class EngineClient:
         return await self._supervisor.start(Load(self._config, eos_token_ids), on_progress)
 
     async def ready(self) -> None:
-        """Wait until requests are accepted again.
+        """Wait until the engine accepts requests again.
 
         Raises:
             EngineUnavailableError: that will not be soon.
@@ -203,7 +201,7 @@ class EngineClient:
                 waiter.set_exception(error)
 
     async def close(self, *, now: bool = False) -> None:
-        """End the engine after its step, or now; what is in flight fails."""
+        """End the engine after its step, or immediately with `now`; open requests fail."""
         error = EngineUnavailableError("the server is shutting down")
         self.fail_all(error)
         self._wake(error)
@@ -211,7 +209,7 @@ class EngineClient:
         await self._supervisor.close(now=now)
 
     def generate(self, request: Request) -> Generation:
-        """Submit a request at once; iterate for its deltas.
+        """Submit a request immediately; iterate for its deltas.
 
         Raises:
             EngineUnavailableError: the engine is not ready.
@@ -229,7 +227,7 @@ class EngineClient:
         return generation
 
     def _submit(self, generation: Generation) -> None:
-        """Give a request to the engine; a suspect only when none is on trial."""
+        """Send a request to the engine; hold a suspect while another is on trial."""
         if generation.is_suspect and self._on_trial is not None:
             self._held.append(generation)
             return
@@ -252,7 +250,7 @@ class EngineClient:
             self._informed = self.pid
 
     def _end_trial(self, generation: Generation) -> None:
-        """A suspect has got its first tokens, or is over: the next one's turn."""
+        """End a suspect's trial, after its first tokens or its end, and start the next one's."""
         if self._on_trial is not generation:
             return
         self._on_trial = None
@@ -262,11 +260,11 @@ class EngineClient:
                 self._submit(following)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Stop a request, or one choice of it, in whatever phase it is."""
+        """Stop a request, or one choice of it, in any phase."""
         self._supervisor.send(Abort(request_id, index))
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at the wish of whoever runs the server; False if it is not open."""
+        """End a request on the administrator's demand; return False if it is not open."""
         generation = self._generations.get(request_id)
         if generation is None:
             return False
@@ -275,16 +273,16 @@ class EngineClient:
         return True
 
     def owner_of(self, request_id: str) -> str | None:
-        """Whose an open request is; None if it is not open."""
+        """Return an open request's owner; None if it is not open."""
         generation = self._generations.get(request_id)
         return None if generation is None else generation.request.owner
 
     def open_requests(self) -> list[tuple[Request, bool]]:
-        """Every request that is open here, and whether the engine has started it."""
+        """List every open request, and whether the engine has started it."""
         return [(one.request, one.started) for one in self._generations.values()]
 
     async def fetch_table(self, request_id: str, index: int) -> Table:
-        """The blocks of one sequence, as the engine has them between two steps."""
+        """Fetch the block table of one sequence, as it is between two steps."""
         nothing = Table(request_id=request_id, index=index)
         if self.state is not EngineState.READY or request_id not in self._generations:
             return nothing
@@ -293,7 +291,7 @@ class EngineClient:
             asked = asyncio.get_running_loop().create_future()
             self._tables[request_id, index] = asked
             self._supervisor.send(FetchTable(request_id, index))
-        # One who goes away does not take the answer from another who asked the same.
+        # A caller that leaves must not cancel the answer for others who asked the same.
         return await asyncio.shield(asked)
 
     def fail_all(self, error: Exception) -> None:
@@ -307,7 +305,7 @@ class EngineClient:
         self._end_trial(generation)
 
     def forget(self, generation: Generation, *, complete: bool) -> None:
-        """Its consumer wants no more of a request; what the engine still does for it ends."""
+        """Drop a request that its consumer has closed, and stop the engine's work on it."""
         request_id = generation.request.request_id
         if self._generations.get(request_id) is not generation:
             return
@@ -319,7 +317,7 @@ class EngineClient:
         self._end_trial(generation)
 
     def _is_busy(self) -> bool:
-        """Whether the engine owes something; what was held back, or is not read yet, is not its."""
+        """Return True if the engine owes tokens; held requests and unread deltas do not count."""
         return any(one.is_awaited for one in self._generations.values() if one not in self._held)
 
     def _on_report(self, report: StepReport) -> None:
@@ -361,7 +359,7 @@ class EngineClient:
         self._held.clear()
         process = self._supervisor.process
         starting = set() if process is None else process.beacon.started()
-        # Of those that the engine was given, it worked on some, and others waited.
+        # The engine was working on some of the requests it had; the others waited.
         given = [
             one for one in self._generations.values() if id(one) not in held and one.is_awaited
         ]
@@ -380,7 +378,7 @@ class EngineClient:
 
     def _on_ready(self) -> None:
         for generation in list(self._generations.values()):
-            if generation.is_awaited:  # else it is only read by and by
+            if generation.is_awaited:  # otherwise only its consumer has some left to read
                 generation.submissions += 1
                 self._submit(generation)
         self._wake(None)

@@ -1,7 +1,7 @@
 """The API process's end of the socket to an engine.
 
-Messages are passed on in the call that brings their bytes, so that a step of the engine wakes no
-task but those that wait for its tokens.
+Messages are handled in the call that receives their bytes, so that a step of the engine wakes only
+tasks that wait for its tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Connection(asyncio.Protocol):
-    """Messages of one engine process; they are kept until somebody takes them."""
+    """Receives messages of one engine process and keeps them until they are taken."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -32,22 +32,22 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def over(cls, sock: socket.socket) -> Connection:
-        """Use a connected socket, which belongs to the connection from now on."""
+        """Wrap a connected socket; the connection owns it from now on."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_unix_connection(cls, sock=sock)
         return connection
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; one that cannot be delivered any more is dropped."""
+        """Queue a message; drop it if the connection is closing."""
         assert self._transport is not None
         if not self._transport.is_closing():
             self._transport.write(encode_frame(message))
 
     async def receive(self) -> FromEngine | None:
-        """The next message; None means that the connection has ended.
+        """Return the next message; None at the end of the connection.
 
         Raises:
-            FrameError: the engine sent something that is no message.
+            FrameError: the engine sent invalid bytes.
         """
         while not self._kept and not self._ended:
             await self._change()
@@ -58,11 +58,11 @@ class Connection(asyncio.Protocol):
         return None
 
     async def pass_on(self, take: Callable[[FromEngine], object]) -> None:
-        """Call `take` with every message until the connection has ended.
+        """Call `take` with every message until the connection ends.
 
         Raises:
-            FrameError: the engine sent something that is no message.
-            Exception: what `take` raised; it is not called again.
+            FrameError: the engine sent invalid bytes.
+            Exception: raised by `take`, which is not called again.
         """
         while self._kept:
             take(self._kept.popleft())
@@ -76,16 +76,16 @@ class Connection(asyncio.Protocol):
             raise self._error
 
     def close(self) -> None:
-        """End the connection when what was sent has been delivered."""
+        """Close the connection once everything sent has been delivered."""
         assert self._transport is not None
         self._transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by asyncio."""
+        """Store the transport (called by asyncio)."""
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio."""
+        """Decode and pass on messages (called by asyncio)."""
         if self._ended:
             return
         try:
@@ -96,7 +96,7 @@ class Connection(asyncio.Protocol):
             self._end()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Called by asyncio, once; a reset is an end like any other."""
+        """End the connection (called once by asyncio); a reset is an end like any other."""
         self._end()
 
     def _keep(self, message: FromEngine) -> None:

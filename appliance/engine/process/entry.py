@@ -1,4 +1,4 @@
-"""The first lines of the engine's process: take what it inherits, never outlive the parent."""
+"""Starts the engine's process: takes inherited descriptors and never outlives the parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadEngine]) -> int:
-    """Serve on the descriptors that the supervisor named; returns the exit code."""
+    """Serve on the descriptors that the supervisor passes; return the exit code."""
     parser = argparse.ArgumentParser(prog="appliance.engine.process")
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--metadata", type=int, required=True)
@@ -38,7 +38,7 @@ def run_engine_process(arguments: Sequence[str], find_loader: Callable[[], LoadE
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, however busy it is then."""
+    """Make the kernel kill this process when its parent dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)  # it died before the kernel was told
+        os.kill(os.getpid(), signal.SIGKILL)  # the parent died before the prctl

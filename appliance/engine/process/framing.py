@@ -1,4 +1,4 @@
-"""Messages as bytes: a 4-byte little-endian length, then MessagePack of one closed union."""
+"""Encodes messages: a 4-byte little-endian length, then MessagePack of one closed union."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MessageT = TypeVar("MessageT")
 
 
 class FrameError(EngineError):
-    """The other side sent something that is no message; the connection must end."""
+    """The other side sent invalid bytes; the connection must end."""
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
-    """One message, ready to send."""
+    """Encode one message."""
     frame = bytearray(_LENGTH.size)
     _encoder.encode_into(message, frame, _LENGTH.size)
     size = len(frame) - _LENGTH.size
@@ -31,14 +31,14 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 class FrameDecoder(Generic[MessageT]):
-    """Cuts a byte stream into messages of one union; keeps what is not complete yet."""
+    """Splits a byte stream into messages of one union and keeps an incomplete rest."""
 
     def __init__(self, union: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(union)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[MessageT]:
-        """Add bytes; returns the messages that they complete.
+        """Add bytes; return the messages they complete.
 
         Raises:
             FrameError: a frame is too long or not of the union.

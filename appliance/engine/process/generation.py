@@ -1,4 +1,4 @@
-"""One request that is under way: its deltas as they come, an error after them, and its end."""
+"""One open request: its deltas as they arrive, then an error or its end."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from appliance.errors import EngineError, QueueTimeoutError, RequestError
 if TYPE_CHECKING:
     from appliance.engine.request import Request
 
-MAX_BACKLOG = 4096  # deltas that a consumer may be behind
+MAX_BACKLOG = 4096  # most deltas that a consumer may lag behind
 
 
 class Submitter(Protocol):
-    """Who has given the request to the engine."""
+    """The client that submitted the request."""
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Stop a request, or one choice of it."""
         ...
 
     def forget(self, generation: Generation, *, complete: bool) -> None:
-        """Its consumer wants no more; `complete` if there is no more."""
+        """Drop a request that its consumer closed; `complete` if all of it was read."""
         ...
 
 
 class Generation(AsyncIterator[SequenceDelta]):
-    """The deltas of one request, as they come; submitted on construction.
+    """The deltas of one request, as they arrive; submitted on construction.
 
     Close it in every case: closing early aborts the request.
     """
@@ -39,26 +39,26 @@ class Generation(AsyncIterator[SequenceDelta]):
         self.request = request
         self.started = False  # the engine has taken it from its queue
         self.submissions = 1
-        self.is_suspect = False  # an engine died while it worked on such a request
+        self.is_suspect = False  # an engine died while it worked on an equal request
         self._client = client
-        self._open = set(range(request.sampling.num_choices))  # of which the consumer wants more
-        self._awaited = set(self._open)  # of which the engine owes more
+        self._open = set(range(request.sampling.num_choices))  # choices the consumer reads
+        self._awaited = set(self._open)  # choices that the engine has not finished
         self._arrived: deque[SequenceDelta] = deque()
-        self._error: Exception | None = None  # what comes after them
+        self._error: Exception | None = None  # raised after the deltas
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the engine owes more of it, however much its consumer has yet to read."""
+        """True if the engine owes more of it, however much the consumer has yet to read."""
         return bool(self._awaited) and self._error is None
 
     @property
     def backlog(self) -> int:
-        """Deltas that have come and were not asked for yet."""
+        """Deltas that have arrived and were not read."""
         return len(self._arrived)
 
     async def __anext__(self) -> SequenceDelta:
-        """The next delta of a choice that is open.
+        """Return the next delta of an open choice.
 
         Raises:
             RequestError: the engine refused the request.
@@ -75,7 +75,7 @@ class Generation(AsyncIterator[SequenceDelta]):
         raise StopAsyncIteration
 
     def ready(self) -> SequenceDelta | None:
-        """The next delta if it has come already; an error that has come is left to the iterator."""
+        """Return the next delta if it has arrived; an error is left to the iterator."""
         while self._arrived and self._open:
             delta = self._arrived.popleft()
             if delta.index not in self._open:
@@ -96,16 +96,16 @@ class Generation(AsyncIterator[SequenceDelta]):
             self._client.abort(self.request.request_id, index)
 
     def close(self) -> None:
-        """Forget the request, and abort what the engine still does for it."""
+        """Drop the request and stop the engine's work on it."""
         self._client.forget(self, complete=not self._open and self._error is None)
         self._open.clear()
 
     async def aclose(self) -> None:
-        """The same, for `contextlib.aclosing`."""
+        """Close it, for `contextlib.aclosing`."""
         self.close()
 
     def put(self, delta: SequenceDelta) -> None:
-        """Add what the engine reports."""
+        """Add a delta from the engine."""
         if delta.error is not None:
             self.fail(_error_of(delta, delta.error))
         elif self._error is None:
@@ -115,7 +115,7 @@ class Generation(AsyncIterator[SequenceDelta]):
             self._wake()
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, after what has come already; the first one counts."""
+        """End with an error after the deltas that have arrived; the first error counts."""
         self._error = self._error or error
         self._wake()
 

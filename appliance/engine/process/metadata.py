@@ -1,7 +1,7 @@
-"""What both processes see: an anonymous memory file of a 64-bit word per block, and the beacon.
+"""Memory shared by both processes: a 64-bit word per block, and the beacon.
 
-The API process makes it before the engine knows how many blocks there will be, so it has room for
-many more; pages that nobody touches cost nothing. Its size is sealed: no access can ever fault.
+The API process creates it before the number of blocks is known, so it has room for many more;
+untouched pages cost nothing. Its size is sealed: no access can ever fault.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1, 2, 4
 
 
 def create_metadata() -> int:
-    """A new memory file, all zero; returns its descriptor."""
+    """Create a memory file of zeros; return its descriptor."""
     descriptor = os.memfd_create("appliance-block-metadata", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, _BYTES)
     fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
@@ -29,7 +29,7 @@ def create_metadata() -> int:
 
 
 def map_metadata(descriptor: int, *, writable: bool) -> memoryview:
-    """The words of the file; lives as long as somebody holds it. The descriptor is closed."""
+    """Map the file's words and close the descriptor; the mapping lives as long as the view."""
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
     mapping = mmap.mmap(descriptor, _BYTES, access=access)
     os.close(descriptor)
@@ -37,5 +37,5 @@ def map_metadata(descriptor: int, *, writable: bool) -> memoryview:
 
 
 def beacon_of(words: memoryview) -> Beacon:
-    """The beacon, in what `map_metadata` returned."""
+    """Return the beacon in the words of `map_metadata`."""
     return Beacon(words[MAX_BLOCKS:])

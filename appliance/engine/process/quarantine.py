@@ -1,8 +1,8 @@
-"""Requests that an engine died of: who was there twice is not let in again for a while.
+"""Quarantines requests that engines died of: after the second death they are refused for a while.
 
-A client repeats what failed, and a request that ends engines would so take the server away from all
-others. One that was there when an engine died is a suspect; the second time it is refused, and one
-that comes to its end is none any more. Requests are known by all that the engine is told of them.
+A client repeats what failed, so one request that kills engines could take the server away from all
+others. A request present when an engine died is a suspect; the second time it is refused, and one
+that completes is cleared. Requests are recognized by everything the engine is told of them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
 
 STRIKES = 2
-SECONDS = 600.0  # after the latest
+SECONDS = 600.0  # after the latest death
 _MAX_KEPT = 1024
 
 
 class Quarantine:
-    """What was there when engines died.
+    """Counts the deaths at which each request was present.
 
     Args:
         clock: monotonic seconds.
@@ -37,12 +37,12 @@ class Quarantine:
         self._strikes: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Requests that are refused now."""
+        """Number of requests refused now."""
         self._forget_old()
         return sum(count >= STRIKES for count, _ in self._strikes.values())
 
     def strike(self, requests: Iterable[Request]) -> None:
-        """An engine died while it worked on these; several that are equal count once."""
+        """Count an engine's death against these requests; equal ones count once."""
         self._forget_old()
         for mark in dict.fromkeys(map(_fingerprint, requests)):
             count, _ = self._strikes.pop(mark, (0, 0.0))
@@ -51,12 +51,12 @@ class Quarantine:
                 self._strikes.popitem(last=False)
 
     def absolve(self, request: Request) -> None:
-        """A request came to its end."""
+        """Clear a request that completed."""
         if self._strikes:
             self._strikes.pop(_fingerprint(request), None)
 
     def is_suspect(self, request: Request) -> bool:
-        """Whether an engine died while it worked on such a request.
+        """Return True if an engine died while it worked on an equal request.
 
         Raises:
             QuarantinedError: more than one did.
@@ -76,6 +76,6 @@ class Quarantine:
 
 
 def _fingerprint(request: Request) -> bytes:
-    """Of prompt, sampling and owner: what one has done is not laid at another's door."""
+    """Hash prompt, sampling and owner: one user's strikes do not count against another."""
     told = (request.owner, request.prompt_token_ids, request.sampling)
     return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16).digest()

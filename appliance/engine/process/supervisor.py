@@ -1,7 +1,7 @@
 """Keeps one engine process alive: starts it, notices when it dies or hangs, starts another.
 
-No death is for good. What fails again and again is tried again ever more seldom, and the reason is
-known meanwhile. Knows processes and reports, not requests; those belong to the client.
+It never gives up: repeated failures are retried at growing intervals, and the reason stays visible.
+Knows processes and reports, not requests; those belong to the client.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
 
 ProgressCallback = Callable[[str, int, int], None]
 
-SHORT = 5.0  # seconds that requests may wait for another process; else they are told
+SHORT = 5.0  # seconds that requests may wait for the next process; longer waits are refused
 
 logger = logging.getLogger(__name__)
 
 
 class EngineState(Enum):
-    """What the engine process is doing."""
+    """State of the engine process."""
 
     LOADING = "loading"  # for the first time
     READY = "ready"
     RESTARTING = "restarting"
-    FAILED = "failed"  # the first time, and so there is nothing to serve
+    FAILED = "failed"  # the first load failed, so there is nothing to serve
     STOPPED = "stopped"
 
 
@@ -55,24 +55,23 @@ class EngineState(Enum):
 class SupervisionLimits:
     """When to give up on a process, and how soon to start another; times in seconds."""
 
-    hang_timeout: float = 8.0  # in which a process that has work does nothing at all
-    step_timeout: float = 60.0  # in which it computes, but gets nowhere
+    hang_timeout: float = 8.0  # a process with work does nothing for this long
+    step_timeout: float = 60.0  # it computes without progress for this long
     backoff: float = 1.0  # before the second restart in the window, then 3, 7, ...
     max_backoff: float = 60.0
     death_window: float = 600.0
 
     @property
     def look(self) -> float:
-        """Between two looks at the process."""
+        """Seconds between two looks at the process."""
         return self.hang_timeout / LOOKS_TO_HANG
 
 
 @dataclass(slots=True)
 class Deaths:
-    """How often an engine died lately, and how long to wait before the next is started.
+    """Counts recent deaths and sets the delay before the next start.
 
     Attributes:
-        limits: of the supervision.
         clock: monotonic seconds.
     """
 
@@ -81,7 +80,7 @@ class Deaths:
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
     def count(self) -> float:
-        """Note a death; seconds to wait."""
+        """Record a death; return the seconds to wait."""
         now = self.clock()
         self._times.append(now)
         while now - self._times[0] > self.limits.death_window:
@@ -91,16 +90,15 @@ class Deaths:
 
 
 class Supervisor:
-    """One engine process at a time.
+    """Supervises one engine process at a time.
 
     Args:
-        command: starts a process; see `entry.run_engine_process` for what is added to it.
-        limits: when to give up.
-        on_report: gets every report of the engine.
-        on_death: a process ended; the error says how. Another follows.
-        on_ready: a restarted engine accepts requests.
-        on_outage: a process could not be started again at once; the error says why.
-        is_busy: whether the engine has been given work that is not finished.
+        command: starts a process; `entry.run_engine_process` lists the added arguments.
+        on_report: called with every report of the engine.
+        on_death: called when a process ended; the error says how. Another follows.
+        on_ready: called when a restarted engine accepts requests.
+        on_outage: called when no process can be started soon; the error says why.
+        is_busy: returns True if the engine has unfinished work.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class Supervisor:
     ) -> None:
         self.state = EngineState.LOADING
         self.reason = ""
-        self.responsive = True  # a process that is ready shows signs of life
+        self.responsive = True  # a ready process shows signs of life
         self.restarts = 0
         self.info: EngineInfo | None = None
         self.process: EngineProcess | None = None
@@ -135,11 +133,11 @@ class Supervisor:
 
     @property
     def seconds_to_start(self) -> float:
-        """Until the next process is started; 0 if none is waited for."""
+        """Seconds until the next process is started; 0 if none is due."""
         return max(0.0, self._next_start - time.monotonic())
 
     async def prepare(self) -> None:
-        """Start a process ahead of `start`, so that it imports while the rest is made ready."""
+        """Start a process ahead of `start`, so that it imports meanwhile."""
         if self.process is None:
             self.process = await EngineProcess.spawn(self._command)
 
@@ -147,7 +145,7 @@ class Supervisor:
         """Load the model for the first time.
 
         Raises:
-            ApplianceError: the engine cannot be loaded, with the exit code it gave.
+            ApplianceError: the engine cannot be loaded; it carries the engine's exit code.
         """
         try:
             info = await self._load(load, on_progress)
@@ -160,7 +158,7 @@ class Supervisor:
         return info
 
     def send(self, message: ToEngine) -> None:
-        """Send to the engine, if there is one."""
+        """Send a message to the engine, if there is one."""
         if self.process is not None:
             self.process.connection.send(message)
 
@@ -211,7 +209,7 @@ class Supervisor:
     async def _keep_alive(self, load: Load) -> None:
         while True:
             error = await self._serve()
-            # The state comes first: whoever hears of the death must not submit to the dead.
+            # Set the state first: on_death must not submit to the dead process.
             self.state = EngineState.RESTARTING
             self.reason = str(error)
             self._on_death(error)
@@ -220,7 +218,6 @@ class Supervisor:
             self._on_ready()
 
     async def _restart(self, load: Load, error: Exception) -> None:
-        """Start processes until one is ready."""
         while True:
             delay = self._deaths.count()
             self._next_start = time.monotonic() + delay
@@ -251,7 +248,6 @@ class Supervisor:
         )
 
     async def _load_watched(self, load: Load) -> None:
-        """Load as at first; a process that does nothing meanwhile is ended."""
         await self.prepare()
         assert self.process is not None
         self._verdict = Verdict.ALIVE
@@ -263,7 +259,6 @@ class Supervisor:
             watch.cancel()
 
     async def _serve(self) -> EngineDiedError:
-        """Pass on reports until the process ends."""
         assert self.process is not None
         self._verdict = Verdict.ALIVE
         watching = self._watch(self.process, busy=self._is_busy, look=self._limits.look)
@@ -295,7 +290,6 @@ class Supervisor:
     async def _watch(
         self, process: EngineProcess, *, busy: Callable[[], bool], look: float
     ) -> None:
-        """Kill a process that hangs."""
         watch = Watch(patience=round(self._limits.step_timeout / self._limits.look))
         read = partial(read_signs, process.pid, process.beacon)
         while self._verdict in (Verdict.ALIVE, Verdict.DOUBTFUL):
@@ -317,7 +311,6 @@ def _when(delay: float) -> str:
 
 
 def _failure(text: str, exit_code: int) -> ApplianceError:
-    """The error of the class that has this exit code."""
     for kind in (ConfigError, ModelError, MemoryPlanError):
         if kind.exit_code == exit_code:
             return kind(text)

@@ -1,9 +1,9 @@
-"""Tells an engine that hangs from one that takes its time.
+"""Tells a hung engine from a slow one.
 
-Looked at from outside once in a while: a process that was stopped, one that has work and does
-nothing, and one that is busy without getting anywhere. A long step is none of these: it computes,
-and counts how far it is (see `beacon`). Looks are counted, not seconds, so that a supervisor that
-was held up itself takes nothing for silence.
+Periodic looks from outside find a process that was stopped, one that has work and does nothing, and
+one that computes without progress. A long step is none of these: it computes and counts its
+progress (see `beacon`). Looks are counted, not seconds, so that a supervisor that was held up
+itself does not mistake that for silence.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ if TYPE_CHECKING:
     from appliance.engine.beacon import Beacon
 
 LOOKS_TO_HANG = 8  # without a sign of life, of a process that has work
-LOOKS_TO_DOUBT = 2  # until it is not given new work
+LOOKS_TO_DOUBT = 2  # until it gets no new work
 _AT_WORK = "RD"  # states of a thread that runs, or waits for a processor or a disk
 _STOPPED = "Tt"
 
 
 class Signs(NamedTuple):
-    """What a process is doing.
+    """Observations of a process.
 
     Attributes:
         stopped: by a signal or a debugger.
-        working: a thread of it, or of a process that it started, runs or waits for a disk.
-        progress: of its beacon.
-        waits_for_device: it does nothing because a GPU does something.
+        working: a thread of it or of its children runs or waits for a disk.
+        waits_for_device: it does nothing because a GPU is computing.
     """
 
     stopped: bool = False
@@ -42,7 +41,7 @@ class Signs(NamedTuple):
 
 
 class Verdict(Enum):
-    """What to think of it."""
+    """Judgement of a process."""
 
     ALIVE = "alive"
     DOUBTFUL = "not responding"
@@ -53,26 +52,25 @@ class Verdict(Enum):
 
 @dataclass(slots=True)
 class Watch:
-    """One process.
+    """Judges one process over successive looks.
 
     Attributes:
-        patience: looks for which it may compute, or wait for a device, without getting anywhere.
+        patience: looks for which it may compute, or wait for a device, without progress.
     """
 
     patience: int
     _progress: int = -1
-    _stopped: int = 0  # looks in a row
+    _stopped: int = 0  # consecutive looks
     _idle: int = 0
     _quiet: int = 0
 
     def look(self, *, heard: bool, busy: bool, read: Callable[[bool], Signs]) -> Verdict:
-        """Judge.
+        """Judge the process.
 
         Args:
             heard: it has reported something since the last look.
             busy: it has work.
-            read: what it is doing; told whether to look at more than its progress and whether it
-                is stopped.
+            read: observes the process; True asks for more than progress and whether it is stopped.
         """
         fine = heard or not busy
         signs = read(not fine)
@@ -93,12 +91,9 @@ class Watch:
 
 
 def read_signs(pid: int, beacon: Beacon, thorough: bool) -> Signs:
-    """What a process is doing now; nothing of one that is gone.
+    """Observe a process; a process that is gone shows nothing.
 
-    Args:
-        pid: of the process.
-        beacon: its own.
-        thorough: look at all of its threads and children, which takes some milliseconds.
+    A thorough look at all its threads and children takes some milliseconds.
     """
     signs = Signs(progress=beacon.progress, waits_for_device=beacon.waits_for_device)
     try:
@@ -115,7 +110,7 @@ def _works(pid: int) -> bool:
 
 
 def _state(stat: Path) -> str:
-    """The word after the name, which may hold anything but ends with the last ); X if it ended."""
+    """Return the state, which follows the last ")" of the name; X if the process ended."""
     try:
         return stat.read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -123,5 +118,4 @@ def _state(stat: Path) -> str:
 
 
 def _children(pid: int) -> list[int]:
-    """Such as compilers, for which it waits."""
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]

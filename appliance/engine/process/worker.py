@@ -1,7 +1,7 @@
-"""The engine's side: load the model, then step while there is work and sleep while there is none.
+"""The engine process's loop: load the model, step while there is work, sleep otherwise.
 
-Whatever a single request triggers ends that request only; whatever else goes wrong ends the
-process, so that its supervisor sees it.
+An error that a single request triggers ends only that request; any other error ends the process, so
+that its supervisor notices.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What the loop drives; `LLMEngine` is the one there is."""
+    """The engine that the loop drives; `LLMEngine` implements it."""
 
     info: EngineInfo
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
+        """True if a step would do something."""
         ...
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Take what grammars need."""
+        """Set the tokens that grammars need."""
         ...
 
     def submit(self, request: Request) -> None:
@@ -70,7 +70,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """Stop a request or one choice of it; False if it is not known."""
+        """Stop a request or one choice of it; return False if it is unknown."""
         ...
 
     def step(self) -> StepReport:
@@ -78,23 +78,23 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Numbers of this moment."""
+        """Return the numbers of this moment."""
         ...
 
     def sequences(self) -> tuple[SequenceView, ...]:
-        """Every sequence that waits or runs."""
+        """Describe every waiting or running sequence."""
         ...
 
     def take_steps(self) -> tuple[StepView, ...]:
-        """The steps since the last call."""
+        """Return the steps since the last call."""
         ...
 
     def block_table(self, request_id: str, index: int) -> Table:
-        """The blocks of one sequence."""
+        """Return the block table of one sequence."""
         ...
 
     def close(self) -> None:
-        """Keep what is to outlive the process; takes some seconds at most."""
+        """Save what must outlive the process; takes some seconds at most."""
         ...
 
 
@@ -110,12 +110,12 @@ class LoadEngine(Protocol):
         on_progress: Callable[[str, int, int], None],
         beacon: Beacon,
     ) -> Engine:
-        """Load a model; raises ApplianceError."""
+        """Load a model, or raise ApplianceError."""
         ...
 
 
 class Connection:
-    """The engine's end of the socket pair: blocking writes, reads that wait only if told to."""
+    """The engine's end of the socket pair: blocking writes, reads that wait only on request."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.closed = False
@@ -125,14 +125,14 @@ class Connection:
         self._poll.register(sock, select.POLLIN)
 
     def send(self, message: FromEngine) -> None:
-        """Send one message; a client that has gone away shows up at the next read."""
+        """Send one message; the next read notices a client that has gone away."""
         try:
             self._socket.sendall(encode_frame(message))
         except (BrokenPipeError, ConnectionResetError):
             self.closed = True
 
     def receive(self, *, wait: bool) -> list[ToEngine]:
-        """Messages that arrived; with `wait`, at least one unless the connection ended."""
+        """Return arrived messages; with `wait`, at least one unless the connection ended."""
         messages: list[ToEngine] = []
         while not self.closed and ((wait and not messages) or self._poll.poll(0)):
             data = self._socket.recv(_READ_BYTES)
@@ -142,7 +142,7 @@ class Connection:
         return messages
 
     def close_reading(self) -> None:
-        """Make the next read see the end, also one that waits already."""
+        """Make the next read, or one that waits already, see the end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
@@ -153,14 +153,14 @@ def run_worker(
     find_loader: Callable[[], LoadEngine],
     warnings: RecentWarnings,
 ) -> int:
-    """Load and serve until the other side goes away; returns the exit code.
+    """Load and serve until the other side goes away; return the exit code.
 
     Args:
         sock: the engine's end of the socket pair.
         metadata: one word per block and the beacon, shared with the other side.
-        find_loader: imports what loads the engine. That takes a while, and goes on while the other
-            side still prepares what to load.
-        warnings: what this process has to say to people.
+        find_loader: imports the engine's loader, which takes a while and runs while the other side
+            prepares its `Load`.
+        warnings: this process's warnings for the user.
     """
     connection = Connection(sock)
     try:
@@ -184,7 +184,7 @@ def run_worker(
         logger.exception("the engine could not be loaded")
         connection.send(Failed(f"the engine could not be loaded: {error!r}", 6))
         return 6
-    # Until here a signal simply ends the process; from here on it ends after the current step.
+    # Until here a signal ends the process; from here on it ends after the current step.
     signal.signal(signal.SIGTERM, lambda number, frame: connection.close_reading())
     connection.send(Ready(engine.info))
     Worker(engine, connection, warnings).run()
@@ -193,7 +193,7 @@ def run_worker(
 
 
 class Worker:
-    """The loop."""
+    """Runs the loop."""
 
     def __init__(self, engine: Engine, connection: Connection, warnings: RecentWarnings) -> None:
         self._engine = engine
@@ -254,7 +254,7 @@ class Worker:
         report = self._engine.step()
         if time.monotonic() >= self._next_snapshot or not self._engine.has_work:
             report = self._with_snapshot(report)
-        # Sent even when it says nothing: a report is the sign of progress that is watched for.
+        # Sent even if empty: the watchdog takes a report as progress.
         self._connection.send(report)
 
     def _with_snapshot(self, report: StepReport) -> StepReport:

@@ -1,1 +1,1 @@
-"""Running plans on a GPU, one step ahead of what it has answered. See device_runner."""
+"""Runs plans, on a GPU one step ahead of its answers. See device_runner."""

@@ -1,4 +1,4 @@
-"""Which single logits a request changes before a token is chosen: bias, bans, forced tokens."""
+"""Changes single logits on a request's behalf: bias, bans, forced tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class AdjustmentList:
-    """Collects the entries of a step's rows.
+    """Collects the changes of a step's rows.
 
     Attributes:
         banned: rows in which some token is banned.
@@ -30,7 +30,7 @@ class AdjustmentList:
     banned: list[int] = field(default_factory=list)
 
     def add(self, row: int, entry: ScheduledSequence, *, is_over: bool = False) -> None:
-        """Add what a sequence asks for, to its row of logits; nothing keeps one that is over."""
+        """Add a sequence's changes to its row of logits; ends are not banned if `is_over`."""
         sampling = entry.sequence.request.sampling
         num_output_tokens = entry.end - entry.sequence.num_prompt_tokens
         output: list[int] = []

@@ -1,4 +1,4 @@
-"""A plan as arrays in the staging buffer: what the device reads in one step."""
+"""Writes a plan into the staging buffer as the arrays that the device reads in one step."""
 
 from __future__ import annotations
 
@@ -28,37 +28,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """Where rows write that only fill up a batch: memory that nobody reads."""
+    """Memory that nobody reads, where padding rows write."""
 
     block: int
-    open_page: int | None = None  # with a sealed cache only
+    open_page: int | None = None  # only with a sealed cache
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Which rows belong to which sequence, on the host; those that fill a batch up included.
+    """Maps rows to sequences, on the host; padding included.
 
     With a sealed cache an entry that spans several blocks is as many sequences, see `RaggedBatch`.
     """
 
     query_lens: Sequences[int]
     context_lens: Sequences[int]
-    block_tables: Sequences[array[int]]  # the sequences' own: at least the blocks of their context
+    block_tables: Sequences[array[int]]  # of the sequences, covering at least their contexts
     block_size: int  # token slots
-    padding: int = 0  # sequences at the end that only fill up
-    open_pages: Sequences[int] | None = None  # with a sealed cache: where each one's rows go
+    padding: int = 0  # number of padding sequences at the end
+    open_pages: Sequences[int] | None = None  # with a sealed cache: each one's open page
 
     @classmethod
     def of(
         cls, plan: Plan, block_size: int, spare: Spare | None = None, padding: int = 0
     ) -> Geometry:
-        """Lay entries side by side, and sequences of one token in the spare block behind them.
+        """Lay out a plan's entries, followed by padding sequences of one token in the spare block.
 
-        Args:
-            plan: entries with a single row first.
-            block_size: token slots in a block.
-            spare: where the rows lie that are to be added.
-            padding: how many these are.
+        In the plan, entries with a single row come first.
         """
         assert spare is not None or not padding
         query_lens = [entry.num_tokens for entry in plan.scheduled]
@@ -79,7 +75,7 @@ class Geometry:
         return cls(query_lens, context_lens, tables, block_size, padding, open_pages)
 
     def ragged(self, tensors: StepTensors, block_tables: Tensor) -> RaggedBatch:
-        """With what lies on the device already."""
+        """Combine it with the step's tensors on the device."""
         num_decodes = next(
             (i for i, rows in enumerate(self.query_lens) if rows > 1), len(self.query_lens)
         )
@@ -112,12 +108,12 @@ class Geometry:
 
 
 def is_decode(plan: Plan) -> bool:
-    """Whether every sequence has one row and samples."""
+    """Return True if every sequence has one row and samples."""
     return all(entry.num_tokens == 1 and entry.samples for entry in plan.scheduled)
 
 
 def shape_of(scheduled: Sequences[ScheduledSequence], geometry: Geometry) -> StepShape:
-    """Sizes of the step; decode rows that fill it up have settings for sampling too."""
+    """Return the sizes of the step; padding rows have sampling settings too."""
     return StepShape(
         num_tokens=sum(geometry.query_lens),
         num_seqs=len(geometry.query_lens),
@@ -140,11 +136,11 @@ def stage(
         scheduled: the plan's entries.
         geometry: of these.
         staging: the buffer.
-        sampler: writes what it needs.
+        sampler: writes its own settings.
         places: where the step before put the token of each sequence that follows it.
 
     Returns:
-        Sizes of the step, and how each row that samples does it.
+        Sizes of the step, and the sampling settings of each row that samples.
     """
     shape = shape_of(scheduled, geometry)
     arrays = staging.arrays(shape)
@@ -159,7 +155,7 @@ def _fill(
     places: Mapping[Sequence, int],
     first_source: int,
 ) -> None:
-    """Write all but what sampling needs; `first_source` is that of the first row."""
+    """Write everything but sampling settings; `first_source` is the source of the first row."""
     num_tokens = len(arrays["token_ids"])
     token_ids: list[int] = []
     sample_rows: list[int] = []
@@ -188,7 +184,7 @@ def _fill(
 
 
 def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_filled: int) -> None:
-    """Write where the rows stand in their sequences and in the cache; behind `num_filled` spare."""
+    """Write positions and slots; sequences from `num_filled` on are padding."""
     size, num_tokens = geometry.block_size, len(arrays["token_ids"])
     contexts = np.array(geometry.context_lens)
     num_seqs = len(contexts)
@@ -208,7 +204,7 @@ def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_fil
         np.add(counting(num_tokens), (contexts - ends)[owners], out=positions)
     blocks, offsets = np.divmod(positions, size)
     if num_filled < num_tokens:
-        # Of the rows that only fill up no two have the same slot, as long as a block has as many.
+        # Padding rows have different slots, up to the number of slots in a block.
         offsets[num_filled:] = counting(num_tokens - num_filled) % size
     slots = arrays["slot_mapping"]
     slots[:] = tables[owners, blocks]
@@ -220,7 +216,7 @@ def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_fil
     arrays["sealed_lens"][:] = (contexts - 1) // size * size
     arrays["open_tables"][:] = pages
     arrays["open_slots"][:] = pages[owners] * size + offsets
-    # Which blocks the step fills.
+    # The blocks that the step fills.
     last = tables[counting(num_seqs), (contexts - 1) // size]
     moves = np.stack((pages, last), axis=1)
     moves[contexts % size > 0] = -1
@@ -228,7 +224,7 @@ def _fill_places(arrays: Mapping[str, NDArray[Any]], geometry: Geometry, num_fil
 
 
 def _fill_tables(tables: NDArray[Any], block_tables: Sequences[array[int]]) -> None:
-    """Write block tables (num_seqs, table_width), each with zeros behind it."""
+    """Write block tables (num_seqs, table_width), padded with zeros."""
     found = np.frombuffer(b"".join(block_tables), dtype=np.int32)
     if len(found) == tables.size:
         tables.reshape(-1)[:] = found
@@ -240,7 +236,7 @@ def _fill_tables(tables: NDArray[Any], block_tables: Sequences[array[int]]) -> N
 
 
 def counting(count: int) -> NDArray[np.int64]:
-    """(count,) 0, 1, 2, ...; not to be written to."""
+    """Return (count,) 0, 1, 2, ...; shared, so do not write to it."""
     return _counting(1 << count.bit_length())[:count]
 
 

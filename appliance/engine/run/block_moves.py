@@ -1,7 +1,7 @@
-"""Takes blocks out of the KV cache into host memory and puts them back.
+"""Copies blocks between the KV cache and host memory.
 
-A cache in host memory is copied at once. That of a GPU is gathered by a kernel and copied by the
-device itself, beside the steps that it computes.
+A cache in host memory is copied synchronously. A GPU gathers blocks with a kernel and copies them
+itself, concurrently with steps.
 """
 
 from __future__ import annotations
@@ -30,41 +30,36 @@ if TYPE_CHECKING:
 
 Move = TypeVar("Move", "BlockSave", "BlockLoad")
 
-BUFFER_BYTES = 16 << 20  # less than a millisecond of a PCIe link; a larger block has its own size
+BUFFER_BYTES = 16 << 20  # less than a millisecond of a PCIe link; a larger block sets its own size
 NUM_BUFFERS = 2  # one is copied while the other is gathered or scattered
 
 
 class BlockMoves(Protocol):
-    """Moves blocks between one cache and host memory, in the order in which it is asked to.
+    """Moves blocks between one cache and host memory, in the order of the calls.
 
     Attributes:
-        block_bytes: of one block of all layers.
-        open_bytes: of one open page of all layers; 0 if none is sealed.
+        block_bytes: of one block in all layers.
+        open_bytes: of one open page in all layers; 0 if none is sealed.
     """
 
     block_bytes: int
     open_bytes: int
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks, and open pages with them, inside the cache."""
+        """Copy blocks, with their open pages, inside the cache."""
         ...
 
     def save(self, saves: Sequence[BlockSave]) -> tuple[SavedBlock, ...]:
-        """Take content out of the cache, in the order of `saves`."""
+        """Copy content out of the cache, in the order of `saves`."""
         ...
 
     def load(self, loads: Sequence[BlockLoad], saved: Sequence[SavedBlock] = ()) -> None:
-        """Fill blocks of the cache; `saved` is what the same plan has saved."""
+        """Fill blocks of the cache; `saved` is the result of the same plan's `save`."""
         ...
 
 
 class HostMoves:
-    """For a cache in host memory.
-
-    Args:
-        cache: it.
-        rates: where the time that it takes is noted.
-    """
+    """Moves blocks of a cache in host memory."""
 
     def __init__(self, cache: Cache, rates: Rates) -> None:
         self.block_bytes = cache.block_bytes
@@ -102,7 +97,7 @@ class HostMoves:
 
 
 def staging_bytes(block_bytes: int, open_bytes: int = 0) -> int:
-    """Bytes on the device that `DeviceMoves` keeps, with blocks and open pages of such a size."""
+    """Return the device memory that `DeviceMoves` needs for blocks and open pages of this size."""
     return NUM_BUFFERS * _buffer_bytes(block_bytes + open_bytes)
 
 
@@ -112,24 +107,20 @@ def _buffer_bytes(largest: int) -> int:
 
 @dataclass(slots=True)
 class _Buffer:
-    """A stopover on the device."""
-
     memory: Tensor  # (num_bytes,) uint8
     over: _Noted | None = None  # the copy that used it last
 
 
 class DeviceMoves:
-    """For a cache on a device that works by itself.
+    """Moves blocks of a cache on an asynchronous device.
 
-    The kernel that gathers or scatters blocks takes its place among the steps; the copy between
-    device and pinned host memory goes on beside them. Buffers in between take turns, so that any
-    number of blocks is moved in the same memory.
+    The kernel that gathers or scatters blocks is enqueued among the steps; the copy between device
+    and pinned host memory runs concurrently. Intermediate buffers alternate, so any number of
+    blocks moves through the same memory.
 
     Args:
-        mover: of the blocks.
-        device: where they are.
-        rates: where the time that it takes is noted.
-        open_mover: of the open pages, where layers are sealed.
+        mover: for the blocks.
+        open_mover: for the open pages, where layers are sealed.
     """
 
     def __init__(
@@ -154,7 +145,7 @@ class DeviceMoves:
             num_bytes: PinnedRows(device, num_bytes)
             for num_bytes in (self.block_bytes, self.block_bytes + self.open_bytes)
         }
-        # The kernel is loaded now, and not while a step waits for it.
+        # Load the kernel now, not while a step waits for it.
         mover.swap_out([0], self._buffers[0].memory[: self.block_bytes].view(1, -1))
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -169,7 +160,7 @@ class DeviceMoves:
             )
 
     def save(self, saves: Sequence[BlockSave]) -> tuple[SavedBlock, ...]:
-        """See `BlockMoves`; the content is there once `SavedBlock.over` is."""
+        """See `BlockMoves`; the content is complete once `SavedBlock.over` has ended."""
         saved: dict[BlockSave, SavedBlock] = {}
         for group in self._groups(saves):
             buffer, staging = self._next_buffer(group)
@@ -185,11 +176,11 @@ class DeviceMoves:
         return tuple(saved[save] for save in saves)
 
     def load(self, loads: Sequence[BlockLoad], saved: Sequence[SavedBlock] = ()) -> None:
-        """See `BlockMoves`; steps that are enqueued later find the blocks filled."""
+        """See `BlockMoves`; steps enqueued later find the blocks filled."""
         for group in self._groups(loads):
             buffer, staging = self._next_buffer(group)
-            # What is still on its way to the host comes there before: one copy after another. For
-            # the same reason nobody has to hold a row until it has been read.
+            # Copies run one after another, so content still on its way to the host arrives first,
+            # and rows need not be held until they have been read.
             contents = [_as_tensor(load.content(saved).content) for load in group]
             copy = self._device.send_aside(contents, staging)
             buffer.over = _Noted(copy, staging.numel(), self._rates)
@@ -199,7 +190,7 @@ class DeviceMoves:
                 self._open_mover.swap_in(opened, [group[0].open_page])
 
     def _groups(self, moves: Sequence[Move]) -> list[list[Move]]:
-        """As many whole blocks together as a buffer holds, each with an open page by itself."""
+        """Group as many whole blocks as a buffer holds; one with an open page is its own group."""
         whole = [move for move in moves if move.open_page < 0]
         most = len(self._buffers[0].memory) // self.block_bytes
         groups = [whole[start : start + most] for start in range(0, len(whole), most)]
@@ -207,7 +198,7 @@ class DeviceMoves:
         return groups
 
     def _next_buffer(self, group: Sequence[BlockSave | BlockLoad]) -> tuple[_Buffer, Tensor]:
-        """The buffer whose turn it is, and a row in it for each move: (len(group), num_bytes)."""
+        """Return the next buffer, and a row in it for each move: (len(group), num_bytes)."""
         self._buffers.rotate()
         buffer = self._buffers[0]
         if buffer.over is not None:
@@ -219,7 +210,7 @@ class DeviceMoves:
     def _parts(
         self, staging: Tensor, group: Sequence[BlockSave | BlockLoad]
     ) -> tuple[Tensor, Tensor | None]:
-        """The part of blocks, and that of the open page of the only one, if it has one."""
+        """Split a buffer into blocks and, if its only move has one, the open page."""
         if group[0].open_page < 0:
             return staging, None
         size = self.block_bytes
@@ -227,7 +218,7 @@ class DeviceMoves:
 
 
 class _Noted:
-    """A copy; the first who sees that it is over notes how long it took."""
+    """A copy that records its duration once, when it is first seen to have ended."""
 
     def __init__(self, copy: Copy, num_bytes: int, rates: Rates) -> None:
         self.copy = copy
@@ -245,7 +236,7 @@ class _Noted:
 
 
 def _as_tensor(content: bytes | bytearray | memoryview) -> Tensor:
-    """The same bytes, (num_bytes,) uint8."""
+    """View the bytes as (num_bytes,) uint8."""
     if isinstance(content, bytes):
-        content = bytearray(content)  # torch wants to be able to write there
+        content = bytearray(content)  # torch demands writable memory
     return torch.frombuffer(content, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A GPU as the runner sees it: pinned memory, streams, events and graphs of torch."""
+"""A GPU as the runner's device: pinned memory, streams, events and graphs of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class CudaDevice:
-    """One NVIDIA GPU, through torch's current stream."""
+    """One NVIDIA GPU, used through torch's current stream."""
 
     is_asynchronous = True
 
@@ -31,15 +31,15 @@ class CudaDevice:
         self._pool: Any = None
         self._copies: torch.cuda.Stream | None = None
         self._captures: torch.cuda.Stream | None = None
-        torch.cuda.empty_cache()  # what nobody uses is free, also to whoever asks the driver
+        torch.cuda.empty_cache()  # unused reserves become free for the driver too
         self._bytes_before = torch.cuda.memory_reserved(device)  # of others in this process
         self._other_bytes = self._beside_torch()
 
     @torch.inference_mode(mode=False)
     def pinned(self, num_bytes: int) -> Tensor:
-        """See `Device`; what cannot be pinned is memory as any other, and copies wait for it.
+        """See `Device`; falls back to ordinary memory, for which copies wait.
 
-        No inference tensor, which nobody could write to outside of that mode.
+        It is no inference tensor, which could not be written to outside that mode.
         """
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -48,7 +48,7 @@ class CudaDevice:
             return torch.empty(num_bytes, dtype=torch.uint8)
 
     def send(self, tensor: Tensor) -> Tensor:
-        """See `Device`; torch keeps pinned memory until the copy is over."""
+        """See `Device`; torch keeps pinned memory until the copy has ended."""
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
     def fetch(self, tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class CudaDevice:
         return copy
 
     def _copy_aside(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> _CudaCopy:
-        """Copy to the first of each pair, behind all that was enqueued so far."""
+        """Copy to the first of each pair, after everything enqueued so far."""
         if self._copies is None:
             self._copies = torch.cuda.Stream()
         self._copies.wait_stream(torch.cuda.current_stream())
@@ -91,10 +91,10 @@ class CudaDevice:
         return _CudaEvent(event)
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """See `Device`; all graphs share one pool of memory.
+        """See `Device`; all graphs share one memory pool.
 
-        The function runs before on the stream that is captured, since libraries keep a workspace
-        for each stream: made in a capture, it would be the graphs'.
+        The function runs first on the stream of the capture, since libraries keep a workspace per
+        stream: made during a capture, it would belong to the graphs.
         """
         if self._captures is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -122,8 +122,8 @@ class CudaDevice:
         return graph
 
     def _give_up_capture(self) -> None:
-        """Have the allocator go on after a capture that failed; raises if the GPU does not work."""
-        with contextlib.suppress(RuntimeError):  # it is over already
+        """Reset the allocator after a failed capture; raise if the GPU does not work."""
+        with contextlib.suppress(RuntimeError):  # it has ended already
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
         self.synchronize()
 
@@ -165,7 +165,7 @@ class _CudaEvent:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Also where the end of a capture hides that it had none, or the driver itself has none."""
+    """Recognize an out-of-memory error, even behind a failed end of capture or from the driver."""
     if error is None:
         return False
     known = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)

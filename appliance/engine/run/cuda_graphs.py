@@ -1,7 +1,7 @@
-"""Decode steps as captured graphs, one for each size of batch that they are padded to.
+"""Captures decode steps as graphs, one per padded batch size.
 
-Nothing is captured at start. A size is run eagerly until a moment comes when nothing else is to
-do, or until it has been run so often that its graph pays for itself.
+Nothing is captured at start. A size runs eagerly until the engine is idle, or until it has run so
+often that its graph pays for itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Rows of a padded row cost next to nothing below the width of a tensor core's tile.
+# Padding rows cost next to nothing below the width of a tensor core's tile.
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 48)
 _STEP = 32  # beyond: 64, 96, 128, ...
 # An eager step costs the host a few milliseconds and a capture about a hundred.
@@ -27,16 +27,15 @@ BUSY_STEPS = 64
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Sizes that decode batches are padded to; the last one holds any batch."""
+    """Return the sizes that decode batches are padded to; the last one holds any batch."""
     sizes = (*_SMALL, *range(2 * _STEP, max_num_seqs + _STEP, _STEP))
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
 
 
 class GraphCache:
-    """Graphs by size of batch, under a bound on their memory.
+    """Graphs by batch size, under a bound on their memory.
 
     Args:
-        device: captures and replays.
         sizes: buckets, rising.
         limit_bytes: no graph is captured once they take this much; 0 turns graphs off.
     """
@@ -50,11 +49,11 @@ class GraphCache:
         self.num_bytes = 0
 
     def bucket(self, num_rows: int) -> int:
-        """The smallest size that holds a batch."""
+        """Return the smallest size that holds a batch."""
         return next(size for size in self._sizes if size >= num_rows)
 
     def run(self, bucket: int, function: Callable[[], None]) -> None:
-        """Replay the graph of a size, or call what it would be made of."""
+        """Replay the graph of a size, or call the function it would capture."""
         graph = self._graphs.get(bucket)
         if graph is not None:
             graph.replay()
@@ -63,16 +62,16 @@ class GraphCache:
         function()
 
     def wanted(self, *, at_least: int = 1) -> int | None:
-        """The size that ran eagerly most often, `at_least` so often; None if there is none."""
+        """Return the size that ran eagerly most often, and `at_least` so often, or None."""
         if self.num_bytes >= self._limit_bytes or not self._eager_steps:
             return None
         bucket, steps = self._eager_steps.most_common(1)[0]
         return bucket if steps >= at_least else None
 
     def capture(self, bucket: int, function: Callable[[], None]) -> None:
-        """Capture the step of a size; if that cannot be, none is captured any more."""
+        """Capture the step of a size; after a failure, none is captured any more."""
         del self._eager_steps[bucket]
-        # A capture gives unused reserves back: they would hide what the graph takes.
+        # A capture releases unused reserves, which would hide what the graph takes.
         before = self._device.begin_peak()
         try:
             self._graphs[bucket] = self._device.capture(function)

@@ -1,8 +1,8 @@
-"""What the runner asks of a device: copies that nobody waits for, events, graphs.
+"""The runner's interface to a device: asynchronous copies, events, graphs.
 
-`CudaDevice` is a GPU, whose work goes on beside the host's. `HostDevice` is the CPU, which does
-everything at once; it replays a graph by calling what was captured, so that tests drive all of the
-runner but the hardware anywhere.
+`CudaDevice` is a GPU, which works asynchronously. `HostDevice` is the CPU, which does everything
+synchronously; it replays a graph by calling the captured function, so that tests drive all of the
+runner without the hardware.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ class Event(Protocol):
     """A point in the device's work."""
 
     def wait(self) -> None:
-        """Block until the device has come there."""
+        """Block until the device has reached it."""
         ...
 
 
 class Copy(Protocol):
-    """A copy between the device and the host, beside the queue."""
+    """A copy between device and host, concurrent with the queue."""
 
     @property
     def is_over(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return immediately."""
         ...
 
     def wait(self) -> float:
-        """Block until it is over; returns the seconds that it took."""
+        """Block until it has ended; return its duration in seconds."""
         ...
 
 
 class CaptureError(RuntimeError):
-    """Work cannot be captured; enqueued as before it can."""
+    """The work cannot be captured, but can still be enqueued."""
 
 
 class Graph(Protocol):
     """Captured work."""
 
     def replay(self) -> None:
-        """Enqueue it again, on what the same tensors hold by then."""
+        """Enqueue the work again, on the present content of the same tensors."""
         ...
 
 
 class Device(Protocol):
-    """One device with a queue of work: what is asked for happens later, in order.
+    """A device with a queue of work, done later and in order.
 
     Attributes:
-        is_asynchronous: whether its queue goes on while the host does something else. Then the next
-            step is enqueued before the tokens of the last one are read, decode steps may become
-            graphs, and the device's memory is measured rather than estimated.
+        is_asynchronous: its queue runs while the host does something else. Then the next step is
+            enqueued before the tokens of the last one are read, decode steps may become graphs, and
+            the device's memory is measured rather than estimated.
     """
 
     @property
     def is_asynchronous(self) -> bool: ...  # noqa: D102
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors go."""
+        """The device of tensors."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Host memory that the device reads and writes by itself: (num_bytes,) uint8."""
+        """Allocate host memory that the device can read and write: (num_bytes,) uint8."""
         ...
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -77,26 +77,26 @@ class Device(Protocol):
         ...
 
     def fetch(self, tensor: Tensor) -> Tensor:
-        """Enqueue a copy to the host; its content is there after an event recorded later."""
+        """Enqueue a copy to the host; it is complete after an event recorded later."""
         ...
 
     def fetch_aside(self, tensor: Tensor, rows: Sequence[Tensor]) -> Copy:
-        """Copy the rows of a tensor to pinned tensors, after the queue and beside what comes later.
+        """Copy the rows of a tensor to pinned tensors, after the queue and beside later work.
 
-        Copies aside take place one after another. The tensor must last until this one is over.
+        Such copies run one after another. The tensor must live until this one has ended.
         """
         ...
 
     def send_aside(self, rows: Sequence[Tensor], tensor: Tensor) -> Copy:
-        """Copy host tensors to the rows of a tensor, before whatever is enqueued later.
+        """Copy host tensors to the rows of a tensor, before anything enqueued later.
 
-        It begins when all that is in the queue is done. Pinned rows may be written again by later
-        copies aside, and by nobody else before it is over.
+        It begins when the queue so far is done. Before it has ended, only later such copies may
+        write to pinned rows.
         """
         ...
 
     def follow(self, copy: Copy) -> None:
-        """What is enqueued later begins when a copy is over."""
+        """Make everything enqueued later wait for a copy."""
         ...
 
     def record(self) -> Event:
@@ -104,11 +104,11 @@ class Device(Protocol):
         ...
 
     def capture(self, function: Callable[[], None]) -> Graph:
-        """Capture what a function enqueues; it runs once before, so that all kernels are loaded.
+        """Capture what a function enqueues, after running it once to load all kernels.
 
         Raises:
-            MemoryError: the device has no memory for it.
-            CaptureError: it does what a graph cannot do.
+            MemoryError: the device has too little memory.
+            CaptureError: the function does something that a graph cannot.
         """
         ...
 
@@ -117,22 +117,22 @@ class Device(Protocol):
         ...
 
     def memory_in_use(self) -> int:
-        """Bytes kept on the device since it was opened, unused reserves included."""
+        """Return the bytes kept on the device since it was opened, unused reserves included."""
         ...
 
     def overhead(self) -> int:
-        """Bytes taken on the device since it was opened, beside `memory_in_use`.
+        """Return the bytes taken on the device since it was opened, beyond `memory_in_use`.
 
-        The code of kernels, what libraries and graphs keep, and other processes.
+        These are kernel code, workspaces of libraries and graphs, and other processes.
         """
         ...
 
     def begin_peak(self) -> int:
-        """Give unused reserves back and begin to watch the peak; returns the bytes in use now."""
+        """Release unused reserves and start to measure the peak; return the bytes in use now."""
         ...
 
     def peak(self) -> int:
-        """Most bytes in use since `begin_peak`."""
+        """Return the most bytes in use since `begin_peak`."""
         ...
 
 
@@ -184,7 +184,7 @@ class HostDevice:
         """See `Device`."""
 
     def memory_in_use(self) -> int:
-        """See `Device`; nobody counts here."""
+        """See `Device`; not measured."""
         return 0
 
     def overhead(self) -> int:

@@ -1,4 +1,4 @@
-"""Token masks of a step: made beside the model's own work, applied to its logits."""
+"""Makes a step's token masks beside the model's own work and applies them to its logits."""
 
 from __future__ import annotations
 
@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 
 
 class GrammarMasks:
-    """Where the sampler gets its masks from.
-
-    Args:
-        matchers: of the sequences that run.
-        mask_tokens: applies masks.
-        device: where the logits are.
-    """
+    """Supplies the sampler with masks."""
 
     def __init__(self, matchers: Matchers, mask_tokens: MaskTokens, device: Device) -> None:
         self.matchers = matchers
@@ -35,13 +29,13 @@ class GrammarMasks:
     def begin(
         self, entries: Sequences[ScheduledSequence], rows: Sequences[int]
     ) -> Future[Masks] | None:
-        """Start on the masks of some rows of a step; None if no grammar applies by now."""
+        """Start making the masks of some rows of a step; None if no grammar has begun."""
         sequences = [entries[row].sequence for row in rows]
         assert not any(entries[row].follows for row in rows), "a token that nobody knows"
         return self.matchers.begin(sequences, rows)
 
     def apply(self, logits: Tensor, masks: Masks) -> None:
-        """Ban what they do not allow, in logits (num_rows, vocab_size) float32."""
+        """Ban the tokens that masks do not allow, in logits (num_rows, vocab_size) float32."""
         send = self._device.send
         self._mask_tokens(
             logits, send(torch.tensor(masks.rows)), send(torch.from_numpy(masks.words))

@@ -1,6 +1,6 @@
-"""Decode steps from staged inputs to logits and tokens, padded to sizes that have a graph.
+"""Runs decode steps as graphs, padded to captured sizes.
 
-What a graph reads and writes stays where it is: tables at full width, logits, drawn tokens.
+All memory that a graph reads and writes stays in place: tables at full width, logits, tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ if TYPE_CHECKING:
 
 
 class GraphedDecode(Generic[AnyCache]):
-    """Runs decode steps of a device whose work can be captured.
+    """Runs decode steps on a device whose work can be captured.
 
     Args:
-        executor: the model.
-        cache: the blocks that it reads and writes, the spare one included.
+        cache: the KV cache, including the spare block.
         sampler: draws tokens inside the graph.
-        device: captures and replays.
-        staging: where the inputs of a step lie.
-        spare: where rows write that only fill up.
+        staging: holds the inputs of a step.
+        spare: where padding rows write.
         num_seqs: most rows of a decode step.
         table_width: blocks of the longest sequence.
         limit_bytes: bound on the memory of graphs; 0 turns them off.
@@ -71,19 +69,13 @@ class GraphedDecode(Generic[AnyCache]):
         self._geometry = Geometry((), (), (), cache.block_size)
 
     def padding(self, num_seqs: int) -> int:
-        """Rows that fill a decode step up to a size that has a graph."""
+        """Return the number of rows that pad a decode step to a captured size."""
         return self.graphs.bucket(num_seqs) - num_seqs
 
     def run(
         self, geometry: Geometry, shape: StepShape, tensors: StepTensors
     ) -> tuple[Tensor, Tensor]:
-        """Logits (num_seqs, vocab_size) float32, and tokens (num_seqs,) int64 drawn from them.
-
-        Args:
-            geometry: of the step, padded.
-            shape: of its inputs.
-            tensors: those, on the device.
-        """
+        """Return logits (num_seqs, vocab_size) float32 and drawn tokens (num_seqs,) int64."""
         self._geometry = geometry
         self._place_tables(shape, tensors)
         rows = shape.num_seqs
@@ -91,7 +83,7 @@ class GraphedDecode(Generic[AnyCache]):
         return self._logits[:rows], self._drawn[:rows]
 
     def capture_if_busy(self) -> None:
-        """Capture a size that runs eagerly all the time."""
+        """Capture a size that has run eagerly for long enough."""
         self._capture(self.graphs.wanted(at_least=BUSY_STEPS))
 
     def capture_one(self) -> None:
@@ -102,21 +94,21 @@ class GraphedDecode(Generic[AnyCache]):
         self._tables[: shape.num_seqs, : shape.table_width].copy_(tensors.block_tables)
 
     def _decode(self, num_seqs: int) -> None:
-        """What a graph is made of: from inputs where they always are to logits and tokens."""
+        """Do what a graph captures: compute logits and tokens from inputs at fixed places."""
         is_sealed = self.spare.open_page is not None
         shape = StepShape(num_seqs, num_seqs, num_seqs, 0, is_sealed)
         tensors = self._staging.tensors(shape)
         token_ids = self._staging.token_ids(shape)
         batch = self._geometry.ragged(tensors, self._tables[:num_seqs])
         logits = self._executor.forward(token_ids, tensors.positions, batch, self._cache)
-        # Out of the graphs' pool, so that they can all use the same memory one after another; and
-        # as the model gave them, for what is reported.
+        # Out of the graphs' pool, so that they can all use the same memory in turn; and as the
+        # model gave them, for reported log probabilities.
         self._logits[:num_seqs].copy_(logits)
         tokens = self._sampler.choose(logits, token_ids, tensors, self._staging.latest)
         self._drawn[:num_seqs].copy_(tokens)
 
     def _capture(self, num_seqs: int | None) -> None:
-        """Capture with rows that only fill up: what runs before the capture harms nothing."""
+        """Capture a step of padding rows only: its eager run before the capture changes nothing."""
         if num_seqs is None:
             return
         geometry = Geometry.of(Plan(()), self._cache.block_size, self.spare, num_seqs)

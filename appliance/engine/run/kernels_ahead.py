@@ -1,6 +1,6 @@
-"""Compiles all kernels of the steps that `measure` runs, several at a time.
+"""Compiles the kernels of the steps that `measure` runs, several at a time.
 
-One after another, as the steps need them, they would take the better part of a first start.
+One at a time, as steps need them, they would take most of a first start.
 """
 
 from __future__ import annotations
@@ -23,14 +23,7 @@ def compile_kernels(
     first_steps: Callable[[Decoder, Sequence[LayerPrecision]], object],
     on_progress: Callable[[str, int, int], None],
 ) -> None:
-    """Compile for a decoder in Triton whatever its first steps need; launch nothing.
-
-    Args:
-        decoder: the model.
-        kv_layers: how each layer's cache is stored.
-        first_steps: runs steps of all sizes with a decoder.
-        on_progress: called with stage, done, total.
-    """
+    """Compile everything that a Triton decoder's first steps need; launch nothing."""
     from appliance.kernels.compile_ahead import compiled_ahead
 
     kept = distinct_layers(decoder, kv_layers)
@@ -44,7 +37,7 @@ def compile_kernels(
 
 
 def distinct_layers(decoder: Decoder, kv_layers: Sequence[LayerPrecision]) -> list[int]:
-    """One layer of each kind, and the last one: it alone leaves rows out that need no logits."""
+    """Return one layer of each kind, and the last one: only it drops rows that need no logits."""
     last = len(decoder.layers) - 1
     kinds: dict[Hashable, int] = {}
     for index, layer in enumerate(decoder.layers):
@@ -54,7 +47,7 @@ def distinct_layers(decoder: Decoder, kv_layers: Sequence[LayerPrecision]) -> li
 
 
 def _kind(value: Any) -> Hashable:
-    """All that launches can depend on: everything but the numbers in tensors."""
+    """Return everything that launches may depend on: all but the numbers in tensors."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.stride(), value.data_ptr() % 16
     if is_dataclass(value):

@@ -1,4 +1,4 @@
-"""Steps before any request: they load the kernels, and show how much memory steps take."""
+"""Runs steps before any request, to load kernels and measure the memory of steps."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
     from appliance.kernels.token_scores.reference import ScoreTokens
     from appliance.model.executor import Executor
 
-# Which kernel multiplies follows from the rows of a step: all kernels are in use at one of these
-# numbers or at a larger one, see `packed_matmul.tiles`.
+# The rows of a step decide which kernel multiplies: each kernel is used at one of these numbers or
+# at a larger one, see `packed_matmul.tiles`.
 KERNEL_ROWS = (8, 16, 32, 64, 128, 256, 512)
 
-# Of graphs, beside the workspace that they share: a few megabytes each, and those of libraries.
+# Of graphs, beside their shared workspace: a few megabytes each, and those of libraries.
 GRAPH_SHARE = 0.02  # of the budget
 MIN_GRAPH_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes that steps take at their peak, beside the weights and the cache."""
+    """Peak bytes of steps, beside weights and cache."""
 
-    largest: int  # of all steps
-    decode: int  # of those that can be graphs
+    largest: int  # over all steps
+    decode: int  # over those that can be graphs
 
 
 def graph_allowance(budget_bytes: int, decode_bytes: int) -> int:
-    """Bytes that graphs may take; what the widest decode step takes, they keep."""
+    """Return the bytes that graphs may take; they keep what the widest decode step takes."""
     return decode_bytes + max(MIN_GRAPH_BYTES, int(budget_bytes * GRAPH_SHARE))
 
 
@@ -66,8 +66,8 @@ def measure_workspace(
 ) -> StepMemory:
     """Run the largest step, the largest that can be a graph, and smaller ones.
 
-    Kernels that only those use are loaded now, and not in the middle of an answer. All write to
-    the one block of a tiny cache: what comes out is nonsense, what it takes is not.
+    The smaller ones load kernels that only they use, which would otherwise load during an answer.
+    All write to the one block of a tiny cache: the results are nonsense, the memory is real.
     """
     before = device.begin_peak()
     is_sealed = any(layer.format.is_sealed for layer in kv_layers)
@@ -92,7 +92,7 @@ def measure_workspace(
             device=device.torch_device,
             open_pages=pages if is_sealed else None,
         )
-        if batch.sealed is not None:  # as the runner has it: a place for each sequence
+        if batch.sealed is not None:  # as in the runner: a place for each sequence
             nothing = torch.full_like(batch.sealed.lens, -1, dtype=torch.int64)
             moves = nothing.unsqueeze(1).expand(-1, 2).contiguous()
             batch = replace(batch, sealed=replace(batch.sealed, moves=moves))
@@ -114,11 +114,11 @@ def measure_workspace(
 
 
 def largest_mixture(rows: int, limits: SchedulerLimits) -> tuple[list[int], list[int]]:
-    """Rows and contexts of the sequences of a step that takes as much memory as any of so many.
+    """Return rows and contexts of the sequences of a step with the largest memory use.
 
-    As many answers as there can be, one of them of the whole context: tables are as wide as the
-    longest, and whatever is set aside for a row follows from that width, not from the row's own
-    context. The rest are prompts.
+    There are as many answers as possible, one with the whole context: tables are as wide as the
+    longest, and memory per row follows from that width, not from the row's own context. The rest
+    are prompts.
     """
     answers = min(rows, limits.max_num_seqs)
     whole, rest = divmod(rows - answers, limits.context_length)
@@ -159,7 +159,7 @@ def _run(
 
 
 def _penalize(logits: Tensor, penalize: Penalize) -> None:
-    """No row is changed: the kernels are what counts."""
+    """Run the penalty kernels without changing a row."""
     num_rows, vocab_size = logits.shape
     seen = logits.new_zeros((1, vocab_size), dtype=torch.int32)
     zeros = torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
@@ -169,7 +169,6 @@ def _penalize(logits: Tensor, penalize: Penalize) -> None:
 
 
 def _mask(logits: Tensor, mask_tokens: MaskTokens) -> None:
-    """All rows have a mask, which allows all tokens."""
     num_rows, vocab_size = logits.shape
     rows = torch.arange(num_rows, device=logits.device)
     shape = (num_rows, num_words(vocab_size))

@@ -1,8 +1,7 @@
-"""Runs plans on a device: a step is enqueued, and its tokens are read when the device has them.
+"""Runs plans on a device: enqueues a step and reads its tokens when the device has them.
 
-Where the device works by itself, a sampled token stays there, the next step reads it, and the host
-reads it one step later; decode steps are padded to a few sizes and replayed as graphs. Changes no
-sequence.
+On an asynchronous device a sampled token stays there for the next step and reaches the host one
+step later; decode steps are padded to a few sizes and replayed as graphs. Changes no sequence.
 """
 
 from __future__ import annotations
@@ -35,24 +34,22 @@ if TYPE_CHECKING:
 
 
 def largest_step(limits: SchedulerLimits, block_size: int, *, is_sealed: bool) -> StepShape:
-    """Sizes of the largest step; of its tables too, which hold all blocks of a context."""
+    """Return the sizes of the largest step, with tables for all blocks of a context."""
     rows, num_seqs = limits.max_num_batched_tokens, limits.max_num_seqs
     width = -(-limits.context_length // block_size)
-    # Entries are cut at blocks then, and each piece has an open page of its own.
+    # Then entries are cut at blocks, and each piece has an open page of its own.
     pieces = num_open_pages(num_seqs, rows, block_size) if is_sealed else num_seqs
     return StepShape(rows, pieces, num_seqs, width, is_sealed)
 
 
 def fixed_bytes(largest: StepShape, vocab_size: int) -> int:
-    """Bytes kept on the device beside the cache: inputs, tables, logits, counts of tokens."""
+    """Return the device memory beside the cache: inputs, tables, logits, token counts."""
     tables = 4 * largest.num_samples * largest.table_width
     return largest.num_bytes + tables + largest.num_samples * (16 + 8 * vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that was enqueued."""
-
     rows: SampledRows | None
     read: ReadRows | None
     over: Event
@@ -63,8 +60,6 @@ class ModelRunner(Generic[AnyCache]):
     """Owns the KV cache and runs steps on one device.
 
     Args:
-        executor: the model.
-        cache: the blocks that it reads and writes.
         sampler: chooses tokens.
         device: does the work.
         limits: how large a step can be.
@@ -77,7 +72,7 @@ class ModelRunner(Generic[AnyCache]):
 
     Attributes:
         depth: steps that may be in flight when the next one is launched.
-        seconds: of the device for the last step, as far as the host can tell.
+        seconds: duration of the last step on the device, as seen by the host.
     """
 
     def __init__(
@@ -124,7 +119,7 @@ class ModelRunner(Generic[AnyCache]):
 
     @property
     def graphs(self) -> GraphCache | None:
-        """Of decode steps, if there can be any."""
+        """Graphs of decode steps, if there can be any."""
         return None if self._decode is None else self._decode.graphs
 
     @torch.inference_mode()
@@ -132,10 +127,10 @@ class ModelRunner(Generic[AnyCache]):
         """Enqueue one step behind those in flight.
 
         Returns:
-            What the plan saves, in its order.
+            The plan's saves, in its order.
 
         Raises:
-            MemoryError: the device has no memory for it; what is in flight is not harmed.
+            MemoryError: the device has too little memory; steps in flight are not harmed.
         """
         begin = time.perf_counter()
         if self._decode is not None:
@@ -165,19 +160,19 @@ class ModelRunner(Generic[AnyCache]):
         return sampled if launched.read is None else launched.read.join(sampled)
 
     def discard(self) -> None:
-        """Forget all steps in flight, once the device has done with them."""
+        """Forget all steps in flight, once the device has finished them."""
         self._device.synchronize()
         self._launched.clear()
         self._places = {}
 
     @property
     def has_idle_work(self) -> bool:
-        """Whether decode steps ran without a graph that there could be."""
+        """True if decode steps ran without a graph that could be captured."""
         return self.graphs is not None and self.graphs.wanted() is not None
 
     @torch.inference_mode()
     def idle(self) -> None:
-        """Capture one graph that was missing."""
+        """Capture one missing graph."""
         if self._decode is not None:
             self._decode.capture_one()
 

@@ -1,4 +1,4 @@
-"""Host memory that a device copies to by itself, in rows of one size."""
+"""Pinned host memory in rows of one size."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device
 
 PIECE_BYTES = 64 << 20
-MOST_ROWS = 256  # of a piece
+MOST_ROWS = 256  # per piece
 
 
 class PinnedRows:
-    """Rows that are free again as soon as nobody holds them.
+    """Rows that become free as soon as nobody holds them.
 
-    Torch rounds each size that it pins up to a power of two, and pinning takes milliseconds: so
-    rows are cut out of pieces of about such a size, which are kept.
-
-    Args:
-        device: pins.
-        num_bytes: of a row.
+    Torch rounds each pinned size up to a power of two, and pinning takes milliseconds. So rows are
+    cut out of pieces of about such a size, which are kept.
     """
 
     def __init__(self, device: Device, num_bytes: int) -> None:
@@ -31,7 +27,7 @@ class PinnedRows:
         self._free: list[Tensor] = []
 
     def take(self) -> tuple[Tensor, memoryview]:
-        """A row, (num_bytes,) uint8, and its bytes; it is taken for as long as these are held."""
+        """Take a row, (num_bytes,) uint8, and its bytes; it is free again once both are dropped."""
         if not self._free:
             count = max(1, min(MOST_ROWS, PIECE_BYTES // self._num_bytes))
             piece = self._device.pinned(count * self._num_bytes)

@@ -1,4 +1,4 @@
-"""From logits to tokens that stay on the device, and what the host makes of them a step later."""
+"""Turns logits into tokens that stay on the device and are read a step later."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ BROKEN = Sampled(error="the model produced no finite logits for this sequence", 
 
 
 class SampleTokens(Protocol):
-    """Draws a token per row and waits for no device: in Triton, C or torch."""
+    """Draws a token per row without waiting for a device: in Triton, C or torch."""
 
     def __call__(self, logits: Tensor, rows: SamplingRows) -> Tensor:
-        """Choose from logits (num_rows, vocab_size) float32, which stay as they are.
+        """Choose from logits (num_rows, vocab_size) float32, which are not changed.
 
         Returns:
             (num_rows,) int64 token ids; negative for a row with NaN, +inf or no finite value.
@@ -55,7 +55,7 @@ class SampleTokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Of the rows that report them; before any penalty or temperature."""
+    """Log probabilities of the rows that report them, before any penalty or temperature."""
 
     rows: Sequences[int]
     chosen: Tensor  # (num_rows,) float32
@@ -63,7 +63,7 @@ class _Logprobs:
     top_ids: Tensor  # int64
 
     def read(self, tokens: list[int], entries: Sequences[ScheduledSequence]) -> _Reports:
-        """By row, what the host tells of them."""
+        """Return each row's report."""
         parts = (self.chosen.tolist(), self.top_ids.tolist(), self.top.tolist())
         reports = {}
         for row, chosen, ids, values in zip(self.rows, *parts, strict=True):
@@ -79,14 +79,14 @@ _Reports = dict[int, TokenLogprobs]
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
-    """What may follow the rows of beams, likeliest first."""
+    """Continuations of the rows of beams, likeliest first."""
 
-    places: dict[int, tuple[int, int]]  # of a row, and how many count
-    scores: Tensor  # (num_beams, most of them) float32
+    places: dict[int, tuple[int, int]]  # by row: its place, and how many count
+    scores: Tensor  # (num_beams, largest count) float32
     token_ids: Tensor  # int64
 
     def of(self, row: int) -> tuple[Candidate, ...]:
-        """Those of one row."""
+        """Return the candidates of one row."""
         place, count = self.places[row]
         ids, scores = self.token_ids[place, :count], self.scores[place, :count]
         pairs = zip(ids.tolist(), scores.tolist(), strict=True)
@@ -95,18 +95,18 @@ class _Candidates:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """What a step sampled, on its way to the host."""
+    """A step's samples on their way to the host."""
 
     entries: Sequences[ScheduledSequence]
     tokens: Tensor  # (at least num_entries,) int64
-    banned: list[int]  # rows in which tokens are
-    largest: Tensor | None  # (num_rows,) logits before that; None if there are no such rows
+    banned: list[int]  # rows with banned tokens
+    largest: Tensor | None  # (num_rows,) largest logits before bans; None without such rows
     logprobs: _Logprobs | None
     candidates: _Candidates | None = None
-    errors: Mapping[int, str] = field(default_factory=dict)  # of rows, why nothing is allowed
+    errors: Mapping[int, str] = field(default_factory=dict)  # by row, why nothing is allowed
 
     def read(self) -> list[Sampled]:
-        """One result per entry, once an event recorded after the copies has come."""
+        """Return one result per entry; call it after an event recorded behind the copies."""
         tokens: list[int] = self.tokens.tolist()[: len(self.entries)]
         reports = {} if self.logprobs is None else self.logprobs.read(tokens, self.entries)
         places = {} if self.candidates is None else self.candidates.places
@@ -128,7 +128,6 @@ class SampledRows:
         return results
 
     def _reason(self, row: int) -> Sampled:
-        """Why a row has no token."""
         if row in self.errors:
             return Sampled(error=self.errors[row])
         if row in self.banned:
@@ -143,12 +142,10 @@ class Sampler:
 
     Args:
         eos_token_ids: tokens that end an answer.
-        sample_tokens: draws from the adjusted logits.
-        penalize: lowers the logits of tokens that were seen.
-        device: where the logits are.
+        penalize: lowers the logits of seen tokens.
         num_slots: sequences that run at once.
-        vocab_size: tokens there are.
-        grammars: of the sequences; None if none has one.
+        vocab_size: number of tokens.
+        grammars: makes token masks; None if no sequence has a grammar.
     """
 
     def __init__(
@@ -173,14 +170,14 @@ class Sampler:
     def stage(
         self, entries: Sequences[ScheduledSequence], arrays: Mapping[str, NDArray[Any]]
     ) -> StepSettings:
-        """Write how a step samples into its staging arrays; to be called for each that is launched.
+        """Write a step's sampling settings into its staging arrays; call it for each launched step.
 
         Args:
-            entries: those that sample; the arrays may have rows behind them, which get greedy.
+            entries: those that sample; further rows of the arrays are padding and become greedy.
             arrays: of the step.
 
         Returns:
-            The same, as the host goes by it.
+            The settings for the host.
         """
         count, num_samples = len(entries), len(arrays["uniform"])
         sequences = [entry.sequence for entry in entries]
@@ -202,13 +199,13 @@ class Sampler:
         return settings
 
     def choose(self, logits: Tensor, read: Tensor, tensors: StepTensors, latest: Tensor) -> Tensor:
-        """Count, penalize and draw: what a graph holds of sampling.
+        """Count, penalize and draw: the part of sampling that a graph captures.
 
         Args:
             logits: (num_samples, vocab_size) float32; changed in place.
             read: (num_samples,) int64, the token that each row has read.
             tensors: of the step.
-            latest: (at least num_samples,) int64, gets the tokens, 0 where there is none.
+            latest: (at least num_samples,) int64, receives the tokens, 0 where there is none.
 
         Returns:
             (num_samples,) int64, see `SampleTokens`.
@@ -227,17 +224,17 @@ class Sampler:
         read: Tensor | None = None,
         drawn: Tensor | None = None,
     ) -> SampledRows:
-        """Enqueue all that it takes to choose the next token of each entry.
+        """Enqueue the choice of each entry's next token.
 
         Args:
             logits: (num_samples, vocab_size) float32; changed in place.
-            entries: in the order of the rows; there may be rows behind them.
-            settings: what `stage` returned.
+            entries: in the order of the rows; padding rows may follow.
+            settings: the result of `stage`.
             tensors: of the step.
             latest: see `choose`.
             read: see `choose`; needed without `drawn`.
-            drawn: (num_samples,) int64, what `choose` has made of the same logits already; it
-                counts unless single logits are adjusted or a grammar bans tokens.
+            drawn: (num_samples,) int64, the result of `choose` for the same logits; used unless
+                single logits are adjusted or a grammar bans tokens.
         """
         masks = None if settings.masks is None else settings.masks.result()
         adjustments = AdjustmentList(self._eos_token_ids)
@@ -279,7 +276,7 @@ class Sampler:
     def _candidates(
         self, logits: Tensor, entries: Sequences[ScheduledSequence], rows: Sequences[int]
     ) -> _Candidates | None:
-        """Log probabilities, then bias and bans, in the order of transformers' beam search."""
+        """Rank by log probability, then bias and bans, in transformers' order for beam search."""
         if not rows:
             return None
         scores = torch.log_softmax(logits[self._device.send(torch.tensor(rows))], dim=-1)

@@ -1,7 +1,7 @@
-"""How often each token was seen, for penalties: counted on the device, which knows it first.
+"""Counts seen tokens for penalties, on the device, which knows them first.
 
-A step counts the token that a row reads, so a sequence may run on before the host has heard of its
-latest token.
+A step counts the token that a row reads, so a sequence may run on before its latest token has
+reached the host.
 """
 
 from __future__ import annotations
@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 class SeenTokens:
-    """A line of counts for each slot; those of sequences without penalties hold anything.
-
-    Args:
-        device: where they are.
-        num_slots: sequences that run at once.
-        vocab_size: tokens there are.
+    """A row of counts per slot; rows of sequences without penalties are undefined.
 
     Attributes:
         table: (num_slots, vocab_size) int32, as `kernels.penalties.reference` reads it.
@@ -40,8 +35,9 @@ class SeenTokens:
             (num_slots, vocab_size), dtype=torch.int32, device=device.torch_device
         )
         self._device = device
-        # By place: whose tokens are counted, and how many once all that is enqueued is done. A step
-        # that is repeated after a failure has no more tokens than that, so it is counted afresh.
+        # By place: the sequence, and the number of its tokens counted once everything enqueued is
+        # done. A step repeated after a failure has no more tokens than that, so it is counted
+        # afresh.
         self._counted: dict[int, tuple[Sequence, int]] = {}
 
     def prepare(
@@ -50,11 +46,11 @@ class SeenTokens:
         places: NDArray[np.int32],
         counted: NDArray[np.int32],
     ) -> None:
-        """Make ready what a step will read; to be called for each that is enqueued.
+        """Prepare the counts a step will read; call it for every enqueued step.
 
         Args:
             entries: those that sample.
-            places: (at least num_entries,) line of each, -1 without penalties.
+            places: (at least num_entries,) row of each, -1 without penalties.
             counted: same shape, gets 1 where the step has to count the token that the row reads.
         """
         fresh: dict[int, ScheduledSequence] = {}
@@ -69,7 +65,6 @@ class SeenTokens:
             self._count(fresh)
 
     def _count(self, fresh: dict[int, ScheduledSequence]) -> None:
-        """Count all tokens of these sequences, by place."""
         parts = []
         for place, entry in fresh.items():
             assert not entry.follows, "a token that nobody has counted"

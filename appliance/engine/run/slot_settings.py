@@ -1,4 +1,4 @@
-"""How to sample for the sequences that run, by slot: what a step needs of it is picked at once."""
+"""Sampling settings of the running sequences, by slot, so that a step picks its rows at once."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ ROW = np.dtype(
         ("top_k", np.int64),
         ("top_p", np.float32),
         ("min_p", np.float32),
-        ("places", np.int32),  # in the table of seen tokens; -1 without penalties
+        ("places", np.int32),  # row in the table of seen tokens; -1 without penalties
         ("repetition", np.float32),
         ("presence", np.float64),
         ("frequency", np.float64),
         ("key", np.uint64),  # of its random numbers
-        ("adjusts", np.bool_),  # single logits: bias, bans, forced tokens
-        ("reports", np.bool_),  # log probabilities
+        ("adjusts", np.bool_),  # changes single logits: bias, bans, forced tokens
+        ("reports", np.bool_),  # reports log probabilities
         ("searches", np.bool_),  # is a beam
-        ("obeys", np.bool_),  # a grammar
+        ("obeys", np.bool_),  # has a grammar
         ("is_plain", np.bool_),  # none of the above, and no penalties
     ]
 )
 
-# What a step's kernels read of it, by the names of the staging arrays.
+# The part that a step's kernels read, by the names of the staging arrays.
 STAGED = (
     *("temperature", "top_k", "top_p", "min_p"),
     *("places", "repetition", "presence", "frequency"),
@@ -48,7 +48,7 @@ STAGED = (
 
 
 class StepSettings(NamedTuple):
-    """How the rows of one step sample: (num_rows,) `ROW`, and who of them wants something more."""
+    """Sampling settings of a step's rows, (num_rows,) `ROW`, and the rows with special wishes."""
 
     rows: NDArray[Any]
     adjusted: Sequences[int] = ()
@@ -56,15 +56,11 @@ class StepSettings(NamedTuple):
     searching: Sequences[int] = ()
     obeying: Sequences[int] = ()
     has_penalties: bool = False
-    masks: Future[Masks] | None = None  # of those that obey a grammar
+    masks: Future[Masks] | None = None  # of the rows with a grammar
 
 
 class SlotSettings:
-    """One `ROW` for each slot, written when a sequence has come to it; slot 0 is greedy.
-
-    Args:
-        num_slots: sequences that run at once.
-    """
+    """One `ROW` per slot, written when a sequence takes the slot; slot 0 is greedy."""
 
     def __init__(self, num_slots: int) -> None:
         self._rows = np.zeros(num_slots + 1, dtype=ROW)
@@ -73,10 +69,10 @@ class SlotSettings:
         self._rows[0]["repetition"] = 1.0
         self._rows[0]["is_plain"] = True
         self._owners: list[Sequence | None] = [None] * (num_slots + 1)
-        self._last: tuple[list[int], StepSettings] | None = None  # slots; until one is written
+        self._last: tuple[list[int], StepSettings] | None = None  # slots picked last
 
     def of(self, sequences: Iterable[Sequence], padding: int = 0) -> StepSettings:
-        """Those of running sequences, and greedy ones that fill up behind them."""
+        """Return the settings of running sequences, followed by greedy padding."""
         owners, slots = self._owners, []
         for sequence in sequences:
             slot = sequence.slot
@@ -128,7 +124,7 @@ class SlotSettings:
 
 
 def uniform_numbers(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each row, which depends on its key and its position only.
+    """Return a number in [0, 1) per row that depends only on its key and its position.
 
     Two rounds of the SplitMix64 finalizer (Steele, Lea and Flood 2014).
 

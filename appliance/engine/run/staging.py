@@ -1,7 +1,7 @@
-"""One buffer for all inputs of a step: filled on the host, copied in one piece, read in place.
+"""One buffer for all inputs of a step: filled on the host, copied at once, read in place.
 
-A graph reads its inputs where they were when it was captured, so the parts of a step of a given
-shape lie at the same places each time.
+A graph reads its inputs where they were at its capture, so the parts of a step of a given shape are
+always at the same places.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from appliance.engine.run.device import Device, Event
 
 Layout = TypeVar("Layout")
-ALIGNMENT = 16  # bytes: kernels load as many at once
-COPIES = 2  # of the host buffer: one is read by the device while the other is filled
-MAX_SHAPES = 1024  # that are kept laid out: those of decode steps come again and again
+ALIGNMENT = 16  # bytes that kernels load at once
+COPIES = 2  # host buffers: the device reads one while the other is filled
+MAX_SHAPES = 1024  # layouts to keep: those of decode steps recur
 
 _TORCH = {
     np.dtype(np.int64): torch.int64,
@@ -38,7 +38,7 @@ _TORCH = {
 
 
 class StepShape(NamedTuple):
-    """Sizes of a step; the block tables come last, so that their width moves nothing else."""
+    """Sizes of a step; block tables come last, so that their width moves no other part."""
 
     num_tokens: int
     num_seqs: int
@@ -47,11 +47,11 @@ class StepShape(NamedTuple):
     is_sealed: bool = False  # there are open pages
 
     def parts(self) -> dict[str, tuple[type[np.generic], int]]:
-        """Element type and count of each part, in the order in which they lie."""
+        """Return element type and count of each part, in order."""
         tokens, seqs, samples = self.num_tokens, self.num_seqs, self.num_samples
         return {
             "token_ids": (np.int64, tokens),  # first: see `sources`
-            # Where each row's token is: `Staging.latest`, and the token ids behind it.
+            # Place of each row's token: `Staging.latest`, followed by the token ids.
             "sources": (np.int64, tokens),
             "positions": (np.int64, tokens),
             "slot_mapping": (np.int64, tokens),
@@ -81,7 +81,7 @@ class StepShape(NamedTuple):
         }
 
     def places(self) -> Mapping[str, tuple[int, int]]:
-        """First byte of each part, and the one after its last."""
+        """Return the first byte of each part, and the one after its last."""
         return _places(self)
 
     @property
@@ -130,12 +130,12 @@ class StepTensors:
 
     @property
     def sampling(self) -> SamplingRows:
-        """How the rows that sample do it."""
+        """Settings of the rows that sample."""
         return SamplingRows(self.temperature, self.top_k, self.top_p, self.min_p, self.uniform)
 
     @property
     def penalties(self) -> PenaltyRows:
-        """What these rows ask for in the way of penalties."""
+        """Penalties of these rows."""
         return PenaltyRows(
             self.places, self.counted, self.repetition, self.presence, self.frequency
         )
@@ -151,15 +151,10 @@ class _HostBuffer:
 class Staging:
     """Buffers for steps up to a size.
 
-    Args:
-        device: where the inputs go.
-        largest: the largest step.
-
     Attributes:
-        latest: (num_samples,) int64 on the device: what the step before sampled, negative codes
-            as 0. It lies before the token ids of the step, so that one lookup finds a row's token,
-            be it known to the host or not.
-        num_bytes: of device memory.
+        latest: (num_samples,) int64 on the device: the tokens sampled by the step before, negative
+            codes as 0. It lies before the token ids of the step, so that one lookup finds a row's
+            token, whether the host knows it or not.
     """
 
     def __init__(self, device: Device, largest: StepShape) -> None:
@@ -169,14 +164,14 @@ class Staging:
         self._memory = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device.torch_device)
         self.latest = self._memory[:latest_bytes].view(torch.int64)
         self._inputs = self._memory[latest_bytes:]
-        # A device that does everything at once reads what the host has written, where it is.
+        # A synchronous device reads what the host has written, in place.
         self._hosts = [_HostBuffer(self._inputs)]
         if device.is_asynchronous:
             self._hosts = [_HostBuffer(device.pinned(largest.num_bytes)) for _ in range(COPIES)]
         self._tensors: dict[StepShape, StepTensors] = {}
 
     def arrays(self, shape: StepShape) -> dict[str, NDArray[Any]]:
-        """The host's side of a step, to be filled before `send`; it holds anything by now."""
+        """Return a step's host arrays, to be filled before `send`; their content is undefined."""
         self._hosts.append(self._hosts.pop(0))
         host = self._hosts[0]
         if host.copied is not None:
@@ -192,7 +187,7 @@ class Staging:
         return found
 
     def send(self, shape: StepShape) -> StepTensors:
-        """Enqueue the copy of what was filled last; returns the device's side."""
+        """Enqueue the copy of the arrays filled last; return the device's tensors."""
         if self._device.is_asynchronous:
             host, size = self._hosts[0], shape.num_bytes
             self._inputs[:size].copy_(host.tensor[:size], non_blocking=True)
@@ -200,7 +195,7 @@ class Staging:
         return self.tensors(shape)
 
     def tensors(self, shape: StepShape) -> StepTensors:
-        """The device's side of a step."""
+        """Return the device's tensors of a step."""
         found = self._tensors.get(shape)
         if found is None:
             parts = shape.parts()
@@ -214,7 +209,7 @@ class Staging:
         return found
 
     def token_ids(self, shape: StepShape) -> Tensor:
-        """(num_tokens,) int64 on the device: what the host knows, or the step before sampled."""
+        """Return (num_tokens,) int64 on the device: known to the host, or just sampled there."""
         tensors = self.tensors(shape)
         if not self._device.is_asynchronous:
             return tensors.token_ids
@@ -223,8 +218,8 @@ class Staging:
         return tokens.index_select(0, tensors.sources)
 
     def _keep(self, known: dict[StepShape, Layout], shape: StepShape, layout: Layout) -> None:
-        # Layouts lie scattered between the logits of steps in the memory of the host: where those
-        # are too, many would keep it from being used again.
+        # Layouts lie scattered between the logits of steps in host memory; on the CPU many of them
+        # would fragment it.
         if len(known) == (MAX_SHAPES if self._device.is_asynchronous else 1):
             known.clear()
         known[shape] = layout

@@ -1,1 +1,1 @@
-"""What each step does, and for whom. See scheduler, and policy for the rules."""
+"""Decides what each step runs. See scheduler, and policy for the rules."""

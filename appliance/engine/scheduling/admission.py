@@ -1,4 +1,4 @@
-"""How a waiting sequence comes to run: a slot and the blocks it can share.
+"""Starts waiting sequences: gives them a slot and the blocks they can share.
 
 Imports no torch.
 """
@@ -18,15 +18,12 @@ if TYPE_CHECKING:
 
 
 def start_next(state: State, draft: Draft, lane: Lane) -> Sequence | None:
-    """Start one sequence of a lane; None if there is no room for the one whose turn it is.
+    """Start one sequence of a lane; return None if there is no room for the next one.
 
-    Args:
-        state: of the scheduler.
-        draft: the step in which it starts; it gets no rows here.
-        lane: whose turn it is.
+    The sequence gets no rows in `draft` here.
     """
     if draft.preempted or not (state.slots and lane.sequences):
-        return None  # blocks that were taken from someone are not for newcomers
+        return None  # blocks of preempted sequences are not for newcomers
     sequence = lane.next(lambda one: _num_cached(state, one))
     if not may_overtake(sequence, draft.blocked):
         return None
@@ -52,7 +49,6 @@ def start_next(state: State, draft: Draft, lane: Lane) -> Sequence | None:
 
 
 def _num_cached(state: State, sequence: Sequence) -> int:
-    """Tokens that a waiting sequence would not have to compute."""
     if _can_fork(state, sequence):
         return sequence.num_prompt_tokens
     num_tokens = state.blocks.find_prefix(sequence).num_tokens
@@ -66,14 +62,14 @@ def _can_fork(state: State, sequence: Sequence) -> bool:
         and sequence.first_scheduled is None
         and parent.status is SequenceStatus.RUNNING
         and parent.num_computed >= sequence.num_prompt_tokens
-        and not state.tiers.is_loading(parent)  # what it has of them is not there yet
+        and not state.tiers.is_loading(parent)  # its own copy of them has not arrived
     )
 
 
 def _start_table(state: State, draft: Draft, sequence: Sequence, num_promised: int) -> bool:
-    """Share the parent's prompt, or what the prefix cache has, if all the rest fits too.
+    """Share the parent's prompt or a cached prefix, if everything else fits too.
 
-    What the tiers below have of the rest is loaded with the step.
+    Content in the tiers below is loaded with the step.
     """
     blocks = state.blocks
     num_free = blocks.num_free_blocks - draft.num_owed

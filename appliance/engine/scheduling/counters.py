@@ -1,4 +1,4 @@
-"""What the scheduler counts, and the snapshot it makes of that. Imports no torch."""
+"""The scheduler's counters and their snapshot. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Counters:
     last_plan: Plan = field(default_factory=lambda: Plan(()))
 
     def snapshot(self, blocks: BlockManager, running: int, waiting: int) -> EngineStats:
-        """The scheduler's share of the statistics; times are the engine's to add."""
+        """Return the scheduler's part of the statistics; the engine adds times."""
         last = self.last_plan
         return EngineStats(
             steps_total=self.steps,

@@ -1,4 +1,4 @@
-"""When requests must have been started, and when they must have ended. Imports no torch."""
+"""Deadlines by which requests must have started or ended. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     from appliance.engine.request import Request
     from appliance.engine.sequence import Sequence
 
-_SPARE = 64  # entries of ended sequences that are kept before it is looked for them
+_SPARE = 64  # entries of ended sequences that may pile up before a cleanup
 
 
 class Deadlines:
-    """Times at which sequences may have to end, the earliest first."""
+    """Deadlines of sequences, the earliest first."""
 
     def __init__(self) -> None:
-        # Time, a number so that no two sequences are ever compared, whether it is for the queue.
+        # Time, a number so that sequences are never compared, whether it is for the queue.
         self._heap: list[tuple[float, int, bool, Sequence]] = []
         self._count = 0
         self._limit = _SPARE
 
     def add(self, sequence: Sequence) -> None:
-        """Note the limits of a sequence's request."""
+        """Add the deadlines of a sequence's request."""
         request = sequence.request
         if request.timeout is not None:
             self._push(sequence.arrival + request.timeout, sequence, in_queue=False)
@@ -30,7 +30,7 @@ class Deadlines:
             self._push(sequence.arrival + request.max_queue_seconds, sequence, in_queue=True)
 
     def take(self, now: float) -> list[Sequence]:
-        """Live sequences whose time is over, each once."""
+        """Return live sequences past a deadline, each once."""
         over: dict[Sequence, None] = {}
         while self._heap and self._heap[0][0] <= now:
             _, _, in_queue, sequence = heapq.heappop(self._heap)
@@ -48,14 +48,14 @@ class Deadlines:
 
 
 def was_started(sequence: Sequence) -> bool:
-    """Whether anything was computed for the sequence's request."""
+    """Return True if anything was computed for the sequence's request."""
     return any(
         one is not None and one.first_scheduled is not None for one in (sequence, sequence.parent)
     )
 
 
 def why_refused(request: Request, waited: float) -> str:
-    """What to tell whoever sent a request that was never started."""
+    """Explain to a client why its request was never started."""
     timeout, limit = request.timeout, request.max_queue_seconds
     if limit is None or (timeout is not None and timeout < limit):
         return (

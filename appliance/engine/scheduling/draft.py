@@ -1,4 +1,4 @@
-"""A plan while it is being made: what was put in can still be taken back. Imports no torch."""
+"""A plan in the making, whose entries can still be taken back. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Draft:
     preempted: list[Sequence] = field(default_factory=list)
     arrivals: dict[Sequence, list[Arrival]] = field(default_factory=dict)
 
-    # Of admission: what running sequences still need, and what those that start in this step have
-    # still to get, both in blocks; then who found no room.
+    # For admission: blocks that running sequences still need, blocks still owed to those that start
+    # in this step, and sequences that found no room.
     num_promised: int | None = None
     num_owed: int = 0
     blocked: list[Sequence] = field(default_factory=list)
@@ -63,12 +63,12 @@ class Draft:
         self.arrivals.pop(sequence, None)
 
     def num_rows(self, sequence: Sequence) -> int:
-        """Rows of a sequence."""
+        """Return a sequence's number of rows."""
         entry = self.entries.get(sequence)
         return 0 if entry is None else entry.num_tokens
 
     def finished(self, blocks: BlockManager, tiers: Tiers) -> Plan:
-        """The plan."""
+        """Build the plan."""
         saves, loads = tiers.take_moves(chain.from_iterable(self.arrivals.values()))
         entries = self.entries.values()
         scheduled = (

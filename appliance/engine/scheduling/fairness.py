@@ -1,6 +1,6 @@
-"""What each owner of requests has been given so far, so that turns can be fair. Imports no torch.
+"""Counts the tokens computed for each owner of requests, for fair turns. Imports no torch.
 
-Whose turn it is says `policy.turn`.
+`policy.turn` decides whose turn it is.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Account:
     """One owner with live sequences.
 
     Attributes:
-        served: tokens computed for it, put forward whenever it comes back after a pause: who asks
-            for nothing saves nothing up.
+        served: tokens computed for it; raised when it returns after a pause, so that idle owners
+            save nothing up.
         num_live: sequences that wait or run.
-        num_waiting: of these, those that wait; siblings of one that does are not counted.
+        num_waiting: of these, those that wait; siblings of a waiting one are not counted.
         num_running: of these, those that run.
     """
 
@@ -33,17 +33,17 @@ class Account:
 
 
 class Accounts:
-    """All owners that have live sequences; the others are forgotten."""
+    """All owners that have live sequences; others are forgotten."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
 
     def of(self, sequence: Sequence) -> Account:
-        """The account of a live sequence's owner."""
+        """Return the account of a live sequence's owner."""
         return self._accounts[sequence.request.owner]
 
     def open(self, owner: str, num_sequences: int) -> None:
-        """An owner asks for something; if nothing of it waits, it is put level with the others."""
+        """Add an owner's new sequences; if none of its waited, set it level with the others."""
         account = self._accounts.setdefault(owner, Account())
         account.num_live += num_sequences
         if account.num_waiting == 0:
@@ -51,26 +51,26 @@ class Accounts:
             account.served = max(account.served, min(others, default=0))
 
     def close(self, sequence: Sequence) -> None:
-        """A sequence has ended."""
+        """Remove an ended sequence."""
         account = self.of(sequence)
         account.num_live -= 1
         if account.num_live == 0:
             del self._accounts[sequence.request.owner]
 
     def charge(self, scheduled: Iterable[Sequence]) -> None:
-        """Count one token for each of some live sequences."""
+        """Charge one token for each of some live sequences."""
         accounts = self._accounts
         for sequence in scheduled:
             accounts[sequence.request.owner].served += 1
 
     def refund(self, given: Mapping[Sequence, int], scheduled: Collection[Sequence]) -> None:
-        """Take back what sequences were given that are not scheduled after all."""
+        """Take back the tokens given to sequences that are not scheduled after all."""
         for sequence, num_tokens in given.items():
             if sequence not in scheduled:
                 self.of(sequence).served -= num_tokens
 
     def check_invariants(self, waiting: list[Sequence], running: list[Sequence]) -> None:
-        """Assert that the numbers agree with who waits (siblings left out) and runs."""
+        """Assert that the numbers match the waiting (without siblings) and running sequences."""
         for owner, account in self._accounts.items():
             assert account.num_live > 0
             assert account.num_waiting == sum(s.request.owner == owner for s in waiting)

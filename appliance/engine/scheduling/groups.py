@@ -1,4 +1,4 @@
-"""Which kind of sequence group a request becomes. Imports no torch."""
+"""Builds the kind of sequence group that a request needs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,9 @@ if TYPE_CHECKING:
 def group_of(
     request: Request, arrival: float, bounds: Bounds, blocks: BlockManager
 ) -> SequenceGroup:
-    """A new group, nothing of which runs yet.
+    """Return a new group; none of its sequences runs yet.
 
-    Args:
-        request: what was asked.
-        arrival: monotonic seconds; no other group has the same.
-        bounds: where answers end.
-        blocks: the KV cache's books.
+    No other group has the same `arrival`, in monotonic seconds.
     """
     parent = Sequence(request, arrival=arrival)
     children = [

@@ -1,4 +1,4 @@
-"""What of each sequence is in plans that were made and not committed yet. Imports no torch."""
+"""Tracks the rows of each sequence in plans not yet committed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class InFlight:
     """Entries of plans in flight; some of the sequences may have ended since.
 
     Args:
-        look_ahead: whether a sequence may be in two plans at once.
-        max_tokens: most tokens that one sequence can have.
+        look_ahead: a sequence may be in two plans at once.
+        max_tokens: most tokens of one sequence.
 
     Attributes:
-        entries: of each sequence, oldest first; never none.
-        starved: first in rank of those that found no block and nobody to take one from.
+        entries: of each sequence, oldest first; never empty.
+        starved: best rank among sequences that found no block and no victim.
     """
 
     def __init__(self, max_tokens: int, *, look_ahead: bool) -> None:
@@ -36,12 +36,12 @@ class InFlight:
         self._max_tokens = max_tokens
 
     def add(self, entries: Iterable[ScheduledSequence]) -> None:
-        """Another plan was made."""
+        """Add the entries of a new plan."""
         for entry in entries:
             self.entries.setdefault(entry.sequence, []).append(entry)
 
     def remove(self, entry: ScheduledSequence) -> bool:
-        """An entry's plan was run; True if nothing else of its sequence is in flight."""
+        """Remove a finished plan's entry; return True if its sequence has none left in flight."""
         own = self.entries[entry.sequence]
         assert own.pop(0) is entry, "plans are committed in the order they were made in"
         if own:
@@ -50,17 +50,17 @@ class InFlight:
         return True
 
     def clear(self) -> list[Sequence]:
-        """Nothing is in flight any more; returns what was, in the order of rank."""
+        """Remove all entries; return their sequences in rank order."""
         sequences = sorted(self.entries, key=rank)
         self.entries.clear()
         return sequences
 
     def starve(self, sequence: Sequence) -> None:
-        """A sequence found no block and nobody to take one from."""
+        """Record that a sequence found no block and no victim."""
         self.starved = min(self.starved or rank(sequence), rank(sequence))
 
     def num_left(self, sequence: Sequence) -> int:
-        """Rows of a sequence in flight that may be planned now, one for a token to come included.
+        """Count the rows of a sequence in flight that may be planned now, with a coming token's.
 
         0 if it must wait for what is in flight.
         """
@@ -68,7 +68,7 @@ class InFlight:
         if not self._look_ahead or len(own) > 1:
             return 0
         if self.starved is not None and rank(sequence) > self.starved:
-            return 0  # as soon as it is idle, its blocks can be had
+            return 0  # once it is idle, its blocks can be taken
         if own[0].samples and (
             not may_look_ahead(sequence) or is_full(sequence, own[0].end + 1, self._max_tokens)
         ):
@@ -76,7 +76,7 @@ class InFlight:
         return len(sequence.token_ids) + own[0].samples - own[0].end
 
     def check_invariants(self, running: list[Sequence]) -> list[Sequence]:
-        """Assert that the entries fit together; returns the sequences that have ended."""
+        """Assert that the entries fit together; return the sequences that have ended."""
         ended = [seq for seq in self.entries if seq.status is SequenceStatus.FINISHED]
         assert set(self.entries) <= {*running, *ended}
         for sequence, own in self.entries.items():

@@ -1,21 +1,21 @@
-"""The scheduler's policy in one place: who is served first, who is admitted, who gives way.
+"""The scheduler's policy: who is served first, who is admitted, who gives way.
 
-Change these functions and figures to change the order of service; the scheduler guarantees the
-rest (budget, blocks, that every sequence ends) for any of it, as long as `rank` is a total order
-that does not change while a sequence lives. Whether a victim's blocks are kept or computed again
-is a rule of the tiers, see `tiers/swap_rule.py`. The order in which things are decided in a step:
+Change these functions and figures to change the order of service; the scheduler guarantees the rest
+(budget, blocks, that every sequence ends) for any of it, as long as `rank` is a total order that
+does not change while a sequence lives. `tiers/swap_rule.py` decides whether a victim's blocks are
+kept or recomputed. The order of decisions in a step:
 
 1. Every running answer gets its row.
-2. What is left of the step goes to prompts, those that run already and those that wait: the
-   whole budget if no answer runs, else as many rows as `step_budget` allows (`DECODE_SLOWDOWN`).
-   Prompts that fit into one step all together get it at once, if the last such step is long ago
-   (`may_stall`): a rare gap between two tokens is felt less than a late answer.
+2. The rest of the step goes to prompts, running and waiting: the whole budget if no answer
+   runs, else as many rows as `step_budget` allows (`DECODE_SLOWDOWN`). Prompts that all fit into
+   one step get it at once, if the last such step is long ago (`may_stall`): a rare gap between
+   two tokens is felt less than a late answer.
 3. Among prompts the better priority goes first. Within a priority the owners (API keys) take
-   turns of a few rows: next is whoever had fewest tokens so far (`turn`). What counts is what was
-   computed for an owner: prompt tokens that the cache had not, and generated ones.
-4. An owner's turn goes to its running prompts in rank, then to its waiting requests: the one with
-   the longest cached prefix, unless one that came earlier was overtaken often (`choose_waiting`).
-5. Where blocks run out, the worst priority gives way first, within it the owner who holds most
+   turns of a few rows: next is the owner with fewest tokens so far (`turn`). Tokens computed for
+   an owner count: prompt tokens that were not cached, and generated ones.
+4. An owner's turn goes to its running prompts by rank, then to its waiting requests: the one
+   with the longest cached prefix, unless an earlier one was overtaken often (`choose_waiting`).
+5. When blocks run out, the worst priority gives way first, within it the owner with most
    running sequences, and of these the latest (`choose_victim`).
 """
 
@@ -31,54 +31,44 @@ if TYPE_CHECKING:
     from appliance.engine.scheduling.fairness import Account
     from appliance.engine.sequence import Sequence
 
-DECODE_SLOWDOWN = 1.6  # a step with prompts takes this many times what its answers alone would
-STALL_STEPS = 64  # for each that is as long as it likes
-MAX_STALLS = 2  # of those, saved up: the short prompts of a burst take no more of them
-MIN_PROMPT_ROWS = 8  # of a step, however slow they are: prompts never stand still
+DECODE_SLOWDOWN = 1.6  # a step with prompts may take this many times what its answers alone would
+STALL_STEPS = 64  # steps between two of any length
+MAX_STALLS = 2  # such steps that may be saved up; a burst of short prompts takes no more of them
+MIN_PROMPT_ROWS = 8  # per step, however slow they are: prompts never stand still
 MAX_OVERTAKEN = 8  # sequences that may start before one that came earlier
-WINDOW = 8  # an owner's earliest waiting sequences, among which the longest prefix is looked for
+WINDOW = 8  # an owner's earliest waiting sequences, searched for the longest cached prefix
 TURNS = 16  # parts of a step's prompt rows that owners take in turn
 
 Rank = tuple[int, float, int]
 
 
 def rank(sequence: Sequence) -> Rank:
-    """Position in the order of service, lowest first; a preempted sequence keeps its own."""
+    """Return the position in the order of service, lowest first; preemption keeps it."""
     return (sequence.request.priority, sequence.arrival, sequence.index)
 
 
 def turn(priority: int, account: Account) -> tuple[int, int, int]:
-    """Whose turn it is among owners that have prompts, lowest first: deficit round robin.
+    """Rank owners that have prompts, lowest first: deficit round robin.
 
-    `served` grows with every token computed for an owner, so who is furthest behind goes next,
-    and no two that always want more drift apart by more than one request and one step.
-
-    Args:
-        priority: the best of the owner's prompts.
-        account: the owner's.
+    `served` grows with every token computed for an owner, so the one furthest behind goes next, and
+    no two that always want more drift apart by more than one request and one step.
     """
     return (priority, account.served, account.num_running)
 
 
 def may_stall(wanted: int, budget: int) -> bool:
-    """Whether prompts are short enough to hold running answers up for a step that was saved up.
+    """Return True if prompts are short enough to stall running answers for a saved-up step.
 
-    Args:
-        wanted: rows of all prompts that run or could start, from their beginning.
-        budget: rows that are left of the step.
+    `wanted` counts all rows of running and startable prompts, from their beginning.
     """
     return wanted <= MAX_STALLS * budget
 
 
 def choose_waiting(earliest: Ordered[Sequence], num_cached: Callable[[Sequence], int]) -> Sequence:
-    """Which of an owner's waiting sequences starts next.
+    """Choose an owner's next waiting sequence to start.
 
-    First those that ran before and were preempted, then those that were overtaken too often, then
-    by the length of the prefix that is in the cache; who came first goes before its equals.
-
-    Args:
-        earliest: some that came first, in the order of rank.
-        num_cached: tokens of a sequence that are in the cache.
+    Preempted ones come first, then those overtaken too often, then those with the longest cached
+    prefix; ties go to the earliest.
     """
     if len(earliest) == 1 or earliest[0].first_scheduled is not None:
         return earliest[0]
@@ -92,11 +82,11 @@ def choose_waiting(earliest: Ordered[Sequence], num_cached: Callable[[Sequence],
 
 
 def may_overtake(sequence: Sequence, blocked: Iterable[Sequence]) -> bool:
-    """Whether a waiting sequence may start in a step in which others found no room.
+    """Return True if a waiting sequence may start in a step in which others found no room.
 
     Args:
-        sequence: of another owner than those.
-        blocked: whose turn it was, and for whom there were too few blocks.
+        sequence: another owner's.
+        blocked: sequences whose turn it was, for which there were too few blocks.
     """
     return all(
         sequence.request.priority <= other.request.priority and other.num_overtaken < MAX_OVERTAKEN
@@ -105,24 +95,24 @@ def may_overtake(sequence: Sequence, blocked: Iterable[Sequence]) -> bool:
 
 
 def may_admit(cost: int, num_free_blocks: int, num_promised: int) -> bool:
-    """Whether a waiting sequence may start.
+    """Return True if a waiting sequence may start.
 
-    Admission by the first chunk alone would let sequences in that the next step throws out again.
+    Admission by the first chunk alone would admit sequences that the next step preempts again.
 
     Args:
-        cost: free blocks that all its tokens take, what the prefix cache has left out.
+        cost: free blocks for all its tokens, except those in the prefix cache.
         num_free_blocks: blocks that are free or only cached.
-        num_promised: blocks that running sequences still need for their prompts, and for each one
-            more to grow into.
+        num_promised: blocks that running sequences still need for their prompts, and one more for
+            each to grow into.
     """
     return cost + num_promised <= num_free_blocks
 
 
 def may_look_ahead(sequence: Sequence) -> bool:
-    """Whether a sequence may run on before its latest token is known to the host.
+    """Return True if a sequence may run on before its latest token has reached the host.
 
-    Of beams nobody knows which go on until all have been heard, and what a grammar allows next
-    depends on the latest token.
+    Which beams go on is open until all are read, and the tokens a grammar allows next depend on the
+    latest one.
     """
     sampling = sequence.request.sampling
     return not sampling.use_beam_search and sampling.grammar is None
@@ -131,15 +121,15 @@ def may_look_ahead(sequence: Sequence) -> bool:
 def choose_victim(
     running: list[Sequence], beneficiary: Sequence, in_flight: Collection[Sequence]
 ) -> Sequence | None:
-    """Who gives up its blocks: of those that rank behind the beneficiary, see the list above.
+    """Choose the sequence that gives up its blocks, from those ranked behind the beneficiary.
 
-    That the first in rank is never a victim is what rules out livelock: it ends, and then the
-    next one is first.
+    The first in rank is never a victim, which rules out livelock: it ends, and then the next one is
+    first.
 
     Args:
-        running: in the order of rank.
+        running: in rank order.
         beneficiary: the running sequence that lacks a block.
-        in_flight: sequences that must not be touched now, nor those of their units.
+        in_flight: sequences that must not be preempted now, nor members of their units.
     """
     candidates: list[Sequence] = []
     for sequence in reversed(running):
@@ -157,6 +147,6 @@ def choose_victim(
 
 
 def _is_bound(sequence: Sequence, beneficiary: Sequence, in_flight: Collection[Sequence]) -> bool:
-    """Whether a sequence would take one with it that is to keep its blocks."""
+    """Return True if preempting a sequence would preempt one that must keep its blocks."""
     unit = sequence.group.unit(sequence)
     return len(unit) > 1 and any(one is beneficiary or one in in_flight for one in unit)

@@ -1,4 +1,4 @@
-"""Which running sequences want rows, and how they get them: at the cost of later ones if need be.
+"""Gives running sequences their rows, preempting later sequences if necessary.
 
 Imports no torch.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def wanted_rows(state: State) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-    """Running sequences that want one row, and those that want more, in the order of rank."""
+    """Return running sequences that want one row, and those that want more, in rank order."""
     decodes, prompts = [], []
     in_flight = state.in_flight
     entries = in_flight.entries
@@ -30,21 +30,15 @@ def wanted_rows(state: State) -> tuple[list[Sequence], list[tuple[Sequence, int]
             num_left = len(sequence.token_ids) - sequence.num_computed
         if num_left == 1:
             decodes.append(sequence)
-        elif num_left:  # it may wait for what is in flight, or as a beam for its siblings
+        elif num_left:  # else it waits for what is in flight, or as a beam for its siblings
             prompts.append((sequence, num_left))
     return decodes, prompts
 
 
 def extend(state: State, draft: Draft, sequence: Sequence, num_left: int) -> None:
-    """Give a running sequence its next rows, as many as fit, at the cost of later sequences.
+    """Give a running sequence its next rows, as many as fit, preempting later ones if necessary.
 
-    If there is nobody to take blocks from, it keeps its own and waits for the next step.
-
-    Args:
-        state: of the scheduler.
-        draft: the step.
-        sequence: that may have been preempted since it was found to want rows.
-        num_left: rows that it wants.
+    Without a victim it keeps its blocks and waits for the next step.
     """
     num_tokens = min(num_left, draft.budget)
     if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:
@@ -62,7 +56,7 @@ def extend(state: State, draft: Draft, sequence: Sequence, num_left: int) -> Non
 
 
 def preempt(state: State, draft: Draft, victim: Sequence) -> None:
-    """Take the blocks of a unit, and back what it was to run in this step."""
+    """Take the blocks of a victim's unit, and its rows in this step."""
     members = victim.group.unit(victim)
     for member in members:
         state.tiers.discard(member)

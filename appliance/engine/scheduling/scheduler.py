@@ -1,7 +1,7 @@
-"""Continuous batching: decides what each step runs and remembers what came of it.
+"""Continuous batching: plans each step and commits its results.
 
-`plan` picks rows and blocks, someone else runs them, `commit` appends the tokens. Where every
-sequence is stands in `state.py`, the order of service in `policy.py`. Imports no torch.
+`plan` picks rows and blocks, a runner runs them, `commit` appends the tokens. `state.py` holds
+every sequence, `policy.py` the order of service. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,20 +37,18 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Requests in, plans out, tokens in, updates out.
+    """Turns requests into plans, and sampled tokens into updates.
 
-    Between `plan` and `commit` the plan is in flight: its sequences are not preempted, and the
-    blocks of those that end meanwhile are kept from others until `commit`. So `plan` may be called
-    again before `commit`; it then plans for the other sequences and, if it may look ahead, also
-    for the next rows of those that are in one plan in flight and whose length does not end them
-    there. Plans are run and committed in the order in which they were made.
+    Between `plan` and `commit` a plan is in flight: its sequences are not preempted, and blocks of
+    those that end meanwhile are kept until `commit`. So `plan` may be called again before `commit`;
+    it then plans for the other sequences and, with look-ahead, also the next rows of sequences in
+    one plan in flight that their length does not end there. Plans are run and committed in order.
 
     Args:
-        blocks: the KV cache's books; nobody else changes them.
-        limits: how much runs at once.
+        blocks: the KV cache's block manager; nobody else changes it.
         eos_token_ids: tokens that end an answer, unless the request ignores them.
-        look_ahead: whether whoever runs plans can feed a sampled token to the next plan by itself.
-        tiers: where content goes that leaves the cache; None is nowhere.
+        look_ahead: the runner can feed a sampled token to the next plan by itself.
+        tiers: keep content that leaves the cache; None keeps nothing.
     """
 
     def __init__(
@@ -70,19 +68,17 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is live."""
+        """True if any sequence is live."""
         return bool(self._state.groups)
 
     def sequences(self) -> Iterator[Sequence]:
-        """All live sequences, by request in the order of arrival."""
+        """Iterate over all live sequences, by request in the order of arrival."""
         return self._state.sequences()
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request.
 
-        Args:
-            request: what was asked.
-            now: monotonic seconds.
+        `now` is in monotonic seconds.
 
         Raises:
             ContextLengthError: the prompt leaves no room for an answer in the context.
@@ -99,10 +95,9 @@ class Scheduler:
         state.counters.prompt_tokens += len(request.prompt_token_ids)
 
     def expire(self, now: float) -> list[Update]:
-        """End the sequences whose time is over, with the best that their groups can give now.
+        """End the sequences past their deadline, with the best answers their groups have so far.
 
-        Args:
-            now: monotonic seconds.
+        `now` is in monotonic seconds.
         """
         updates: list[Update] = []
         for sequence in self._state.deadlines.take(now):
@@ -116,7 +111,7 @@ class Scheduler:
         return updates
 
     def abort(self, request_id: str, index: int | None = None) -> bool:
-        """End a request, or one choice of it, in whatever phase; False if it was not live.
+        """End a request, or one choice of it, in any phase; return False if it was not live.
 
         Beams end together.
         """
@@ -129,9 +124,9 @@ class Scheduler:
         return bool(ending)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> tuple[Sequence, ...]:
-        """End one sequence, in whatever phase, and tell which ones have ended by that.
+        """End one sequence, in any phase, with its unit; return the sequences this has ended.
 
-        It takes its unit with it; what has ended already stays as it is.
+        Sequences that have ended already stay as they are.
         """
         if sequence.status is SequenceStatus.FINISHED:
             return ()
@@ -141,7 +136,7 @@ class Scheduler:
         return ended
 
     def fail(self, sequence: Sequence, error: str | None) -> list[Update]:
-        """End a sequence that something went wrong with, and its unit."""
+        """End a sequence after an error, with its unit."""
         reason = FinishReason.ERROR
         return [
             Update(ended, finish_reason=reason, error=error)
@@ -149,14 +144,13 @@ class Scheduler:
         ]
 
     def plan(self, now: float) -> Plan | None:
-        """Decide the next step: decodes, then prompts that run or may start, within the budget.
+        """Plan the next step: decodes, then prompts that run or may start, within the budget.
 
-        Args:
-            now: monotonic seconds.
+        `now` is in monotonic seconds.
 
         Returns:
-            None if there is nothing to run; without a plan in flight, that means no work at all,
-            or only sequences that wait for the disk.
+            None if there is nothing to run; without a plan in flight, that means no work at all, or
+            only sequences that wait for the disk.
         """
         state = self._state
         state.blocks.metadata.begin_step(now)
@@ -186,7 +180,7 @@ class Scheduler:
                 those of sequences that ended meanwhile are ignored.
 
         Returns:
-            What clients are told: what their sequences got, and who has failed.
+            Updates for the clients: new tokens, ends and failures.
         """
         assert len(sampled) == plan.num_results
         state, results = self._state, iter(sampled)
@@ -220,10 +214,9 @@ class Scheduler:
         return updates
 
     def discard_plans(self) -> None:
-        """Forget all plans in flight: their steps failed and nothing of them runs any more.
+        """Forget all plans in flight: their steps failed and run no more.
 
-        Their sequences, as far as they have not ended, wait and start over, since nobody knows
-        what of their blocks was written.
+        Their live sequences wait and start over, since it is unknown which blocks were written.
         """
         state = self._state
         for sequence in state.in_flight.clear():
@@ -235,15 +228,15 @@ class Scheduler:
         state.tiers.discard_saves()
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """Learn how long a step took, for the number of prompt rows beside answers."""
+        """Learn the duration of a step, to size the prompt rows beside answers."""
         self._state.budget.observe(load, seconds)
 
     def stats(self) -> EngineStats:
-        """The scheduler's share of the snapshot; times are the engine's to add."""
+        """Return the scheduler's part of the snapshot; the engine adds times."""
         state = self._state
         snapshot = state.counters.snapshot(state.blocks, len(state.running), state.num_waiting)
         return state.tiers.add_stats(snapshot)
 
     def check_invariants(self) -> None:
-        """Assert that every live sequence is in exactly one place and the books agree."""
+        """Assert that every live sequence is in exactly one place and the records agree."""
         self._state.check_invariants()

@@ -1,7 +1,7 @@
-"""Where every live sequence is: waiting, reading from the disk, running, or in flight.
+"""The scheduler's state: every live sequence waits, reads from disk, runs or is in flight.
 
-The phases of a step read this one object and move sequences through its methods, which keep the
-lists, slots and accounts in step with each other. Imports no torch.
+The phases of a step read this one object and move sequences through its methods, which keep lists,
+slots and accounts consistent. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,19 +35,16 @@ class State:
     """The scheduler's memory.
 
     Attributes:
-        blocks: the KV cache's books.
-        tiers: where content goes that leaves the cache.
-        bounds: how much runs at once, and where answers end.
-        in_flight: what is in plans that are not committed.
+        tiers: keep content that leaves the cache.
+        bounds: limits of what runs at once, and where answers end.
+        in_flight: entries of plans not yet committed.
         groups: those with live members, by request, in the order of arrival.
         accounts: of the owners of live sequences.
         waiting: sequences without blocks that could start, and their parked siblings.
-        running: those with a slot, in the order of rank.
+        running: those with a slot, in rank order.
         slots: free ones; each running sequence has one, 0 is nobody's.
-        deadlines: when sequences must have ended.
-        budget: how many prompt rows there are beside answers.
-        stalls: steps that prompts may have for themselves, saved up.
-        counters: totals.
+        budget: sizes the prompt rows beside answers.
+        stalls: saved-up steps that prompts may have for themselves.
     """
 
     blocks: BlockManager
@@ -74,12 +71,12 @@ class State:
         return len(self.waiting) + len(self.tiers.reading)
 
     def sequences(self) -> Iterator[Sequence]:
-        """All live ones, by request in the order of arrival."""
+        """Iterate over all live ones, by request in the order of arrival."""
         for group in self.groups.values():
             yield from group.live
 
     def enter(self, group: SequenceGroup) -> None:
-        """Have a new group wait; siblings until what they share is computed."""
+        """Queue a new group; siblings wait until their shared prompt is computed."""
         self.groups[group.request.request_id] = group
         self.accounts.open(group.request.owner, len(group.live))
         parent, *children = group.live
@@ -89,22 +86,17 @@ class State:
             self.deadlines.add(sequence)
 
     def wait(self, sequence: Sequence) -> None:
-        """Have a sequence wait, first for what the disk has of it."""
+        """Queue a sequence, after reading its content from disk if the disk has some."""
         if not self.tiers.begin_reading(sequence):
             self.waiting.push(sequence)
 
     def wake(self) -> None:
-        """Queue those that have waited for the disk."""
+        """Queue the sequences whose disk reads have ended."""
         for sequence in self.tiers.take_read():
             self.waiting.push(sequence)
 
     def run(self, sequence: Sequence, now: float) -> bool:
-        """Have a waiting sequence run; True if it is the first time.
-
-        Args:
-            sequence: with a slot.
-            now: monotonic seconds.
-        """
+        """Move a waiting sequence to the running ones; return True the first time."""
         self.waiting.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
         insort(self.running, sequence, key=rank)
@@ -115,7 +107,7 @@ class State:
         return True
 
     def requeue(self, sequence: Sequence) -> None:
-        """Take the blocks of a running unit; its tokens stay and are computed again later."""
+        """Take the blocks of a running unit; its tokens are computed again later."""
         sequence.group.lose()
         leader, *others = sequence.group.unit(sequence)
         for member in (leader, *others):
@@ -126,7 +118,7 @@ class State:
             self.waiting.park(leader, others)
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a live sequence, wherever it is."""
+        """End a live sequence in any phase."""
         was_reading = self.tiers.forget(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self._stop(sequence)
@@ -143,7 +135,7 @@ class State:
             del self.groups[sequence.request.request_id]
 
     def release(self, sequence: Sequence) -> None:
-        """Take the blocks and the slot of a sequence that nothing in flight needs any more."""
+        """Take the blocks and the slot of a sequence that nothing in flight uses."""
         self.tiers.offer(sequence)
         self.blocks.free(sequence)
         self.slots.append(sequence.slot)
@@ -158,7 +150,7 @@ class State:
             self.release(sequence)
 
     def check_invariants(self) -> None:
-        """Assert that every live sequence is in exactly one place and the books agree."""
+        """Assert that every live sequence is in exactly one place and the records agree."""
         waiting, running = [*self.waiting, *self.tiers.reading], self.running
         assert all(seq.status is SequenceStatus.RUNNING for seq in running)
         assert all(seq.status is SequenceStatus.WAITING for seq in waiting)

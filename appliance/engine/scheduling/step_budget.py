@@ -1,14 +1,14 @@
-"""How many prompt rows a step can take beside running answers without slowing them down much.
+"""Sizes the prompt rows of a step so that they slow running answers down only so much.
 
-A model of what a step costs, learned from steps as they are measured:
+A cost model of a step, learned from measured steps:
 
     seconds = fixed + a * answers + b * context of the answers
             + prompts? * c + d * prompt rows + e * (prompt rows * context before them)
 
 Its coefficients are never negative. Older steps count less, and each kind of step (answers only,
-prompts only, both) forgets by itself, so that an hour without prompts does not unlearn what one
-costs. Steps of the other kinds make it fade only, so that newer ones of its own outweigh
-it. Imports no torch and knows neither sequences nor blocks.
+prompts only, both) forgets on its own, so that an hour without prompts does not unlearn their cost.
+Steps of other kinds only fade it, so that newer ones of its own kind outweigh it. Imports no torch
+and knows neither sequences nor blocks.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from appliance.engine.scheduling.policy import (
 )
 
 _SIZE = 6  # coefficients
-_FORGET = 1 - 1 / 48  # what is left of the weight of a step when the next one of its kind comes
+_FORGET = 1 - 1 / 48  # share of a step's weight left when the next one of its kind comes
 _FADE = 1 - 1 / 128  # and when one of another kind comes
-_CONTEXT = 1024.0  # tokens in one unit of context, so that all features are of like size
-_OUTLIER = 3.0  # a step that took more than this many times what was expected counts as if so many
-_TRUSTED = 8  # steps of a kind before outliers are told by them
+_CONTEXT = 1024.0  # tokens in one unit of context, so that all features are of similar size
+_OUTLIER = 3.0  # a slower step counts as this many times its expected duration
+_TRUSTED = 8  # steps of a kind before outliers are clipped
 _SWEEPS = 8  # of coordinate descent
 _FIT_EVERY = 8  # steps
-# How much better a coefficient must explain than the others to be believed: of what costs the
-# same in many steps, the number of rows is the likelier reason than that there are some.
+# How much better a coefficient must explain than the others to be believed: where several explain
+# the same steps, the number of rows is likelier the cause than their presence.
 _DOUBT = (0.0, 0.0, 0.01, 0.02, 0.0, 0.02)
 _PROMPTS, _BOTH = (False, True), (True, True)  # kinds: answers in a step? prompts?
-_YOUNG = 64  # steps in which it is fitted whenever it is asked: to fit takes longer than to plan
+_YOUNG = 64  # steps in which it is fitted on every query: later a fit takes longer than a plan
 
 
 def _features(load: StepLoad) -> tuple[float, ...]:
-    """What the coefficients of the model are multiplied with."""
     return (
         1.0,
         float(load.num_answers),
@@ -54,7 +53,7 @@ def _features(load: StepLoad) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class _Moments:
-    """Decaying sums of one kind of step: what least squares need of it."""
+    """Decaying sums of one kind of step, as least squares needs them."""
 
     products: list[list[float]] = field(
         default_factory=lambda: [[0.0] * _SIZE for _ in range(_SIZE)]
@@ -64,7 +63,8 @@ class _Moments:
     last: int = 0  # number of the latest step of this kind
 
     def add(self, features: tuple[float, ...], seconds: float) -> None:
-        # Errors are taken relative to the time of a step, so that short ones count as long ones.
+        # Errors are relative to the duration of a step, so that short ones count as much as long
+        # ones.
         scaled = [feature / seconds for feature in features]
         for one, row in zip(scaled, self.products, strict=True):
             row[:] = [_FORGET * old + one * other for old, other in zip(row, scaled, strict=True)]
@@ -75,7 +75,7 @@ class _Moments:
 
 
 class StepBudget:
-    """The model, and the answer that it gives.
+    """Learns the model and applies it.
 
     Args:
         slowdown: a step with prompts may take this many times what it would without.
@@ -91,14 +91,14 @@ class StepBudget:
         self._kinds: dict[tuple[bool, bool], _Moments] = {}
         self._num_steps = 0
         self._num_new = 0  # of these since the last fit
-        self._most_rows = min_rows  # that were seen beside answers
+        self._most_rows = min_rows  # most seen beside answers
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learn from a step.
 
         Args:
-            load: what it had to do; with nothing to do it is left out.
-            seconds: what it took.
+            load: its work; a step without any is ignored.
+            seconds: its duration.
         """
         if seconds <= 0 or not (load.num_answers or load.prompt_rows):
             return
@@ -116,15 +116,15 @@ class StepBudget:
             self._fit()
 
     def seconds(self, load: StepLoad) -> float:
-        """What a step is expected to take; 0 before anything was learned."""
+        """Predict the duration of a step; 0 before anything was learned."""
         return sum(map(float.__mul__, self._coefficients, _features(load)))
 
     def prompt_rows(self, num_answers: int, context: int, start: int) -> int:
-        """Rows that prompts may have in a step, `min_rows` at least; all before anything is known.
+        """Return the rows that prompts may have in a step: at least `min_rows`, unlimited at first.
 
         Args:
             num_answers: sequences with one row in this step.
-            context: tokens that these read, all together.
+            context: sum of the tokens that these read.
             start: tokens before the rows of the prompt that is furthest.
         """
         if not self._kinds:
@@ -137,7 +137,7 @@ class StepBudget:
         if fixed < spare / 2:
             spare -= fixed
         else:
-            # A step with prompts is a slow one however few rows it has, so it had better have some.
+            # A step with prompts is slow however few rows it has, so it should have some.
             spare += (self._slowdown - 1) * fixed
         # spare = linear * rows + work * (start * rows + rows^2 / 2), solved for rows
         half = work / _CONTEXT / 2
@@ -148,11 +148,11 @@ class StepBudget:
             rows = int((math.sqrt(linear**2 + 4 * half * spare) - linear) / (2 * half))
         else:
             rows = int(spare / linear) if linear > 0 else 2 * self._most_rows
-        # Never far beyond what was tried: the model may not know yet what rows cost.
+        # Never far beyond rows already seen: the model may not know their cost yet.
         return max(self._min_rows, min(rows, 2 * self._most_rows))
 
     def _fit(self) -> None:
-        """Least squares over the kinds, by coordinate descent from the last solution on."""
+        """Fit least squares over the kinds, by coordinate descent from the last solution."""
         self._num_new = 0
         products = [[0.0] * _SIZE for _ in range(_SIZE)]
         targets = [0.0] * _SIZE
@@ -176,17 +176,17 @@ class StepBudget:
 
 @dataclass(slots=True)
 class Stalls:
-    """Steps that prompts may have for themselves, saved up while they had none."""
+    """Saves up steps that prompts may have for themselves."""
 
     saved: float = float(MAX_STALLS)
-    last: int = 0  # step up to which they were counted
+    last: int = 0  # the step up to which they were counted
 
     def count(self, step: int) -> bool:
-        """Save up to the step with this number; whether there is one to spend."""
+        """Save up to the step with this number; return True if there is one to spend."""
         self.saved = min(MAX_STALLS, self.saved + (step - self.last) / STALL_STEPS)
         self.last = step
         return self.saved >= 1
 
     def spend(self) -> None:
-        """Let prompts have one."""
+        """Spend one."""
         self.saved -= 1

@@ -1,6 +1,6 @@
-"""How many rows of a step prompts get, and which: in turns, by priority and owner.
+"""Shares a step's rows among prompts, in turns by priority and owner.
 
-Imports no torch. Whose turn it is and how large one may be says `policy`.
+Imports no torch. `policy` decides whose turn it is and how large one may be.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> None:
-    """Give rows to prompts, those that run and those that may start.
+    """Give rows to running prompts and to those that may start.
 
     Args:
         state: of the scheduler.
         draft: the step, with the rows of all answers in it.
-        prompts: running sequences in the order of rank, each with the rows it wants.
+        prompts: running sequences in rank order, each with the rows it wants.
     """
     lanes = state.waiting.lanes() if state.slots else ()
     if not (prompts or lanes):
@@ -49,7 +49,7 @@ def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]
     for sequence in wanted:
         if sequence in given:
             extend(state, draft, sequence, given[sequence])
-    # Where someone lacked blocks, those who have some go on, or nobody would ever free any.
+    # If one lacked blocks, those that have some must go on, or nobody would ever free any.
     rows -= sum(given[sequence] for sequence in given if sequence in draft.entries)
     for sequence, num_left in prompts:
         if rows and sequence not in draft.entries:
@@ -59,7 +59,6 @@ def plan_prompts(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]
 
 
 def _rows(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> int:
-    """Rows that prompts may have in this step."""
     if not draft.entries:
         return draft.budget
     context = sum([entry.start for entry in draft.entries.values()])
@@ -69,7 +68,7 @@ def _rows(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> in
         return draft.budget
     if not state.stalls.count(state.counters.steps):
         return rows
-    # Of those that run already all rows: what is left of a long prompt is no short one.
+    # All rows of running prompts count: the rest of a long prompt is not a short one.
     wanted = sum([len(one.token_ids) - one.num_cached for one, _ in prompts])
     for sequence in islice(state.waiting.queued(), len(state.slots)):
         if wanted > MAX_STALLS * draft.budget:
@@ -83,7 +82,7 @@ def _rows(state: State, draft: Draft, prompts: list[tuple[Sequence, int]]) -> in
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """What one owner wants at one priority: rows of running prompts, and to start others."""
+    """An owner's demand at one priority: rows of running prompts, and sequences to start."""
 
     priority: int
     account: Account
@@ -91,7 +90,7 @@ class Line:
     lane: Lane | None = None
 
     def key(self) -> tuple[int, int, int]:
-        """The lowest goes next."""
+        """Rank for the next turn, lowest first."""
         return turn(self.priority, self.account)
 
 
@@ -100,13 +99,7 @@ def lines_of(
     lanes: Iterable[tuple[tuple[int, str], Lane]],
     accounts: Accounts,
 ) -> list[Line]:
-    """Everyone who wants prompt rows.
-
-    Args:
-        prompts: running sequences in the order of rank, each with the rows it wants.
-        lanes: of waiting ones, by priority and owner.
-        accounts: of all owners.
-    """
+    """Group the demand for prompt rows by priority and owner."""
     lines: dict[tuple[int, str], Line] = {}
     for sequence, wanted in prompts:
         key = (sequence.request.priority, sequence.request.owner)
@@ -128,9 +121,9 @@ def share_rows(
     """Divide rows among prompts, and charge their owners for them.
 
     Args:
-        rows: how many there are.
-        lines: who wants some; used up.
-        start: starts one of the waiting sequences of a lane, or says that none can.
+        rows: number of rows.
+        lines: the demand; used up.
+        start: starts a waiting sequence of a lane, or returns None.
 
     Returns:
         Rows of each sequence, at least 1.

@@ -1,4 +1,7 @@
-"""Sequences that hold no blocks: a lane for each owner and priority. Imports no torch."""
+"""The waiting queue: sequences without blocks, in a lane per owner and priority.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +20,32 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """What one owner has waiting at one priority, in the order of rank."""
+    """An owner's waiting sequences of one priority, in rank order."""
 
     account: Account
     sequences: list[Sequence] = field(default_factory=list)
-    _next: Sequence | None = None  # kept until something changes, since choosing takes a while
+    _next: Sequence | None = None  # cached until something changes, since choosing takes a while
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence at its rank."""
+        """Insert a sequence at its rank."""
         insort(self.sequences, sequence, key=rank)
         self._next = None
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out."""
+        """Remove a sequence."""
         index = bisect_left(self.sequences, rank(sequence), key=rank)
         assert self.sequences[index] is sequence
         del self.sequences[index]
         self._next = None
 
     def next(self, num_cached: Callable[[Sequence], int]) -> Sequence:
-        """Which one is to start; it stays until it is removed."""
+        """Return the sequence to start next; it stays in the lane."""
         if self._next is None:
             self._next = choose_waiting(self.sequences[:WINDOW], num_cached)
         return self._next
 
     def overtake(self, sequence: Sequence) -> None:
-        """One of them starts before those that came earlier."""
+        """Count that a sequence starts before earlier ones."""
         for other in self.sequences[:WINDOW]:
             if other is sequence:
                 return
@@ -50,7 +53,7 @@ class Lane:
 
 
 class WaitingQueue:
-    """Lanes that anyone may leave, with siblings parked beside them.
+    """Lanes of waiting sequences, with parked siblings.
 
     Siblings share their parent's prompt, so they queue only once it is computed.
 
@@ -76,12 +79,12 @@ class WaitingQueue:
             yield from siblings
 
     def queued(self) -> Iterator[Sequence]:
-        """Those that could start."""
+        """Iterate over the sequences that could start."""
         for lane in self._lanes.values():
             yield from lane.sequences
 
     def lanes(self) -> Collection[tuple[tuple[int, str], Lane]]:
-        """By priority and owner, those that somebody waits in."""
+        """List the lanes by priority and owner; none is empty."""
         return self._lanes.items()
 
     def push(self, sequence: Sequence) -> None:
@@ -95,7 +98,7 @@ class WaitingQueue:
         self._num_queued += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, queued or parked."""
+        """Remove a queued or parked sequence."""
         parent = sequence.parent
         if parent is not None and sequence in self.parked.get(parent, ()):
             self.parked[parent].remove(sequence)

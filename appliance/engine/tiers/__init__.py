@@ -1,1 +1,1 @@
-"""Where the content of KV blocks goes when it leaves the cache: host memory, then a disk."""
+"""Tiers below the KV cache, which keep evicted blocks: host memory, then a disk."""

@@ -1,12 +1,12 @@
-"""One block's content as a file: whose it is, what it is, and a checksum over all of that.
+"""Stores one block's content as a file with its identity and a checksum.
 
 64 bytes, then the content: magic (8), fingerprint (16), hash (16), length (8, little-endian),
-CRC-32 of fingerprint, hash and content (4, little-endian), zeros (12). Nothing is ever taken from a
-file that does not hold exactly what was asked for.
+CRC-32 of fingerprint, hash and content (4, little-endian), zeros (12). A file that does not hold
+exactly the wanted block is ignored.
 
-The checksum is against what disks and power cuts do, not against people, who could compute any
-other one as well: a quarter of what BLAKE2b takes of a processor, which was half of all that
-writing a block took.
+The checksum protects against disks and power cuts, not against people, who could compute any other
+one as well. It takes a quarter of BLAKE2b's processor time, which was half of the time to write a
+block.
 """
 
 from __future__ import annotations
@@ -26,24 +26,20 @@ HEADER_BYTES = _HEADER.size
 
 
 class ForeignBlockError(Exception):
-    """A file that is cut, damaged or not the block that its name says."""
+    """The file is cut, damaged or not the block that its name says."""
 
 
 def header(fingerprint: bytes, content: bytes, data: bytes | bytearray | memoryview) -> bytes:
-    """What stands before a block's bytes."""
+    """Return the header of a block's file."""
     return _HEADER.pack(
         MAGIC, fingerprint, content, len(data), _checksum(fingerprint, content, data)
     )
 
 
 def read_block_file(path: Path, fingerprint: bytes, content: bytes, size: int) -> bytearray:
-    """A block's bytes.
+    """Read a block's bytes.
 
-    Args:
-        path: the file.
-        fingerprint: of weights and format.
-        content: the block's chained hash.
-        size: bytes that it must hold.
+    `fingerprint` is of weights and format, `content` the block's chained hash.
 
     Raises:
         ForeignBlockError: it holds something else.
@@ -52,7 +48,7 @@ def read_block_file(path: Path, fingerprint: bytes, content: bytes, size: int) -
     head, data, beyond = bytearray(HEADER_BYTES), bytearray(size), bytearray(1)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # What a signal cuts short is taken for damage: such a read is a miss, and no harm.
+        # A read that a signal cuts short counts as damage: it is a miss, and no harm.
         num_read = os.readv(descriptor, [head, data, beyond])
     finally:
         os.close(descriptor)
@@ -70,16 +66,16 @@ def write_block_file(
     data: bytes | bytearray | memoryview,
     stamp_ns: int,
 ) -> None:
-    """Write a block under its name, whole or not at all.
+    """Write a block to its file atomically.
 
-    Nothing waits for the disk: after a power cut the checksum tells what did not get there.
+    It does not wait for the disk: after a power cut the checksum reveals missing data.
 
     Args:
         path: the file.
         fingerprint: of weights and format.
         content: the block's chained hash.
         data: its bytes.
-        stamp_ns: when it was used last, as the time of the file.
+        stamp_ns: time of last use, set as the file's time.
 
     Raises:
         OSError: it cannot be written; nothing of it stays.

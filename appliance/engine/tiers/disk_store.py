@@ -1,7 +1,7 @@
-"""Blocks' content as files: one folder for each model and KV format, one file for each block.
+"""Stores blocks as files: a folder per model and KV format, a file per block.
 
-Several servers may use a folder at once. The time of a file is when it was used last; a sweep
-removes the oldest files of all models until they fit the cap. Imports no torch.
+Several servers may share a folder. A file's time is its last use; a sweep removes the oldest files
+of all models until they fit the cap. Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
 ABOUT = "about.json"
-KEPT_BY_SWEEP = 0.9  # of the cap, so that not every block sweeps
+KEPT_BY_SWEEP = 0.9  # of the cap, so that not every block triggers a sweep
 MAX_RESERVE = 1 << 30  # bytes that stay free on the file system, or a twentieth of a small one
 STALE_SECONDS = 3600  # age of an unfinished file that nobody writes any more
 _FOLDER = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"([0-9a-f]{32})" + re.escape(SUFFIX))
-_BATCH = 64  # files looked at before other threads get their turn
+_BATCH = 64  # files to look at before other threads get their turn
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One model's folder: what it says about itself, and its files."""
+    """One model's folder: its description and the size of its files."""
 
     fingerprint: str
     about: Mapping[str, object]
@@ -50,13 +50,13 @@ class StoredModel:
 
 @dataclass(slots=True)
 class DiskCounters:
-    """Totals since the store was opened, blocks; and what there is."""
+    """Totals since the store was opened, in blocks; and the bytes in use."""
 
     written: int = 0
     read: int = 0
-    corrupt: int = 0  # cut, damaged or foreign files, dropped
+    corrupt: int = 0  # cut, damaged or foreign files, which were removed
     evicted: int = 0
-    bytes_used: int = 0  # of all models, as of the last sweep and what was written since
+    bytes_used: int = 0  # of all models, as of the last sweep and later writes
 
 
 @dataclass(slots=True)
@@ -66,9 +66,8 @@ class DiskStore:
     Attributes:
         root: folder of all models.
         fingerprint: 16 bytes; everything besides the tokens that decides a block's bytes.
-        block_bytes: of one block.
         capacity: bytes of all files of all models.
-        about: the model, for people.
+        about: description of the model, for people.
     """
 
     root: Path
@@ -80,7 +79,7 @@ class DiskStore:
     _known: set[bytes] = field(default_factory=set)
 
     def open(self) -> None:
-        """Make the folder, for this user alone, and see what it holds.
+        """Create the folder, for this user alone, and list its blocks.
 
         Raises:
             OSError: the folder cannot be used.
@@ -92,7 +91,7 @@ class DiskStore:
 
     @property
     def folder(self) -> Path:
-        """Of this model."""
+        """Folder of this model."""
         return self.root / self.fingerprint.hex()
 
     def __contains__(self, content: bytes) -> bool:
@@ -102,7 +101,7 @@ class DiskStore:
         return len(self._known)
 
     def read(self, content: bytes) -> bytearray | None:
-        """A block's bytes by its hash; None if it is not there or cannot be trusted."""
+        """Read a block by its hash; None if it is missing or damaged."""
         path = self._path(content)
         try:
             data = read_block_file(path, self.fingerprint, content, self.block_bytes)
@@ -119,7 +118,7 @@ class DiskStore:
         return data
 
     def write(self, content: bytes, data: bytes | bytearray | memoryview, stamp_ns: int) -> None:
-        """Keep a block.
+        """Write a block.
 
         Raises:
             OSError: it cannot be written, or the file system is almost full.
@@ -130,7 +129,7 @@ class DiskStore:
             raise OSError(errno.ENOSPC, f"less than {reserve >> 20} MiB would stay free")
         try:
             write_block_file(self._path(content), self.fingerprint, content, data, stamp_ns)
-        except FileNotFoundError:  # somebody removed the folder
+        except FileNotFoundError:  # the folder was removed meanwhile
             self._make_folder()
             write_block_file(self._path(content), self.fingerprint, content, data, stamp_ns)
         self._known.add(content)
@@ -140,7 +139,7 @@ class DiskStore:
             self.sweep()
 
     def touch(self, content: bytes, stamp_ns: int) -> None:
-        """A block was used; one that is gone is forgotten."""
+        """Record the use of a block; forget it if its file is gone."""
         try:
             os.utime(self._path(content), ns=(stamp_ns, stamp_ns))
         except FileNotFoundError:
@@ -149,7 +148,7 @@ class DiskStore:
             return  # it only looks older than it is
 
     def sweep(self) -> None:
-        """Count all files of all models, and remove the oldest ones if they exceed the cap."""
+        """Count all files of all models, and remove the oldest if they exceed the cap."""
         files = sorted(_files(self.root))
         total = sum(size for _, size, _ in files)
         if total > self.capacity:
@@ -176,7 +175,7 @@ class DiskStore:
 
 
 def stored_models(root: Path) -> list[StoredModel]:
-    """What a folder holds, the model that was used last first; nothing if there is no folder."""
+    """List the models in a folder, the last used first; none if there is no folder."""
     found = []
     for folder in _folders(root):
         files = list(_files_of(folder))
@@ -199,18 +198,18 @@ def stored_models(root: Path) -> list[StoredModel]:
 def remove_models(
     root: Path, fingerprints: Iterable[str] | None = None, *, older_than: float | None = None
 ) -> tuple[int, int]:
-    """Remove blocks; a server that uses them finds them gone, and computes them again.
+    """Remove blocks; a running server treats them as misses and recomputes them.
 
     Args:
         root: folder of all models.
         fingerprints: of the models; None means all.
-        older_than: Unix seconds; only blocks that were not used since then.
+        older_than: Unix seconds; remove only blocks not used since then.
 
     Returns:
         Blocks and bytes removed.
 
     Raises:
-        OSError: something cannot be removed.
+        OSError: a file cannot be removed.
     """
     wanted = None if fingerprints is None else set(fingerprints)
     blocks = num_bytes = 0
@@ -242,7 +241,7 @@ def _files(root: Path) -> Iterator[tuple[int, int, Path]]:
 
 
 def _files_of(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Time of use in nanoseconds, size and path of each block; removes what was left unfinished."""
+    """Yield time of use in nanoseconds, size and path of each block; remove unfinished files."""
     try:
         entries = os.scandir(folder)
     except OSError:

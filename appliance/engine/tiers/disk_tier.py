@@ -1,4 +1,4 @@
-"""The disk behind two threads: one writes what it is given, one reads what somebody waits for.
+"""Reads and writes the disk in two threads.
 
 The engine's thread never waits for a file. Imports no torch.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
     from appliance.engine.tiers.disk_store import DiskStore
 
-MAX_QUEUED = 8  # blocks on their way to the disk
+MAX_QUEUED = 8  # blocks waiting for the writer
 PAUSE_SECONDS = 60.0  # without writing after the disk refused
 
 logger = logging.getLogger(__name__)
@@ -29,12 +29,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class ReadJob:
-    """Blocks of one sequence's chain, to be read one after another.
+    """Blocks of one sequence's chain, to be read in order.
 
     Attributes:
-        hashes: what is wanted.
-        sequence: who waits.
-        found: hash and bytes of what could be read, up to the first that could not.
+        found: hash and bytes of what was read, up to the first failure.
         cancelled: nobody waits any more.
     """
 
@@ -47,11 +45,8 @@ class ReadJob:
 class DiskTier:
     """A store of files, used from the engine's thread without waiting.
 
-    Args:
-        store: it, opened.
-
     Attributes:
-        trouble: why nothing is written, in words; empty if all is well.
+        trouble: why nothing is written; empty if all is well.
     """
 
     def __init__(self, store: DiskStore) -> None:
@@ -76,7 +71,7 @@ class DiskTier:
 
     @property
     def store(self) -> DiskStore:
-        """Its files, for the numbers."""
+        """The store, for its numbers."""
         return self._store
 
     def __contains__(self, content: bytes) -> bool:
@@ -84,51 +79,51 @@ class DiskTier:
 
     @property
     def is_writing(self) -> bool:
-        """Whether it makes sense to hand blocks over."""
+        """True if blocks may be handed over now."""
         return not self.trouble or time.monotonic() >= self._resume
 
     @property
     def cpu_seconds(self) -> float:
-        """Time of a processor that the thread that writes has had, for whatever; until `close`."""
+        """Processor time of the writer thread so far; valid until `close`."""
         return time.clock_gettime(self._writer_clock)
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was handed over is written."""
+        """True if everything handed over is written."""
         return self._queued == 0
 
     @property
     def has_room(self) -> bool:
-        """Whether one more block can be handed over now."""
+        """True if one more block can be handed over now."""
         return self._queued < MAX_QUEUED
 
     def wait_for_room(self, seconds: float, *, for_all: bool = False) -> bool:
-        """Wait until a block can be handed over, or all are written; False if it took too long."""
+        """Wait until a block can be handed over, or all are written; return False on timeout."""
         most = 0 if for_all else MAX_QUEUED - 1
         with self._written:
             return self._written.wait_for(lambda: self._queued <= most, seconds)
 
     def write(self, content: bytes, saved: SavedBlock, stamp_ns: int) -> None:
-        """Have a block written; there must be room."""
+        """Hand over a block to be written; there must be room."""
         assert self.has_room
         with self._written:
             self._queued += 1
         self._tasks.put(lambda: self._write(content, saved, stamp_ns))
 
     def touch(self, stamps: Sequences[tuple[bytes, int]]) -> None:
-        """Have it noted when blocks were used last, in nanoseconds."""
+        """Hand over the times at which blocks were last used, in nanoseconds."""
         if stamps:
             self._tasks.put(lambda: self._touch(stamps))
 
     def read(self, hashes: list[bytes], sequence: Sequence) -> ReadJob:
-        """Have blocks read; `take_read` returns the job when it is done."""
+        """Hand over blocks to be read; `take_read` returns the job when it is done."""
         job = ReadJob(hashes, sequence)
         self.unfinished.append(job)
         self._jobs.put(job)
         return job
 
     def take_read(self) -> list[ReadJob]:
-        """Jobs that are done."""
+        """Return the jobs that are done."""
         self._has_read.clear()
         done = []
         while self._read:
@@ -137,11 +132,11 @@ class DiskTier:
         return done
 
     def wait_for_read(self, seconds: float) -> None:
-        """Wait until a job is done."""
+        """Wait until a job is done, or so many seconds."""
         self._has_read.wait(seconds)
 
     def close(self, seconds: float) -> None:
-        """End both threads; what is not written by then is not kept."""
+        """End both threads; what is not written by then is lost."""
         end = time.monotonic() + seconds
         self._tasks.put(None)
         self._jobs.put(None)
@@ -151,8 +146,8 @@ class DiskTier:
             thread.join(max(0.0, end - time.monotonic()))
 
     def _run_writer(self) -> None:
-        # At no lower priority than steps have: they would wait for Python's lock while this thread,
-        # which holds it, waits for a core that any other process has taken.
+        # At the same priority as steps: otherwise they would wait for Python's lock while this
+        # thread, which holds it, waits for a core that another process has taken.
         while (task := self._tasks.get()) is not None:
             try:
                 task()
@@ -192,7 +187,7 @@ class DiskTier:
         while (job := self._jobs.get()) is not None:
             try:
                 self._run(job)
-            except Exception:  # whoever waits must not wait for ever
+            except Exception:  # the sequence must not wait for ever
                 logger.exception("the thread that reads KV blocks failed")
             self._read.append(job)
             self._has_read.set()

@@ -1,4 +1,4 @@
-"""Blocks' content in host memory, by hash, under a cap. Imports no torch."""
+"""Keeps blocks in host memory, by hash, under a cap. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HostBlock:
 
     Attributes:
         saved: the content; None until the plan that saves it is launched.
-        from_disk: whether it was read from a disk.
+        from_disk: it was read from disk.
     """
 
     saved: SavedBlock | None = None
@@ -26,14 +26,14 @@ class HostBlock:
 
 
 class HostStore:
-    """What a waiting sequence comes back to, and what else there is room for.
+    """Content that waiting sequences come back to, and other content while there is room.
 
-    Content that somebody wants stays; before anybody wants some, room for it is reserved. The
-    rest goes least recently used first.
+    Wanted content stays, and room for it is reserved in advance. Other content is dropped least
+    recently used first.
 
     Args:
         capacity: in blocks.
-        keeps_unwanted: whether there is a rest: content that left the cache and may be asked for.
+        keeps_unwanted: also keep evicted content that nobody wants yet.
     """
 
     def __init__(self, capacity: int, *, keeps_unwanted: bool = False) -> None:
@@ -49,16 +49,16 @@ class HostStore:
 
     @property
     def num_swapped(self) -> int:
-        """Blocks that left the cache, and that somebody comes back to."""
+        """Blocks that left the cache and that a sequence comes back to."""
         return sum(not held.from_disk for held in self._held.values())
 
     @property
     def room(self) -> int:
-        """Blocks that can be reserved."""
+        """Blocks that can still be reserved."""
         return self.capacity - self._reserved
 
     def reserve(self, hashes: Iterable[bytes], others: int = 0) -> bool:
-        """Want some content, and room for as many blocks beside it; False if there is none."""
+        """Reserve room for some content and for other blocks; return False if it does not fit."""
         wanted = list(hashes)
         if len(wanted) + others > self.room:
             return False
@@ -71,7 +71,7 @@ class HostStore:
         return True
 
     def release(self, hashes: Iterable[bytes], others: int = 0) -> None:
-        """Take a reservation back."""
+        """Release a reservation."""
         self._reserved -= others
         for content in hashes:
             self._reserved -= 1
@@ -83,13 +83,13 @@ class HostStore:
                     self._spare[content] = held
 
     def takes(self, content: bytes) -> bool:
-        """Whether content that leaves the cache is to come here."""
+        """Return True if content that leaves the cache should be kept here."""
         if content in self._held or content in self._spare:
             return False
         return content in self._wanted or (self._keeps_unwanted and self.room > 0)
 
     def put(self, content: bytes, held: HostBlock) -> None:
-        """Keep some content that `takes` said yes to."""
+        """Keep content that `takes` accepted."""
         if content in self._wanted:
             self._held[content] = held
         else:
@@ -97,11 +97,11 @@ class HostStore:
             self._shrink()
 
     def get(self, content: bytes) -> HostBlock | None:
-        """Content by its hash, if it is here."""
+        """Return content by its hash, or None."""
         return self._held.get(content) or self._spare.get(content)
 
     def discard_empty(self) -> None:
-        """Forget what was never filled, since the plan that was to do it failed."""
+        """Drop places that were never filled, because their plan failed."""
         for store in (self._held, self._spare):
             for content in [key for key, held in store.items() if held.saved is None]:
                 del store[content]
@@ -111,10 +111,9 @@ class HostStore:
             self._spare.popitem(last=False)
 
     def check_invariants(self, reservations: Iterator[int]) -> None:
-        """Assert that the cap holds and that exactly what is wanted stays.
+        """Assert that the cap holds and that exactly the wanted content stays.
 
-        Args:
-            reservations: blocks of each that was not taken back.
+        `reservations` are the blocks of each open reservation.
         """
         assert self._reserved == sum(reservations) <= self.capacity
         assert set(self._held) <= set(self._wanted)

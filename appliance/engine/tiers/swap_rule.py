@@ -1,17 +1,17 @@
-"""Whether a preempted sequence comes back from host memory or is computed again."""
+"""Decides whether a preempted sequence is swapped to host memory or recomputed."""
 
 from __future__ import annotations
 
 
 def should_swap(num_tokens: int, num_bytes: int, *, prefill: float, moves: float) -> bool:
-    """Whether a victim's blocks go to host memory rather than being computed again.
+    """Return True if a victim's blocks should go to host memory instead of being recomputed.
 
-    It pays if out and back again takes less time than computing its tokens. What was never
-    measured is tried: after the first time it is known.
+    It pays if moving them out and back takes less time than computing their tokens. Without
+    measurements it returns True: the first swap measures.
 
     Args:
-        num_tokens: that would be computed again.
-        num_bytes: of the blocks that hold them.
+        num_tokens: to be recomputed.
+        num_bytes: of their blocks.
         prefill: tokens per second, 0 if unknown.
         moves: bytes per second in one direction, 0 if unknown.
     """

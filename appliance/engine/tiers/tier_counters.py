@@ -1,4 +1,4 @@
-"""What the tiers below the cache count, and their share of the statistics. Imports no torch."""
+"""Counters of the tiers below the cache, and their part of the statistics. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class TierCounters:
     def add_to(
         self, stats: EngineStats, host: HostStore, *, num_last: int, num_swapped: int
     ) -> EngineStats:
-        """A snapshot with the share of host memory.
+        """Add host memory's part to a snapshot.
 
         Args:
             stats: the snapshot so far.
-            host: what is there by its hash.
-            num_last: blocks there that are not full, and have no hash.
-            num_swapped: sequences that wait with content of theirs kept.
+            host: blocks by hash.
+            num_last: partial blocks, which have no hash.
+            num_swapped: waiting sequences with kept content.
         """
         return msgspec.structs.replace(
             stats,
@@ -50,7 +50,7 @@ class TierCounters:
 
 
 def add_disk(stats: EngineStats, disk: DiskTier, writes: WriteBehind) -> EngineStats:
-    """A snapshot with the share of the disk."""
+    """Add the disk's part to a snapshot."""
     store, found = disk.store, disk.store.counters
     return msgspec.structs.replace(
         stats,

@@ -1,9 +1,8 @@
-"""What the scheduler asks of the tiers below the cache: keep, find, bring back.
+"""The scheduler's interface to the tiers below the cache: keep, find, bring back.
 
-A preempted sequence's full blocks stay in the cache, by their hashes, as long as nobody needs
-their place; those that have to go are kept in host memory until it is back, and so is its last
-block, which has no hash. What the disk holds of a chain is read before its sequence may start.
-Imports no torch.
+A preempted sequence's full blocks stay in the cache, by their hashes, until their space is needed;
+evicted ones are kept in host memory until the sequence is back, and so is its last block, which has
+no hash. Before a sequence starts, its chain's blocks are read from disk. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ if TYPE_CHECKING:
     from appliance.engine.tiers.write_behind import WriteBehind
     from appliance.stats import EngineStats
 
-# Fewer are computed in about the time that it takes to find and open their files.
+# Fewer are computed in about the time it takes to find and open their files.
 MIN_READ_TOKENS = 64
-_READ_SECONDS = 0.01  # of waiting for the disk, between looks at what else came
+_READ_SECONDS = 0.01  # of waiting for the disk, between checks for other events
 _FLUSH_SECONDS = 2.0  # for the disk, when the engine ends
 
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """Room in the tiers, and what a block takes there; bytes."""
+    """Sizes in bytes: of host memory, and of a block there."""
 
     block_bytes: int
     open_bytes: int = 0  # of an open page
     host_bytes: int = 0
-    keeps_evicted: bool = False  # in host memory, wanted or not
+    keeps_evicted: bool = False  # in host memory, even if no sequence wants it
 
 
 class Arrival(NamedTuple):
-    """A block of the cache that waits for what host memory has, or will have."""
+    """A block of the cache that waits for content in host memory, or on its way there."""
 
     block: int
     host: HostBlock
@@ -57,10 +56,10 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class _Kept:
-    """What is reserved in host memory for a sequence that waits."""
+    """A waiting sequence's reservation in host memory."""
 
     hashes: list[bytes] = field(default_factory=list)
-    last: HostBlock | None = None  # the block that is not full
+    last: HostBlock | None = None  # the partial block
     last_room: int = 0  # blocks
 
 
@@ -68,7 +67,7 @@ class _Kept:
 class _Loading:
     """A sequence that starts with content from outside, until its plan has run."""
 
-    first: int  # index of the first block of those
+    first: int  # index of the first of those blocks
     kept: _Kept | None
     num_kept: int
 
@@ -77,11 +76,9 @@ class Tiers:
     """Host memory and disk behind one cache.
 
     Args:
-        blocks: the cache's books.
-        sizes: of what it holds and of host memory.
-        rates: measured elsewhere.
+        sizes: of a block and of host memory.
         disk: files; None keeps nothing there.
-        writes: what goes there.
+        writes: blocks to be written there.
     """
 
     def __init__(
@@ -102,16 +99,16 @@ class Tiers:
         self.host = HostStore(capacity, keeps_unwanted=sizes.keeps_evicted)
         self._last_room = 1 - (-sizes.open_bytes // sizes.block_bytes)
         self._kept: dict[Sequence, _Kept] = {}
-        self._loading: dict[Sequence, _Loading] = {}  # on its way into the cache
+        self._loading: dict[Sequence, _Loading] = {}  # being loaded into the cache
         self._reading: dict[Sequence, ReadJob] = {}
-        # What the plan that is being made has to save, and where the latest plan's saves go.
+        # Saves of the plan being made, and the places for the latest plan's saves.
         self._saves: list[tuple[BlockSave, HostBlock]] = []
         self._coming: list[HostBlock] = []
         blocks.pool.on_evict = self._evicted
 
     @classmethod
     def none(cls, blocks: BlockManager) -> Tiers:
-        """Room for nothing: what leaves the cache is gone."""
+        """Build tiers without room: content that leaves the cache is lost."""
         return cls(blocks, TierSizes(block_bytes=1), Rates())
 
     @property
@@ -120,9 +117,9 @@ class Tiers:
         return tuple(self._reading)
 
     def keep(self, sequence: Sequence) -> None:
-        """Decide how a victim comes back; called before its blocks are taken from it.
+        """Decide how a victim comes back; called before its blocks are taken.
 
-        If by recomputing, nothing is done.
+        A victim that will be recomputed is left as it is.
         """
         blocks, num_tokens = self._blocks, self._blocks.num_held(sequence)
         num_full, num_last = divmod(num_tokens, blocks.block_size)
@@ -147,7 +144,7 @@ class Tiers:
         self.counters.swaps += 1
 
     def begin_reading(self, sequence: Sequence) -> bool:
-        """Have the disk's part of a chain read; True if the sequence has to wait for that."""
+        """Start reading a chain's blocks from disk; return True if the sequence must wait."""
         if self.disk is None:
             return False
         num_blocks = sequence.num_reusable // self._blocks.block_size
@@ -167,7 +164,7 @@ class Tiers:
         return True
 
     def take_read(self) -> Iterator[Sequence]:
-        """Sequences whose part of the disk is in host memory now, or cannot be had."""
+        """Yield sequences whose disk reads have ended, in host memory or without success."""
         if self.disk is None:
             return
         for job in self.disk.take_read():
@@ -183,12 +180,12 @@ class Tiers:
             yield sequence
 
     def num_held(self, sequence: Sequence) -> int:
-        """Tokens of a waiting sequence that were read or kept for it, outside the cache or not."""
+        """Return the tokens of a waiting sequence that were read or kept for it."""
         kept = self._kept.get(sequence)
         return 0 if kept is None else len(kept.hashes) * self._blocks.block_size
 
     def num_in_host(self, sequence: Sequence) -> int:
-        """Blocks in host memory that a waiting sequence comes back to."""
+        """Count the blocks in host memory that a waiting sequence comes back to."""
         kept = self._kept.get(sequence)
         if kept is None:
             return 0
@@ -196,17 +193,17 @@ class Tiers:
         return found + (kept.last is not None)
 
     def choose(self, sequence: Sequence, prefix: Prefix) -> Prefix:
-        """A prefix that is in the cache, cut at its last full block if more is known from there."""
+        """Cut a cached prefix at its last full block if host memory continues it further."""
         num_full, num_last = divmod(prefix.num_tokens, self._blocks.block_size)
         if not num_last or self._continuation(sequence, num_full)[1] <= num_last:
             return prefix
         return self._blocks.whole(prefix)
 
     def bring_back(self, sequence: Sequence) -> list[Arrival]:
-        """Continue the block table of a sequence that starts with what is in host memory.
+        """Extend the block table of a starting sequence by its content in host memory.
 
         Returns:
-            What is to be loaded in the plan that it starts in.
+            The loads for the plan it starts in.
         """
         first, num_last = divmod(sequence.num_computed, self._blocks.block_size)
         held, num_tokens = ([], 0) if num_last else self._continuation(sequence, first)
@@ -226,7 +223,7 @@ class Tiers:
         return arrivals
 
     def _continuation(self, sequence: Sequence, first: int) -> tuple[list[HostBlock], int]:
-        """What is in host memory from a block index on, and how many tokens it holds."""
+        """Return the content in host memory from a block index on, and its number of tokens."""
         size, held = self._blocks.block_size, []
         for content in sequence.block_hashes[first : sequence.num_reusable // size]:
             one = self.host.get(content)
@@ -258,7 +255,7 @@ class Tiers:
             self.counters.host_hits += (len(found) - from_disk) * size
 
     def confirm(self, scheduled: Iterable[ScheduledSequence]) -> None:
-        """A plan has run; what it loaded for some of its sequences is there."""
+        """Confirm the loads of a plan that has run."""
         if not self._loading:
             return
         for entry in scheduled:
@@ -269,11 +266,11 @@ class Tiers:
                     self._release(loading.kept)
 
     def is_loading(self, sequence: Sequence) -> bool:
-        """Whether a plan that is not committed yet brings some of a sequence's blocks."""
+        """Return True if an uncommitted plan loads some of a sequence's blocks."""
         return sequence in self._loading
 
     def discard(self, sequence: Sequence) -> None:
-        """The plan that was to load a sequence's blocks, if any was, does not run."""
+        """Undo the loads of a sequence whose plan will not run."""
         loading = self._loading.pop(sequence, None)
         if loading is None:
             return
@@ -287,7 +284,7 @@ class Tiers:
             sequence.num_kept = loading.num_kept
 
     def discard_saves(self) -> None:
-        """Plans that were to save something have failed."""
+        """Drop the saves of plans that have failed."""
         self.host.discard_empty()
         self._coming = []
         coming = [host for _, host in self._saves]
@@ -296,14 +293,14 @@ class Tiers:
                 kept.last = None
 
     def offer(self, sequence: Sequence) -> None:
-        """Let what `disk_rule` allows be written to the disk; called before it is freed."""
+        """Queue the blocks that `disk_rule` allows for writing; called before they are freed."""
         if self.writes is None or sequence.parent is not None:
-            return  # what siblings share, one of them offers
+            return  # one of the siblings offers what they share
         if num_blocks := num_on_disk(sequence.num_cached, self._blocks.block_size):
             self.writes.offer(sequence.block_hashes[:num_blocks])
 
     def forget(self, sequence: Sequence) -> bool:
-        """A sequence has ended; True if it was waiting for the disk."""
+        """Forget an ended sequence; return True if it was waiting for the disk."""
         kept = self._kept.pop(sequence, None)
         if kept is not None:
             self._release(kept)
@@ -315,9 +312,9 @@ class Tiers:
     def take_moves(
         self, arrivals: Iterable[Arrival]
     ) -> tuple[tuple[BlockSave, ...], tuple[BlockLoad, ...]]:
-        """What the plan that is complete now saves first, and what it loads then.
+        """Return the saves and the loads of a plan that is complete.
 
-        Once it is launched, `hold` is told what was saved, before the next plan is made.
+        Call `hold` with the saved content once it is launched, before the next plan is made.
         """
         places = {host: place for place, (_, host) in enumerate(self._saves)}
         loads = tuple(
@@ -329,13 +326,13 @@ class Tiers:
         return saves, loads
 
     def hold(self, saved: Sequences[SavedBlock]) -> None:
-        """The latest plan was launched: keep what it has saved."""
+        """Keep the content that the latest plan saved."""
         for host, content in zip(self._coming, saved, strict=True):
             host.saved = content
         self._coming = []
 
     def _evicted(self, content: bytes, block: int) -> None:
-        """The cache is about to give up a block's content."""
+        """Save a block's content that the cache is about to evict, if it should be kept."""
         if self.host.takes(content):
             held = HostBlock()
             self._saves.append((BlockSave(block), held))
@@ -345,7 +342,7 @@ class Tiers:
             self.writes.lost(content)
 
     def add_stats(self, stats: EngineStats) -> EngineStats:
-        """The snapshot with the tiers' share."""
+        """Add the tiers' part to a snapshot."""
         last = sum(one.last is not None for one in self._all_kept())
         swapped = sum(sequence.num_kept > 0 for sequence in self._kept)
         stats = self.counters.add_to(stats, self.host, num_last=last, num_swapped=swapped)
@@ -361,16 +358,16 @@ class Tiers:
 
     @property
     def has_writes(self) -> bool:
-        """Whether something is to be written to the disk that can be now."""
+        """True if something can be written to the disk now."""
         return self.writes is not None and self.writes.has_work
 
     def after_step(self) -> None:
-        """Take the disk's share of a step that has just ended."""
+        """Use the disk's share of a step that has just ended."""
         if self.writes is not None:
             self.writes.after_step()
 
     def idle(self) -> bool:
-        """Use a moment in which nothing runs for the disk; False if there is nothing to do."""
+        """Use an idle moment for the disk; return False if there is nothing to do."""
         if self._reading and self.disk is not None:
             self.disk.wait_for_read(_READ_SECONDS)
         elif self.writes is not None and self.writes.has_work:
@@ -380,13 +377,13 @@ class Tiers:
         return True
 
     def close(self) -> None:
-        """Write what is left for the disk, as far as there is time for it."""
+        """Write what the disk still lacks, as far as time allows."""
         if self.writes is not None and self.disk is not None:
             self.writes.flush(_FLUSH_SECONDS)
             self.disk.close(_FLUSH_SECONDS)
 
     def check_invariants(self) -> None:
-        """Assert that every reservation belongs to a sequence that waits, or a job under way."""
+        """Assert that every reservation belongs to a waiting sequence or an unfinished job."""
         kept = [len(one.hashes) + one.last_room for one in self._all_kept()]
         jobs = [] if self.disk is None else self.disk.unfinished
         self.host.check_invariants(iter([*kept, *(len(job.hashes) for job in jobs)]))

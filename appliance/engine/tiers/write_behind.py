@@ -1,14 +1,13 @@
-"""When blocks are written to the disk: never in the way of a step. Imports no torch.
+"""Writes blocks to disk without delaying steps. Imports no torch.
 
-A block waits in the cache, by its hash alone, until there is a moment for it: all the time there is
-while nothing runs, and a small share of it while steps do. One that leaves the cache before is not
-written.
+A block waits in the cache, by its hash alone, until there is time: all of it while nothing runs,
+and a small share of it while steps do. A block that leaves the cache first is not written.
 
-Where all cores compute a step, each second of a processor that writing takes is one that the step
-waits. So all of it counts against the share: what handing a block over takes of the steps' thread,
-and every second of a processor that the thread of the disk has had, whatever it did. What is owed
-is paid before the next block is handed over, one at a time, and a share that was not used is gone:
-saved up, what a long prompt did not use would all be taken from the answers behind it.
+Where all cores compute a step, each processor second of writing delays the step by one. So all of
+it counts against the share: the time that the step's thread takes to hand a block over, and all
+processor time of the disk's thread. A debt is paid before the next block is handed over, one at a
+time, and an unused share expires: if it were saved up, what a long prompt did not use would be
+taken from the answers behind it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from appliance.engine.moves import SavedBlock
     from appliance.engine.tiers.disk_tier import DiskTier
 
-BUSY_SHARE = 0.02  # of the time of steps that handing over and writing may take
+BUSY_SHARE = 0.02  # of the time of steps, for handing over and writing
 MAX_PENDING = 1 << 16  # blocks
 _IDLE_BLOCKS = 8  # in a short piece of idle work
 _IDLE_SECONDS = 0.005
@@ -36,15 +35,13 @@ class WriteBehind:
     """The blocks that are still to be written.
 
     Args:
-        blocks: the cache's books.
-        disk: where they go.
-        save: takes content out of the cache.
-        clock: seconds, by which steps are measured, and what handing over takes of them. Where
-            processors compute them, those that the thread which calls has had of one: beside
-            other processes a step takes longer, but can spare no more.
+        save: copies content out of the cache.
+        clock: seconds that measure steps and handing over. Where processors compute steps, the
+            processor time of the calling thread: beside other processes a step takes longer, but
+            can spare no more.
 
     Attributes:
-        num_dropped: blocks that were to be written and left the cache before.
+        num_dropped: blocks that left the cache before they were written.
     """
 
     def __init__(
@@ -60,8 +57,8 @@ class WriteBehind:
         self._save = save
         self._clock = clock
         self._pending: dict[bytes, int] = {}  # time of last use, by hash
-        self._owed = 0.0  # seconds that were taken from steps, beyond their share
-        self._seen = disk.cpu_seconds  # of the disk's thread, accounted for
+        self._owed = 0.0  # seconds taken from steps beyond their share
+        self._seen = disk.cpu_seconds  # of the disk's thread, already counted
         self._last = clock()  # the end of the latest step or idle moment
 
     def __len__(self) -> int:
@@ -69,11 +66,11 @@ class WriteBehind:
 
     @property
     def has_work(self) -> bool:
-        """Whether an idle moment can be used."""
+        """True if an idle moment can be used."""
         return bool(self._pending) and self._disk.is_writing
 
     def offer(self, hashes: list[bytes]) -> None:
-        """Have a chain's blocks written, or only its time noted where they are already."""
+        """Queue a chain's blocks for writing; only update the time of those already on disk."""
         begin, now = self._clock(), time.time_ns()
         known = []
         for depth, content in enumerate(hashes):
@@ -89,12 +86,12 @@ class WriteBehind:
         self._owed += self._clock() - begin
 
     def lost(self, content: bytes) -> None:
-        """A block leaves the cache."""
+        """Drop a block that leaves the cache."""
         if self._pending.pop(content, None) is not None:
             self.num_dropped += 1
 
     def after_step(self) -> None:
-        """Pay what is owed from a step's share; take one block more if that is all of it."""
+        """Pay the debt from a step's share; hand over one block if that settles it."""
         now, spent = self._clock(), self._disk.cpu_seconds
         taken, given = spent - self._seen, BUSY_SHARE * max(0.0, now - self._last)
         self._owed = max(0.0, self._owed + taken - given)
@@ -104,16 +101,16 @@ class WriteBehind:
             self._owed = self._clock() - now
 
     def idle(self) -> None:
-        """Write some blocks, or wait a moment until there is room for them."""
+        """Write some blocks, or wait briefly for room."""
         for _ in range(_IDLE_BLOCKS):
             if not self.has_work or not self._disk.wait_for_room(_IDLE_SECONDS):
                 break
             self._write_next()
-        # Until here no step had to wait for it.
+        # Writing so far delayed no step.
         self._last, self._seen = self._clock(), self._disk.cpu_seconds
 
     def flush(self, seconds: float) -> None:
-        """Write all that there is time for."""
+        """Write as much as time allows."""
         end = time.monotonic() + seconds
         while self.has_work and self._disk.wait_for_room(end - time.monotonic()):
             self._write_next()

@@ -1,4 +1,4 @@
-"""What a family file declares: how to read a config, and what the tensors are called."""
+"""The declaration of a model family: how to read its config, and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GGUFMapping:
-    """How a GGUF file of a family differs from its Hugging Face checkpoint.
+    """Differences between a family's GGUF files and its Hugging Face checkpoints.
 
     Attributes:
         architecture: value of `general.architecture`.
-        config: the file's metadata as a Hugging Face config.
+        config: converts the file's metadata to a Hugging Face config.
         names: GGUF names of the tensors.
-        interleaved_rope: query and key rows of a head are stored as pairs (first half, second
-            half, first half, ...) instead of one half after the other.
-        norm_shift: what the writer added to the weights of the norms.
+        interleaved_rope: query and key rows of a head are stored as pairs (first half, second half,
+            first half, ...) instead of one half after the other.
+        norm_shift: the constant that the writer added to norm weights.
     """
 
     architecture: str
@@ -37,7 +37,7 @@ class GGUFMapping:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that share a config and names of tensors.
+    """Models with the same config and tensor names.
 
     Attributes:
         name: for people.
@@ -45,7 +45,7 @@ class Family:
         architectures: `architectures` of its Hugging Face configs.
         read: builds the spec from a config.
         names: Hugging Face names of the tensors.
-        gguf: how its GGUF files are read, if they are.
+        gguf: reads its GGUF files; None if it cannot.
     """
 
     name: str
@@ -56,11 +56,9 @@ class Family:
     gguf: GGUFMapping | None = None
 
     def spec(self, config: Mapping[str, Any], origin: str = "config.json") -> DecoderSpec:
-        """The decoder that a Hugging Face config describes.
+        """Build the spec of the decoder that a Hugging Face config describes.
 
-        Args:
-            config: the settings.
-            origin: the file that they come from, for messages.
+        `origin` names the settings' file in messages.
 
         Raises:
             CheckpointError: a setting is missing, of the wrong type or out of range.

@@ -1,7 +1,7 @@
 """Gemma 3, text only.
 
-Five layers with a window and a RoPE base of their own for each one without; norms before and
-after attention and MLP, their weights stored as the difference from 1.
+Five layers with a window and their own RoPE base alternate with one without; norms before and after
+attention and MLP store their weights as the difference from 1.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _read(config: ConfigReader) -> DecoderSpec:
 
 
 def _ropes(config: ConfigReader, head_dim: int) -> tuple[RopeSpec, RopeSpec]:
-    """Of layers that slide and of those that do not; old-style scaling is for the latter only."""
+    """Read RoPE of sliding and of full layers; old-style scaling applies to full ones only."""
     sections = config.section("rope_parameters")
     local, full = sections.section("sliding_attention"), sections.section("full_attention")
     sections.refuse_unknown(frozenset())

@@ -1,7 +1,7 @@
-"""GGUF metadata as a Hugging Face config: the settings that all families share.
+"""Converts GGUF metadata to a Hugging Face config: the settings that all families share.
 
-Key names are those of the GGUF specification (docs/gguf.md of the ggml project). Metadata that
-no family reads is refused by name, unless it is known not to change the arithmetic.
+Key names are those of the GGUF specification (docs/gguf.md of the ggml project). Metadata that no
+family reads is refused by name, unless it is known not to change the arithmetic.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _NEUTRAL = {"expert_count": (0,), "use_parallel_residual": (False,), "attention.
 def gguf_config(
     file: GGUFFile, architecture: str, extra: Callable[[ConfigReader, GGUFFile], dict[str, Any]]
 ) -> dict[str, Any]:
-    """A Hugging Face config, without `architectures` and `model_type`.
+    """Build a Hugging Face config, without `architectures` and `model_type`.
 
     Args:
         file: the file.
         architecture: value of its `general.architecture`, the prefix of its settings.
-        extra: reads what only this family has; its result overrides the shared settings.
+        extra: reads settings of this family only; its result overrides the shared ones.
 
     Raises:
         CheckpointError: a setting is missing or of the wrong type.
-        UnsupportedModelError: a setting that nobody read changes the arithmetic.
+        UnsupportedModelError: an unread setting changes the arithmetic.
     """
     prefix = architecture + "."
     meta = ConfigReader(
@@ -120,7 +120,7 @@ def _rope_scaling(meta: ConfigReader) -> dict[str, Any] | None:
 def rope_factors(
     file: GGUFFile, short: str, long: str, original_context: int, attention_factor: float
 ) -> dict[str, Any]:
-    """LongRoPE settings from the two tensors that hold the factors of the frequencies."""
+    """Build LongRoPE settings from the two tensors of frequency factors."""
     return {
         "rope_type": "longrope",
         "short_factor": _factors(file, short),

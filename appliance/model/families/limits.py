@@ -1,8 +1,8 @@
-"""The door for the numbers of a model's settings, which come from a stranger's file.
+"""Bounds the numbers in a model's settings, which come from an untrusted file.
 
-Each has a range that holds whatever the rest of the file says, and `check_spec` sees to what they
-mean together. All of it is done before anything is allocated for a number, and before one reaches
-the C library or a kernel, which take them as 32-bit integers and floats. Knows no family.
+Each number has a range of its own, and `check_spec` checks them together. All of this happens
+before anything is allocated, and before a number reaches the C library or a kernel, which take
+32-bit integers and floats. Knows no family.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _LAYERS = Range(1, 1024)
 _HEADS = Range(1, 1024)
 _HEAD_WIDTH = Range(1, 1024)
 _CONTEXT = Range(2, 2**24)  # RoPE scalings divide by its logarithm
-_ANY_COUNT = Range(1, 2**31 - 1)  # is compared with positions or layers, and nothing else
+_ANY_COUNT = Range(1, 2**31 - 1)  # only compared with positions or layers
 _EPSILON = Range(1e-20, 1.0)
-_THETA = Range(1.5, 1e15)  # of 1 all frequencies would be the same
+_THETA = Range(1.5, 1e15)  # with 1 all frequencies would be equal
 _FACTOR = Range(1e-6, 1e6)
 
-# Names of config.json and, without the architecture in front, of GGUF metadata.
+# Names of config.json and, without the architecture prefix, of GGUF metadata.
 RANGES: dict[str, Range] = {
     "vocab_size": _VOCABULARY,
     "hidden_size": _WIDTH,
@@ -91,7 +91,7 @@ RANGES: dict[str, Range] = {
     "mscale": _FACTOR,
     "mscale_all_dim": _FACTOR,
 }
-# Of `quantization_config`, wherever in it they stand; each a whole number or a list of them.
+# At any depth of `quantization_config`; each is a whole number or a list of them.
 QUANTIZATION_RANGES: dict[str, Range] = {
     "bits": Range(1, 16),
     "w_bit": Range(1, 16),
@@ -105,7 +105,7 @@ _MAX_NESTING = 16  # of `quantization_config`
 
 
 def check_spec(spec: DecoderSpec, origin: str) -> None:
-    """Refuse numbers that do not go together.
+    """Refuse numbers that contradict each other.
 
     Raises:
         ModelError: names them, and the file in `origin`.
@@ -125,7 +125,7 @@ def check_spec(spec: DecoderSpec, origin: str) -> None:
 
 
 def check_quantization(config: Any, origin: str) -> None:
-    """Refuse a `quantization_config` with a number that no format has.
+    """Refuse a `quantization_config` with a number out of range.
 
     Raises:
         CheckpointError: names it, and the file in `origin`.
@@ -155,18 +155,18 @@ def _named(value: Any, origin: str, nesting: int) -> Iterator[tuple[str, Any]]:
 
 
 def in_words(usual: Range) -> str:
-    """Such as "from 1 to 1024"."""
+    """Format a range, such as "from 1 to 1024"."""
     return f"from {usual.least:g} to {usual.most:.7g}"
 
 
 def wrong(origin: str, key: str, value: Any, expected: str) -> CheckpointError:
-    """The error for a setting that is not what it must be."""
+    """Build the error for a wrong or missing setting."""
     got = "is missing" if value is None else f"is {short(value)}"
     return CheckpointError(f"{origin}: {key} {got}, but must be {expected}; fetch the model again")
 
 
 def short(value: Any) -> str:
-    """A value as a message can hold it."""
+    """Shorten a value for a message."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"a number of {int(math.log10(abs(value))) + 1} digits"
     text = repr(value)

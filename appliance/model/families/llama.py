@@ -1,4 +1,4 @@
-"""Llama 1 to 3, SmolLM 1 and 2, and the many models that took over their architecture."""
+"""Llama 1 to 3, SmolLM 1 and 2, and the many models that share their architecture."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _gguf_extra(meta: ConfigReader, file: GGUFFile) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_q.bias" in names,
         "mlp_bias": "blk.0.ffn_gate.bias" in names,
     }
-    if "rope_freqs.weight" in names:  # Llama 3.1's scaling, worked out when the file was written
+    if "rope_freqs.weight" in names:  # Llama 3.1's scaling, computed by the file's writer
         config["rope_scaling"] = rope_factors(
             file,
             "rope_freqs.weight",

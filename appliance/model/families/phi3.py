@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4, mini and medium: fused projections, LongRoPE, perhaps a partly rotated head."""
+"""Phi-3 and Phi-4, mini and medium: fused projections, LongRoPE, optional partial rotation."""
 
 from __future__ import annotations
 

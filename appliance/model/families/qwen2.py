@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: biases on query, key and value, and windows in the upper layers if asked for."""
+"""Qwen 2 and 2.5: biases on query, key and value, and optional windows in the upper layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_windows(config: ConfigReader) -> list[int | None]:
-    """Each layer's window, as Qwen 2 and 3 state it."""
+    """Read each layer's window, in the settings of Qwen 2 and 3."""
     num_layers = config.integer("num_hidden_layers")
     slides = config.flag("use_sliding_window")
     window = config.integer("sliding_window", 4096) if slides else config.value("sliding_window")

@@ -1,4 +1,4 @@
-"""Qwen 3: Qwen 2 with a norm of each query and key head in place of the biases."""
+"""Qwen 3: Qwen 2 with a norm of each query and key head instead of biases."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Typed access to a model's settings that remembers what was read.
+"""Reads a model's settings with their types and remembers which were read.
 
-Settings that change the arithmetic are either read by a family, and so honoured, or refused by
-name. A number is in the range that `limits` has for its name. Knows no family.
+A setting that changes the arithmetic is either read by a family or refused by name. Numbers must be
+in their range in `limits`. Knows no family.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from appliance.model.families.limits import RANGES, in_words, short, wrong
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Settings of Hugging Face configs that change what a decoder computes, each with the values that
-# mean "as usual". `None` always does. A list is usual if all of its elements are.
+# Settings of Hugging Face configs that change a decoder's arithmetic, with their neutral values.
+# `None` is always neutral. A list is neutral if all of its elements are.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
@@ -53,7 +53,7 @@ class ConfigReader:
 
     Args:
         values: the settings.
-        origin: where they come from, for messages.
+        origin: their file, for messages.
     """
 
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
@@ -65,13 +65,13 @@ class ConfigReader:
         return key in self._values
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value as it is, of any type."""
+        """Read a value of any type."""
         self._read.add(key)
         value = self._values.get(key)
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number."""
+        """Read a whole number."""
         value, usual = self.value(key, default), RANGES[key]
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -80,32 +80,32 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number."""
+        """Read a number."""
         value, usual = self.value(key, default), RANGES[key]
         if isinstance(value, bool) or value not in usual:
             raise wrong(self.origin, key, value, f"a number {in_words(usual)}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """A number, or None where it is absent."""
+        """Read a number; None if it is absent."""
         return None if self.value(key) is None else self.number(key)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
+        """Read true or false."""
         value = self.value(key, default)
         if not isinstance(value, bool):
             raise wrong(self.origin, key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """Read a string."""
         value = self.value(key, default)
         if not isinstance(value, str):
             raise wrong(self.origin, key, value, "a string")
         return value
 
     def numbers(self, key: str, length: int) -> tuple[float, ...]:
-        """A list of so many numbers."""
+        """Read a list of `length` numbers."""
         value, usual = self.value(key), RANGES[key]
         fits = isinstance(value, list) and len(value) == length
         if not fits or any(isinstance(item, bool) or item not in usual for item in value):
@@ -113,21 +113,21 @@ class ConfigReader:
         return tuple(float(item) for item in value)
 
     def section(self, key: str) -> ConfigReader:
-        """The settings nested under a key; empty where it is absent."""
+        """Read the settings nested under a key; empty if it is absent."""
         value = self.value(key, {})
         if not isinstance(value, dict):
             raise wrong(self.origin, key, value, "an object")
         return ConfigReader(value, f"{self.origin}: {key}")
 
     def refuse(self, key: str, supported: str) -> UnsupportedModelError:
-        """The error for a value that no code here covers."""
+        """Build the error for a value that no code here covers."""
         return UnsupportedModelError(
             f"{self.origin}: {key} = {short(self._values.get(key))} is not supported; "
             f"supported is {supported}"
         )
 
     def refuse_unread(self, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_VALUES) -> None:
-        """Raise for the first setting of a table that nobody read and that is not as usual."""
+        """Refuse a setting of `neutral` that was not read and has another value."""
         for key, usual in neutral.items():
             value = self._values.get(key)
             items = value if isinstance(value, list) else [value]
@@ -135,7 +135,7 @@ class ConfigReader:
                 raise self.refuse(key, f"{usual[0]!r}" if usual else "only a model without it")
 
     def refuse_unknown(self, harmless: frozenset[str]) -> None:
-        """Raise for the first setting that nobody read and that is not known to be harmless."""
+        """Refuse a setting that was not read and is not known to be harmless."""
         for key in sorted(self._values.keys() - self._read - harmless):
             if self._values[key] is not None:
                 raise self.refuse(key, "only a model without it")

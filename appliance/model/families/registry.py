@@ -1,4 +1,4 @@
-"""The families there are, found by what a checkpoint calls itself."""
+"""All model families, found by a checkpoint's name of its architecture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA3, PHI3)
 
 
 def family_of_config(config: Mapping[str, Any]) -> Family:
-    """The family of a Hugging Face config, by its `architectures`.
+    """Find the family of a Hugging Face config by its `architectures`.
 
     Raises:
         UnsupportedModelError: no family covers it.
@@ -37,7 +37,7 @@ def family_of_config(config: Mapping[str, Any]) -> Family:
 
 
 def family_of_gguf(architecture: str) -> Family:
-    """The family of a GGUF file, by its `general.architecture`.
+    """Find the family of a GGUF file by its `general.architecture`.
 
     Raises:
         UnsupportedModelError: no family covers it.

@@ -1,8 +1,8 @@
-"""Rotary settings of Hugging Face configs, old style and new, as a `RopeSpec`.
+"""Reads rotary settings of Hugging Face configs, old style and new, into a `RopeSpec`.
 
-Old: `rope_theta` and `rope_scaling` beside the other settings. New: all of it in
-`rope_parameters`, perhaps once per layer type. Formulas of the attention factors: YaRN
-(arXiv 2309.00071), LongRoPE (arXiv 2402.13753). Knows no family.
+Old: `rope_theta` and `rope_scaling` beside the other settings. New: all of it in `rope_parameters`,
+optionally per layer type. Formulas of the attention factors: YaRN (arXiv 2309.00071), LongRoPE
+(arXiv 2402.13753). Knows no family.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCALINGS = {
     "su": RopeScaling.LONGROPE,  # its name before publication
     "yarn": RopeScaling.YARN,
 }
-# Of these each scaling reads what it needs; the rest does nothing to it.
+# Each scaling reads some of these; the others do not affect it.
 _KNOWN_KEYS = frozenset(
     {
         "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor",
@@ -37,12 +37,9 @@ _KNOWN_KEYS = frozenset(
 
 
 def read_rope(config: ConfigReader, head_dim: int, *, partial: bool = False) -> RopeSpec:
-    """The rotary settings that all layers share.
+    """Read the rotary settings that all layers share.
 
-    Args:
-        config: the whole config.
-        head_dim: elements of a head.
-        partial: whether the family may rotate only part of a head.
+    With `partial` the family may rotate only part of a head.
     """
     scaling = config.section("rope_scaling")
     new_style = config.section("rope_parameters")
@@ -53,14 +50,14 @@ def read_rope(config: ConfigReader, head_dim: int, *, partial: bool = False) -> 
 def scaled_rope(
     config: ConfigReader, section: ConfigReader, theta: float, head_dim: int, partial: bool = False
 ) -> RopeSpec:
-    """One set of rotary settings.
+    """Read one set of rotary settings.
 
     Args:
         config: the whole config.
-        section: the settings in question, perhaps empty.
-        theta: used where the section has none of its own.
+        section: the settings, possibly empty.
+        theta: used if the section has none.
         head_dim: elements of a head.
-        partial: whether the family may rotate only part of a head.
+        partial: the family may rotate only part of a head.
     """
     key = "rope_type" if section.value("rope_type") else "type"
     kind = section.text(key, "default")

@@ -1,4 +1,4 @@
-"""The parts of a spec that families have in common, read from a Hugging Face config."""
+"""Reads the parts of a spec that families share from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ACTIVATIONS = {
 
 
 def read_head_dim(config: ConfigReader, default: int | None = None) -> int:
-    """Elements of a head; where the family has no default, the width divided by the heads."""
+    """Read the elements per head; by default the family's, or width divided by heads."""
     usual = config.integer("hidden_size") // config.integer("num_attention_heads")
     return config.integer("head_dim", default or usual)
 
@@ -46,7 +46,7 @@ def read_attention(
     output_bias: bool = False,
     qk_norm: NormSpec | None = None,
 ) -> AttentionSpec:
-    """Attention with the config's heads; scores are scaled by 1 / sqrt(head_dim) by default."""
+    """Read attention with the config's heads; the default score scale is 1 / sqrt(head_dim)."""
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -78,17 +78,17 @@ def read_decoder(
     embedding_scale: float = 1.0,
     logit_softcap: float | None = None,
 ) -> DecoderSpec:
-    """A decoder of layers that differ in their attention only.
+    """Read a decoder whose layers differ only in their attention.
 
     Args:
         config: the whole config.
         architecture: name of the family.
-        attention: one for each layer.
+        attention: one per layer.
         activation: the setting that names the MLP's nonlinearity.
-        mlp_bias: whether the MLP's linears have biases.
+        mlp_bias: the MLP's linears have biases.
         norm_offset: added to the weights of the norms.
-        post_norms: whether attention and MLP are followed by a norm of their own.
-        tied_head: whether embedding and head are one matrix where the config does not say.
+        post_norms: attention and MLP are each followed by a norm.
+        tied_head: embedding and head are one matrix, unless the config says otherwise.
         embedding_scale: multiplies the embedding.
         logit_softcap: logits become cap * tanh(logits / cap).
     """
@@ -111,14 +111,14 @@ def read_decoder(
 
 
 def read_window(config: ConfigReader, default: int | None = None) -> int | None:
-    """`sliding_window`: absent means the family's default, null or 0 none."""
+    """Read `sliding_window`: absent means the family's default, null or 0 means none."""
     if "sliding_window" not in config:
         return default
     return config.integer("sliding_window") if config.value("sliding_window") else None
 
 
 def read_layer_types(config: ConfigReader, usual: Sequence[bool]) -> list[bool]:
-    """Whether each layer slides: `layer_types`, or what is usual where it is absent."""
+    """Read from `layer_types` whether each layer slides; `usual` if it is absent."""
     layer_types = config.value("layer_types")
     if layer_types is None:
         return list(usual)
