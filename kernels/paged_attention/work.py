@@ -1,34 +1,59 @@
 """Which program computes what, prepared once per step and shared by all layers.
 
-The spans of decode rows are cut on the device, from the context lengths that lie there: nothing
-that the host knows about them goes into a launch, so a captured graph can be replayed for others.
-A row's keys are cut by its own context alone, and so its result depends on nothing else.
+The spans of decode rows are cut on the device, from the lengths that lie there: nothing that the
+host knows about them goes into a launch, so a captured graph can be replayed for others. Keys are
+cut at fixed positions, so a row's result depends neither on its neighbours nor on the rows that
+its own sequence has beside it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from appliance.kernels.kv_page.layout import PAGE_TOKENS
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
     from appliance.kernels.ragged import RaggedBatch
 
-# A span is one program's share of a decode row's keys. Short contexts are cut finely, because a
-# program takes its pages one after another; in long ones a partial result, 2 KiB for four heads of
-# 128, would else be too much beside the keys: 6 % of 256 tokens at 4 bits. Each a multiple of 128,
-# so that no tile of keys straddles two spans.
-MIN_SPAN = 128
-LONG_SPAN = 256  # for contexts of more than LONG_CONTEXT
-LONG_CONTEXT = 8 * MIN_SPAN
-MAX_SPANS = 64
+# A span is one program's share of the keys; its length goes by the bounds that it lies between.
+# Early ones are short, because a program takes its pages one after another; late ones are long, for
+# a partial result, 2 KiB for four heads of 128, would else be too much beside the keys: 6 % of 256
+# tokens at 4 bits. Each a multiple of 128, so that no tile of keys straddles two spans.
+SPAN_BOUNDS = (0, 1024, 16384, 65536, 1 << 30)
+SPAN_LENGTHS = (128, 256, 512, 1024)
+FAN_IN = 16  # partial results that are merged at a time
+SPAN_COLUMNS = 6  # int32: sequence, first key, last key + 1, span, the sequence's first and last
+MAX_ROWS = 16  # of a sequence in decode
 TILE_ROWS = 128  # query rows of a prefill tile; programs divide them by the size of their group
-SPAN_COLUMNS = 4  # int32: sequence, first key, last key + 1, row of the partial results
-MAX_KV_HEADS = 128  # counters that a decode row has
+MAX_KV_HEADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpans:
+    """The spans of one step's decode rows, for all layers with one window.
+
+    Attributes:
+        table: (capacity, SPAN_COLUMNS) int32: sequence, first key, last key + 1, which span it is
+            from the start of the context, and the sequence's first and last such. Only the first
+            `count` mean anything.
+        count: (1,) int32.
+        max_groups: of FAN_IN spans, that a sequence has at most.
+        arrived: (num_decodes, 1 + max_groups, shares) int32, zero: programs count in it who has
+            finished, and leave zeros; by number of shares, KV heads times tiles of rows.
+    """
+
+    table: Tensor
+    count: Tensor
+    max_groups: int
+    arrived: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,47 +62,56 @@ class AttentionWork:
 
     Attributes:
         batch: the step it was made for.
-        spans: (capacity, 4) int32, decode: sequence, first key, last key + 1, and the row of the
-            partial results. Only the first `num_spans` mean anything.
-        num_spans: (1,) int32.
-        arrived: (num_decodes * MAX_KV_HEADS,) int32, zero: programs count in it who has finished,
-            and leave zeros.
         tiles: (num_tiles, 2) int32, prefill: sequence, first row among its rows.
+        spans: of decode rows, by window; made when the first such layer asks for them.
     """
 
     batch: RaggedBatch
-    spans: Tensor
-    num_spans: Tensor
-    arrived: Tensor
     tiles: Tensor
+    spans: dict[int | None, DecodeSpans] = field(default_factory=dict)
 
 
-def cut(contexts: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """How many spans each context is cut into, and their length, the last one's excepted.
-
-    The model of `attention_spans.kernel.cut`.
-    """
-    long = np.where(contexts > LONG_CONTEXT, LONG_SPAN, MIN_SPAN)
-    wanted = -(-contexts // MAX_SPANS)
-    lengths = np.maximum(long, -(-wanted // MIN_SPAN) * MIN_SPAN)
-    return np.maximum(-(-contexts // lengths), 1), lengths
+def span_of(position: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The spans that positions lie in; the model of `attention_spans.kernel.span_of`."""
+    parts = [
+        np.clip(position - begin, 0, end - begin) // length
+        for begin, end, length in zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False)
+    ]
+    return np.sum(parts, axis=0)
 
 
-def span_table(contexts: NDArray[np.int32]) -> NDArray[np.int32]:
-    """What the device makes of the contexts: (num_spans, 4)."""
-    counts, lengths = cut(contexts)
-    sequence = np.repeat(np.arange(len(contexts)), counts)
-    row = np.arange(len(sequence))
-    index = row - np.repeat(np.cumsum(counts) - counts, counts)
-    begin = index * lengths[sequence]
-    end = np.minimum(begin + lengths[sequence], contexts[sequence])
-    return np.stack((sequence, begin, end, row), axis=1).astype(np.int32)
+def begin_of(span: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Their first positions; the model of `attention_spans.kernel.begin_of`."""
+    position = np.zeros_like(span)
+    for begin, end, length in zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False):
+        count = (end - begin) // length
+        position += np.clip(span, 0, count) * length
+        span = span - count
+    return position
 
 
-def most_spans(tokens: int) -> int:
-    """Spans that a context of up to so many tokens may be cut into."""
-    short = min(-(-tokens // MIN_SPAN), LONG_CONTEXT // MIN_SPAN)
-    return max(1, short, min(-(-tokens // LONG_SPAN), MAX_SPANS))
+def span_table(
+    contexts: Sequence[int], rows: Sequence[int] | None = None, window: int | None = None
+) -> NDArray[np.int32]:
+    """What the device makes of sequences' lengths: (num_spans, SPAN_COLUMNS)."""
+    table: list[tuple[int, ...]] = []
+    for i, context in enumerate(contexts):
+        count = rows[i] if rows is not None else 1
+        lowest = 0 if window is None else max(context - count - window + 1, 0)
+        first, last = (int(span_of(np.array(key))) for key in (lowest, max(context - 1, lowest)))
+        for span in range(first, last + 1):
+            begin, end = (int(begin_of(np.array(at))) for at in (span, span + 1))
+            begin = max(begin, lowest // PAGE_TOKENS * PAGE_TOKENS)
+            table.append((i, begin, min(end, context), span, first, last))
+    return np.array(table, dtype=np.int32).reshape(-1, SPAN_COLUMNS)
+
+
+def most_spans(tokens: int, rows: int = 1, window: int | None = None) -> int:
+    """Spans that the keys of some rows may lie in, of a context of up to so many tokens."""
+    most = int(span_of(np.array(max(tokens, 1) - 1))) + 1
+    if window is None:
+        return most
+    return min(most, -(-(window + rows - 1) // min(SPAN_LENGTHS)) + 1)
 
 
 def prefill_tiles(batch: RaggedBatch) -> NDArray[np.int32]:
