@@ -128,37 +128,40 @@ def decode_kernel(
             sealed_len = tl.load(sealed_lens_ptr + i_seq)
             full_end = tl.minimum(sealed_len, key_end)
         p_table = block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride
-        b_max, b_sum, b_acc = attend(
-            b_query,
-            b_query_sum,
-            row_scale,
-            b_position,
-            b_max,
-            b_sum,
-            b_acc,
-            pages_ptr,
-            p_table,
-            0,
-            halves_ptr,
-            i_kv_head,
-            num_kv_heads,
-            key_begin,
-            full_end,
-            cap,
-            window,
-            window_end,
-            CODES,
-            ASM,
-            PAGE_ELEMENTS,
-            PRECISION,
-            False,
-            HAS_WINDOW,
-            HAS_SOFTCAP,
-            HEAD_DIM,
-            HEAD_DIM_STORED,
-            BLOCK_N,
-            NUM_STAGES,
-        )
+        if COMPUTE == "fp32" and CODES == "none":
+            full_end = key_begin  # one loop that masks every page: registers are few
+        else:
+            b_max, b_sum, b_acc = attend(
+                b_query,
+                b_query_sum,
+                row_scale,
+                b_position,
+                b_max,
+                b_sum,
+                b_acc,
+                pages_ptr,
+                p_table,
+                0,
+                halves_ptr,
+                i_kv_head,
+                num_kv_heads,
+                key_begin,
+                full_end,
+                cap,
+                window,
+                window_end,
+                CODES,
+                ASM,
+                PAGE_ELEMENTS,
+                PRECISION,
+                False,
+                HAS_WINDOW,
+                HAS_SOFTCAP,
+                HEAD_DIM,
+                HEAD_DIM_STORED,
+                BLOCK_N,
+                NUM_STAGES,
+            )
         # Few spans have keys that some of the rows do not see, or an open page.
         tail_begin = tl.maximum(key_begin, full_end)
         if tail_begin < key_end:

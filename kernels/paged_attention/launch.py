@@ -139,15 +139,15 @@ def paged_attention(
     output = query.new_empty(num_tokens, num_heads, head_dim)
     batch = work.batch
     if isinstance(cache, SealedPages):
-        spans = batch.sealed
-        assert spans is not None
+        sealed = batch.sealed
+        assert sealed is not None
         pages = cache.closed
         opened: tuple[Tensor | int | None, ...] = (
             pages.halves,
             cache.open.elements,
-            spans.lens,
-            spans.open_tables,
-            spans.open_tables.stride(0),
+            sealed.lens,
+            sealed.open_tables,
+            sealed.open_tables.stride(0),
         )
     else:
         pages, opened = cache, (None, None, None, None, 0)

@@ -130,11 +130,11 @@ _MMA_SYNC: _Tiles = {
     (Phase.DECODE, False): (
         Tile(16, _PAGE, 2, 5, programs=4),
         Tile(16, _PAGE, 2, 5, programs=2),
-        Tile(16, _PAGE, 4, 3, programs=2),
+        Tile(16, _PAGE, 4, 3, programs=2, max_registers=255),
     ),
     (Phase.DECODE, True): (
         Tile(16, _PAGE, 1, 5, programs=8, max_registers=208),
-        Tile(16, _PAGE, 1, 5, programs=6, max_registers=208),
+        Tile(16, _PAGE, 1, 5, programs=6, max_registers=224),
         Tile(16, _PAGE, 2, 5, programs=2, max_registers=255),
     ),
     (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 3)),
@@ -158,7 +158,7 @@ _FLOAT32: dict[Phase, tuple[Tile, Tile, Tile]] = {
     Phase.DECODE: (
         Tile(16, _PAGE, 4, 3, programs=2),
         Tile(16, _PAGE, 8, 3, programs=1),
-        Tile(16, _PAGE, 16, 1, programs=1),
+        Tile(16, _PAGE, 8, 1, programs=1),
     ),
     Phase.PREFILL: (Tile(16, _PAGE, 8, 2), Tile(16, _PAGE, 8, 2), Tile(16, _PAGE, 8, 1)),
 }

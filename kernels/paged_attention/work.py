@@ -73,11 +73,10 @@ class AttentionWork:
 
 def span_of(position: NDArray[np.int64]) -> NDArray[np.int64]:
     """The spans that positions lie in; the model of `attention_spans.kernel.span_of`."""
-    parts = [
-        np.clip(position - begin, 0, end - begin) // length
-        for begin, end, length in zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False)
-    ]
-    return np.sum(parts, axis=0)
+    span = np.zeros_like(position)
+    for begin, end, length in zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False):
+        span += np.clip(position - begin, 0, end - begin) // length
+    return span
 
 
 def begin_of(span: NDArray[np.int64]) -> NDArray[np.int64]:
