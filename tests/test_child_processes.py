@@ -16,7 +16,7 @@ from appliance.runtime import SECRETS, child_environment
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("appliance", "kernels", "quant", "tui")
 # They start compilers and their tools, with whatever these read from the environment.
-COMPILERS = {"kernels/cpu/build.py", "kernels/aot.py"}
+COMPILERS = {"kernels/cpu/build.py"}
 
 
 def trees() -> dict[str, ast.Module]:

@@ -35,12 +35,14 @@ class TopOptions:
         replay: recording to play instead of asking a server.
         colors: see `appliance.tui.display.Colors`.
         theme: see `appliance.tui.scheme.SCHEMES`.
+        ca_file: certificates to trust over HTTPS; None means those that Python trusts.
     """
 
     record: Path | None = None
     replay: Path | None = None
     colors: str = "auto"
     theme: str = "dark"
+    ca_file: str | None = None
 
 
 def run_dashboard(
@@ -81,7 +83,7 @@ def make_app(url: str, api_key: str | None, options: TopOptions) -> DashboardApp
         feed = ReplayFeed(options.replay)
         require_terminal()
         return DashboardApp(feed, display=display)
-    server = Server.at(url, api_key)
+    server = Server.at(url, api_key, options.ca_file)
     require_terminal()
     live = EventFeed(server)
     recorder = None if options.record is None else Recorder(options.record, live.name)

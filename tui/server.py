@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from dataclasses import dataclass, field
 
 import httpx
@@ -35,22 +36,26 @@ class Server:
     Attributes:
         url: its root, see `server_url`.
         headers: that go with every request; the key is among them.
+        ca_file: certificates to trust over HTTPS; None means those that Python trusts.
     """
 
     url: httpx.URL
     headers: dict[str, str] = field(repr=False)  # no key in any traceback
+    ca_file: str | None = None
 
     @classmethod
-    def at(cls, url: str, api_key: str | None) -> Server:
+    def at(cls, url: str, api_key: str | None, ca_file: str | None = None) -> Server:
         """The server at an address.
 
         Raises:
-            ConfigError: the address is none, or the key cannot be sent.
+            ConfigError: the address is none, or the key cannot be sent, or the file cannot be read.
         """
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("the API key may hold printable ASCII characters only")
         key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        return cls(server_url(url), {"Cache-Control": "no-store", **key})
+        server = cls(server_url(url), {"Cache-Control": "no-store", **key}, ca_file)
+        server._verify()
+        return server
 
     def path(self, path: str) -> httpx.URL:
         """The address of something on it."""
@@ -63,7 +68,26 @@ class Server:
             timeout=httpx.Timeout(CONNECT_TIMEOUT, read=read_timeout),
             # A proxy from the environment cannot reach this machine's loopback.
             trust_env=not _is_loopback(self.url.host),
+            verify=self._verify(),
         )
+
+    def _verify(self) -> ssl.SSLContext | bool:
+        """Who is trusted.
+
+        On this machine's loopback nobody stands between, so the certificate there need not be in
+        the name of that address; it has to be one that is trusted all the same.
+        """
+        if self.ca_file is None:
+            return True
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a server's own is enough
+        context.check_hostname = not _is_loopback(self.url.host)
+        try:
+            context.load_verify_locations(self.ca_file)
+        except OSError as error:
+            why = error.strerror if not isinstance(error, ssl.SSLError) else "no certificate in PEM"
+            raise ConfigError(f"--ca-file {self.ca_file}: {why}") from None
+        return context
 
 
 def _is_loopback(host: str) -> bool:

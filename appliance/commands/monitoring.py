@@ -37,4 +37,4 @@ def monitoring(
 
 def _target(server: ServerConfig) -> str:
     """What Prometheus asks."""
-    return local_url(server.host, server.port).removeprefix("http://")
+    return local_url(server.host, server.port).partition("://")[2]

@@ -95,7 +95,11 @@ def serve(
                 known_keys(server),
                 sampling=ready.sampling,
                 chats=ready.chats,
-                network=network_url(server.host, int(ready.url.rpartition(":")[2])),
+                network=network_url(
+                    server.host,
+                    int(ready.url.rpartition(":")[2]),
+                    tls=server.tls_cert is not None,
+                ),
             )
             if say is None:
                 typer.echo(text, err=True)

@@ -52,9 +52,9 @@ def serve_with_dashboard(server: ServerConfig, arguments: Sequence[str]) -> int:
         )
     try:
         code = run_dashboard(
-            local_url(server.host, server.port),
+            local_url(server.host, server.port, tls=server.tls_cert is not None),
             key,
-            TopOptions(),
+            TopOptions(ca_file=server.tls_cert),
             while_true=lambda: process.poll() is None,
         )
     finally:

@@ -9,7 +9,7 @@ import typer
 
 from appliance.commands.setting_flags import Flags, with_setting_flags
 from appliance.commands.top_in_browsers import show_in_browsers
-from appliance.config import TopConfig, load_section, server_to_watch
+from appliance.config import TopConfig, authority_to_trust, load_section, server_to_watch
 from appliance.errors import ConfigError
 
 
@@ -40,9 +40,17 @@ def top(
         if record is not None or replay is not None:
             raise ConfigError("--record and --replay work in a terminal only; leave out --web")
         extra = ["--colors", settings.colors, "--theme", settings.theme]
+        if settings.ca_file is not None:
+            extra += ["--ca-file", settings.ca_file]
         if config is not None:
             extra += ["--config", str(config)]  # the key is there, or in the environment
         show_in_browsers(str(server_url(url)), key, settings.web_host, settings.web_port, extra)
         return
-    options = TopOptions(record=record, replay=replay, colors=settings.colors, theme=settings.theme)
+    options = TopOptions(
+        record=record,
+        replay=replay,
+        colors=settings.colors,
+        theme=settings.theme,
+        ca_file=None if replay is not None else authority_to_trust(settings, config),
+    )
     raise typer.Exit(run_dashboard(url, key, options))

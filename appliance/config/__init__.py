@@ -4,16 +4,17 @@
 nothing heavy.
 """
 
-from appliance.config.address import local_url, network_url, server_to_watch
+from appliance.config.address import authority_to_trust, local_url, network_url, server_to_watch
 from appliance.config.folders import cache_dir, jobs_dir, kv_dir
 from appliance.config.keys import api_key_from_environment, key_file, known_keys, own_key
-from appliance.config.sections import SECTIONS, EngineConfig, ServerConfig, Settings, TopConfig
+from appliance.config.sections import SECTIONS, EngineConfig, ServerConfig, Settings
 from appliance.config.sources import (
     load_section,
     load_settings,
     warn_of_unknown_variables,
     with_kv_folder,
 )
+from appliance.config.top_section import TopConfig
 from appliance.config.units import parse_duration, parse_size
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Settings",
     "TopConfig",
     "api_key_from_environment",
+    "authority_to_trust",
     "cache_dir",
     "jobs_dir",
     "key_file",

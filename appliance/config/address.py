@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from appliance.api_keys import BARE_NAME
@@ -12,16 +13,19 @@ from appliance.config.keys import api_key_from_environment, known_keys
 from appliance.config.sections import ServerConfig
 from appliance.config.sources import load_section
 
+if TYPE_CHECKING:
+    from appliance.config.top_section import TopConfig
+
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # listened on, and as reached from here
 _ELSEWHERE = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # addresses for documentation
 
 
-def local_url(host: str, port: int) -> str:
+def local_url(host: str, port: int, *, tls: bool = False) -> str:
     """Where this machine reaches a server that listens on a host and port."""
-    return _url(_EVERY_ADDRESS.get(host, host), port)
+    return _url(_EVERY_ADDRESS.get(host, host), port, tls=tls)
 
 
-def network_url(host: str, port: int) -> str | None:
+def network_url(host: str, port: int, *, tls: bool = False) -> str | None:
     """Where other machines reach it, if it listens on all addresses and this machine has one."""
     if host not in _ELSEWHERE:
         return None
@@ -31,7 +35,7 @@ def network_url(host: str, port: int) -> str | None:
             sock.connect(
                 (_ELSEWHERE[host], 9)
             )  # sends nothing; it chooses the address to send from
-            return _url(sock.getsockname()[0], port)
+            return _url(sock.getsockname()[0], port, tls=tls)
     except OSError:
         return None
 
@@ -56,9 +60,23 @@ def server_to_watch(url: str | None, path: Path | None = None) -> tuple[str, str
     if url is not None and _port_of(url) != server.port:
         return url, key
     return (
-        url or local_url(server.host, server.port),
+        url or local_url(server.host, server.port, tls=server.tls_cert is not None),
         key or _key_to_watch(server),
     )
+
+
+def authority_to_trust(top: TopConfig, path: Path | None = None) -> str | None:
+    """The file with the certificates that a command trusts; None means those of Python.
+
+    Without one of its own it is the configured server's certificate, for that server.
+
+    Args:
+        top: its settings.
+        path: configuration file; None means the usual place, if a file is there.
+    """
+    if top.ca_file is not None or top.url is not None:
+        return top.ca_file
+    return load_section(ServerConfig, {}, path).tls_cert
 
 
 def _key_to_watch(server: ServerConfig) -> str | None:
@@ -91,5 +109,6 @@ def _split(url: str) -> tuple[str, int | None]:
         return "", None
 
 
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _url(host: str, port: int, *, tls: bool) -> str:
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -12,6 +12,7 @@ import msgspec
 
 from appliance.api_keys import check_keys
 from appliance.config.setting import Group, Setting, Unit, check_all
+from appliance.config.top_section import TopConfig
 from appliance.errors import ConfigError
 
 MIB, GIB = 2**20, 2**30
@@ -287,6 +288,35 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             default_is="none",
         ),
     ] = ""
+    tls_cert: Annotated[
+        str | None,
+        Setting(
+            "File with a certificate and its chain, in PEM, to speak HTTPS; read again when it"
+            " changes.",
+            Group.ADDRESS,
+        ),
+    ] = None
+    tls_key: Annotated[
+        str | None,
+        Setting("File with its private key.", Group.ADDRESS, default_is="the certificate's file"),
+    ] = None
+    root_path: Annotated[
+        str,
+        Setting(
+            "Path under which a reverse proxy shows the server, as /llm.",
+            Group.ADDRESS,
+            default_is="the root",
+        ),
+    ] = ""
+    trusted_proxies: Annotated[
+        str,
+        Setting(
+            "Addresses of reverse proxies that are believed for whom they ask (X-Forwarded-For),"
+            " as 127.0.0.1 or 10.0.0.0/8, with commas between.",
+            Group.ADDRESS,
+            default_is="none",
+        ),
+    ] = ""
     show_prompts: Annotated[
         bool,
         Setting("Let dashboards show what is asked; of several keys each sees its own.", Group.LOG),
@@ -326,43 +356,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         check_all(self)
         check_keys(self.api_key, self.api_keys)
-
-
-class TopConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the dashboard needs to know.
-
-    Raises:
-        ConfigError: a value is out of bounds, on construction.
-    """
-
-    url: Annotated[
-        str | None,
-        Setting(
-            "The server to watch; of other makes, their metrics.",
-            Group.TOP,
-            default_is="where the settings say that ours listens",
-        ),
-    ] = None
-    colors: Annotated[
-        str,
-        Setting(
-            "auto, truecolor, 256, 16 or none.",
-            Group.TOP,
-            choices=("auto", "truecolor", "256", "16", "none"),
-        ),
-    ] = "auto"
-    theme: Annotated[
-        str, Setting("dark, black or light.", Group.TOP, choices=("dark", "black", "light"))
-    ] = "dark"
-    web_host: Annotated[str, Setting("With --web, the address for browsers.", Group.TOP)] = (
-        "127.0.0.1"
-    )
-    web_port: Annotated[
-        int, Setting("With --web, the port for browsers.", Group.TOP, low=0, high=65535)
-    ] = 8081
-
-    def __post_init__(self) -> None:
-        check_all(self)
+        if self.tls_key and not self.tls_cert:
+            raise ConfigError("tls_key needs the certificate whose key it is: set tls_cert")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):

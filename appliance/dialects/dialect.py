@@ -55,7 +55,12 @@ class Dialect:
         return marks is not None and prompt_end.rstrip().endswith(marks.opening)
 
     def reader(
-        self, schemas: Schemas | None, *, thinking: bool = False, one_call: bool = False
+        self,
+        schemas: Schemas | None,
+        *,
+        thinking: bool = False,
+        one_call: bool = False,
+        must_call: bool = False,
     ) -> Reader:
         """A reader of one answer.
 
@@ -63,6 +68,7 @@ class Dialect:
             schemas: of the arguments of the tools that may be called; None if none may be.
             thinking: whether the answer begins within a thought.
             one_call: ignore all that follows the first call.
+            must_call: the answer has to be a call; a call that comes again ends it.
         """
 
         def read(source: Source) -> Steps[None]:
@@ -71,4 +77,5 @@ class Dialect:
             else:
                 yield from self.form.read(source, schemas or {})
 
-        return Reader(then_content(self.thought_marks, thinking, read), one_call=one_call)
+        parse = then_content(self.thought_marks, thinking, read)
+        return Reader(parse, one_call=one_call, must_call=must_call)

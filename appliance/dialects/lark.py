@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from appliance.grammar.grammar import embedded
 
-ANY_TEXT = r"/(.|\n)*/"
+_ANYTHING = r"(.|\n)*"
+ANY_TEXT = f"/{_ANYTHING}/"
 _SPECIAL = set("\\^$.|?*+()[]{}/")
 
 
@@ -56,9 +58,46 @@ class Lark:
         """Any text that does not have a mark in it."""
         if mark in self._control:
             return self.rule(ANY_TEXT)
-        name = f"WITHOUT{len(self._rules)}"
-        self._rules[name] = rf": {ANY_TEXT} & ~/(.|\n)*{_pattern(mark)}(.|\n)*/"
+        return self._terminal(rf"/{_ANYTHING}/ & ~/{_ANYTHING}{_pattern(mark)}{_ANYTHING}/")
+
+    def obeying(self, expressions: Iterable[str], mark: str) -> str:
+        """A text that matches several expressions, up to a mark, the mark included."""
+        if mark in self._control:
+            text = " & ".join(f"/{one}/" for one in expressions)
+            return f"{self._terminal(text)} {self.mark(mark)}"
+        end = _pattern(mark)
+        text = " & ".join(f"/({one}){end}/" for one in expressions)
+        # Without "lazy" the text would be as long as it can, and take half a mark for its own.
+        return self.rule(f"{text} & ~/{_ANYTHING}{end}(.|\n)+/", "[lazy]")
+
+    def _terminal(self, content: str) -> str:
+        for name, known in self._rules.items():
+            if known == f": {content}":
+                return name
+        name = f"TEXT{len(self._rules)}"
+        self._rules[name] = f": {content}"
         return name
+
+    def members(self, rules: Mapping[str, str], required: Collection[str], separator: str) -> str:
+        """Members of an object: those that are required first, then each of the others or not.
+
+        Args:
+            rules: of the members, each with its key.
+            required: keys of those that may not be left out.
+            separator: between two.
+        """
+        comma = self.mark(separator)
+        first = [rule for key, rule in rules.items() if key in required]
+        others = [rule for key, rule in rules.items() if key not in required]
+        if first:
+            rest = " ".join(f"({comma} {rule})?" for rule in others)
+            return f"{f' {comma} '.join(first)} {rest}"
+        # Whichever comes first has no separator before it.
+        choices = [
+            f"{rule} " + " ".join(f"({comma} {later})?" for later in others[place + 1 :])
+            for place, rule in enumerate(others)
+        ]
+        return f"({' | '.join(choices)})?" if choices else ""
 
     def text(self, start: str) -> str:
         """The grammar.
@@ -74,3 +113,19 @@ def _pattern(text: str) -> str:
     """An expression that matches that text."""
     escaped = "".join(f"\\{c}" if c in _SPECIAL else c for c in text)
     return escaped.replace("\n", r"\n")
+
+
+def anywhere(pattern: str) -> str:
+    """An expression for whole texts in which a pattern of JSON Schema is found.
+
+    As llguidance takes these, an anchor counts at either end of the pattern only.
+    """
+    begins = pattern.startswith("^")
+    ends = pattern.endswith("$") and not pattern.endswith(r"\$")
+    inner = _unslashed(pattern[begins : len(pattern) - ends])
+    return f"{'' if begins else _ANYTHING}({inner}){'' if ends else _ANYTHING}"
+
+
+def _unslashed(pattern: str) -> str:
+    """The same without a slash or a line break, which would end it in Lark's notation."""
+    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\/", pattern).replace("\n", r"\n")

@@ -15,6 +15,7 @@ from appliance.dialects.formats.harmony import Harmony
 from appliance.dialects.formats.hermes import Hermes
 from appliance.dialects.formats.llama import Llama
 from appliance.dialects.formats.mistral import Mistral
+from appliance.dialects.formats.pythonic import Pythonic
 from appliance.dialects.formats.qwen_coder import QwenCoder
 from appliance.dialects.thoughts import find_marks
 from appliance.errors import ChatTemplateError
@@ -39,6 +40,8 @@ FORMS: tuple[CallForm, ...] = (
     QwenCoder(),
     Glm(),
     Hermes(),
+    Pythonic("pythonic", "<|tool_call_start|>", "<|tool_call_end|>", bare=False),
+    Pythonic("pythonic (bare)", "<|python_start|>", "<|python_end|>", bare=True),
     Llama(),
 )
 GENERIC: CallForm = Hermes()  # of models whose template knows no calls

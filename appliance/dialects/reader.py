@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from appliance.dialects.parts import Output
+from appliance.dialects.output import Output
 from appliance.dialects.source import Source
 
 if TYPE_CHECKING:
@@ -20,10 +20,18 @@ class Reader:
     Args:
         parse: how, see `Dialect.reader`.
         one_call: ignore all that follows the first call.
+        must_call: the answer has to be a call; a call that comes again ends it.
     """
 
-    def __init__(self, parse: Callable[[Source], Steps[None]], *, one_call: bool = False) -> None:
-        self._output = Output(one_call=one_call)
+    def __init__(
+        self,
+        parse: Callable[[Source], Steps[None]],
+        *,
+        one_call: bool = False,
+        must_call: bool = False,
+    ) -> None:
+        self._must_call = must_call
+        self._output = Output(one_call=one_call, ends_on_repeat=must_call)
         self._source = Source(self._output)
         self._steps = parse(self._source)
 
@@ -43,9 +51,13 @@ class Reader:
         next(self._steps, None)
         return self._output.take()
 
-    def finish(self) -> list[Part]:
-        """Say that no more will come; returns the rest."""
-        self._source.close()
+    def finish(self, *, cut: bool = False) -> list[Part]:
+        """Say that no more will come; returns the rest.
+
+        Args:
+            cut: the model was not done; what it began and cannot be read is left out.
+        """
+        self._source.close(cut=cut, must_call=self._must_call)
         for _ in self._steps:
             pass
         self._output.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from appliance.dialects.parts import Output
+    from appliance.dialects.output import Output
 
 ResultT = TypeVar("ResultT")
 Steps = Generator[None, None, ResultT]
@@ -34,7 +34,10 @@ class Source:
         self._text = ""
         self._at = 0
         self._mark: int | None = None  # where an attempt began
+        self._marked = False  # it began with a mark
         self._closed = False
+        self._starved = False  # the attempt wanted more text than there is
+        self._cut = self._must_call = False
 
     def feed(self, text: str) -> None:
         """Add text."""
@@ -44,15 +47,22 @@ class Source:
         if self._mark is not None:
             self._mark = 0
 
-    def close(self) -> None:
-        """Say that no more will come."""
+    def close(self, *, cut: bool = False, must_call: bool = False) -> None:
+        """Say that no more will come.
+
+        Args:
+            cut: the model was not done, so half a mark is half a call and no content.
+            must_call: the answer has to be a call, so whatever there is of one is no content.
+        """
         self._closed = True
+        self._cut, self._must_call = cut or must_call, must_call
 
     # ---- attempts: what may turn out to be no call, and then is content ----
 
     def attempt(self, opening: str) -> None:
         """Begin one, with what was just read."""
         self._mark = self._at - len(opening)
+        self._marked, self._starved = bool(opening), False
 
     def begin_call(self, name: str) -> None:
         """It is a call."""
@@ -64,12 +74,18 @@ class Source:
         self._mark = None
 
     def give_up(self) -> None:
-        """It is none, and all that was read since is content; or it is broken, if it has begun."""
+        """It is none, and all that was read since is content; or it is broken, if it has begun.
+
+        One that was cut short is neither: nothing of it is shown.
+        """
         if self._mark is None:
             self.output.end_call()
+            return
+        if self._cut and self._starved and (self._marked or self._must_call):
+            self._at = len(self._text)
         else:
             self.output.content(self._text[self._mark : self._at])
-            self._mark = None
+        self._mark = None
 
     # ---- reading; every method pauses until the text decides ----
 
@@ -78,6 +94,7 @@ class Source:
         length = len(self._text) - self._at
         while len(self._text) - self._at == length:
             if self._closed:
+                self._starved = True
                 return False
             yield
         return True
@@ -151,7 +168,7 @@ class Source:
         while True:
             held = len(self._text)
             if not openings.isdisjoint(self._text[self._at :]):
-                if not self._closed:
+                if self._cut or not self._closed:
                     held = self._first_beginning(markers)
                 found = [(at, m) for m in markers if (at := self._text.find(m, self._at)) >= 0]
                 if found and min(found)[0] <= held:
@@ -161,7 +178,9 @@ class Source:
                     return marker
             self._hand_on(held, emit)
             if not (yield from self.more()):
-                self._hand_on(len(self._text), emit)
+                if not self._cut:  # else what is held back is half a marker
+                    self._hand_on(len(self._text), emit)
+                self._at = len(self._text)
                 return None
 
     def _hand_on(self, end: int, emit: Callable[[str], None]) -> None:

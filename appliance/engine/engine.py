@@ -113,7 +113,8 @@ class LLMEngine:
         serving = self._scheduler.has_work or bool(
             self._in_flight or self._expired or self._grammars.waiting
         )
-        return serving or self._runner.has_idle_work or self._tiers.has_writes
+        spare = self._runner.has_idle_work or self._tiers.has_writes or self._grammars.prepares
+        return serving or spare
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         """The model's tokens; needed before the first request with a grammar."""

@@ -105,7 +105,7 @@ def _usual(config: EngineConfig, source: ModelSource, dtype: torch.dtype, native
 
     The CPU library attends to INT8 twice as fast as to BF16. Keys with a bias or a norm of their
     own have outlying dimensions, which one scale a token and head does not suit: INT8 moved
-    Gemma 3's predictions ten times as far as SmolLM2's (benchmarks/results/quantize).
+    Gemma 3's predictions ten times as far as SmolLM2's (scripts/bench/results/quantize).
     """
     attention = [layer.attention for layer in source.spec.layers]
     is_even = all(not a.qkv_bias and a.qk_norm is None for a in attention)

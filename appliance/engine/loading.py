@@ -33,6 +33,7 @@ from appliance.engine.run.cuda_device import CudaDevice
 from appliance.engine.run.device import HostDevice
 from appliance.engine.runner_setup import Steps, make_runner, plan_measured
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from appliance.engine.weights_fingerprint import weights_digest
 from appliance.errors import ConfigError
 from appliance.model.decoder import Decoder
 from appliance.model.source import open_model
@@ -295,19 +296,7 @@ def _device_name(device: torch.device, threads: int) -> str:
 
 
 def _fingerprint(path: Path, arithmetic: str) -> str:
-    """Changes when the answers to a seeded request may change: weights, formats, version.
-
-    Of each weight file its name, size and outer megabytes count: reading all of a large model
-    once more would cost seconds at every start.
-    """
-    digest = hashlib.blake2b(digest_size=8)
+    """Changes when the answers to a seeded request may change: weights, formats, version."""
+    digest = hashlib.blake2b(weights_digest(path), digest_size=8)
     digest.update(f"{__version__} {arithmetic}".encode())
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(2**20))
-            stream.seek(max(0, size - 2**20))
-            digest.update(stream.read(2**20))
     return f"fp_{digest.hexdigest()}"

@@ -284,11 +284,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Whether single logits are changed, at least at some steps."""
         return bool(self.logit_bias or self.forced or self.min_tokens or self.thought_budget)
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature < GREEDY
-
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt for the engine."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from appliance.errors import RequestError
+from appliance.grammar.closed import close_objects
 
 MAX_TEXT = 256 * 1024  # characters: a coding agent's tools take a third of it
 MAX_DEPTH = 64  # of a schema as JSON: each object in an object is two levels
@@ -119,6 +120,8 @@ class Grammar(msgspec.Struct, frozen=True):
 def canonical_schema(schema: Mapping[str, Any] | bool | str) -> str:
     """A schema as JSON, compact; its order is kept, since answers have their properties in it.
 
+    Objects are closed, see `close_objects`.
+
     Raises:
         RequestError: it is no schema, or is nested too deeply.
     """
@@ -130,6 +133,8 @@ def canonical_schema(schema: Mapping[str, Any] | bool | str) -> str:
     if not isinstance(schema, (Mapping, bool)):
         raise RequestError("a schema is an object, true or false")
     _check_depth(schema)
+    if isinstance(schema, Mapping):
+        schema = close_objects(schema)
     return json.dumps(schema, separators=(",", ":"))
 
 

@@ -57,11 +57,6 @@ class Decoder:
     weight_format: str
     on_layer: Callable[[], None] = _ignore
 
-    @property
-    def backend_name(self) -> str:
-        """For people."""
-        return self.backend.name
-
     @torch.inference_mode()
     def forward(
         self,

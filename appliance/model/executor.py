@@ -62,7 +62,6 @@ class Executor(Protocol[AnyCache]):
         spec: what it computes.
         dtype: of activations, and of weights that are not packed.
         device: where tensors of a step go.
-        backend_name: for people.
         weight_bytes: bytes that the weights take as they are laid out.
         weight_format: in words, such as "4 bits (groups of 32), head 8 bits".
     """
@@ -73,8 +72,6 @@ class Executor(Protocol[AnyCache]):
     def dtype(self) -> torch.dtype: ...  # noqa: D102
     @property
     def device(self) -> torch.device: ...  # noqa: D102
-    @property
-    def backend_name(self) -> str: ...  # noqa: D102
     @property
     def weight_bytes(self) -> int: ...  # noqa: D102
     @property

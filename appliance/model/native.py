@@ -54,11 +54,6 @@ class NativeDecoder:
         return CPU
 
     @property
-    def backend_name(self) -> str:
-        """For people."""
-        return "cpu library"
-
-    @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
         return self.arena.nbytes

@@ -305,7 +305,7 @@ class Answer:
         if thought or reader.thinking:
             self._reasoning_tokens += num_tokens
         if reason is not None:
-            parts += reader.finish()
+            parts += reader.finish(cut=reason is not FinishReason.STOP)
         return tuple(parts), FinishReason.STOP if reader.ended else reason
 
     def _shown(

@@ -15,9 +15,11 @@ from appliance.server.door import Door
 from appliance.server.engine_metrics import EngineCollector
 from appliance.server.errors import error_response
 from appliance.server.health import health_router
+from appliance.server.idempotency import Idempotency
 from appliance.server.machine_metrics import MachineCollector
 from appliance.server.openai import openai_router
 from appliance.server.page import page_router
+from appliance.server.proxies import Proxies, root_path
 from appliance.server.stream import ClientGoneError
 from appliance.version import __version__
 
@@ -39,12 +41,14 @@ def create_app(state: ServerState) -> FastAPI:
     routers = (openai_router(state), health_router(state), admin_router(state), page_router())
     for router in routers:
         app.include_router(router)
-    openapi.install(app, key_required=bool(state.keys()))
+    openapi.install(app, key_required=bool(state.keys()), root_path=root_path(state.config))
     state.metrics.add(EngineCollector(state))
     state.metrics.add(MachineCollector(state))
+    app.add_middleware(Idempotency, max_body_bytes=state.config.max_body_bytes)
     app.add_middleware(Door, config=state.config, keys=state.keys, metrics=state.metrics)
     if state.config.access_log:
-        app.add_middleware(AccessLog)  # the last one is the outermost
+        app.add_middleware(AccessLog)
+    app.add_middleware(Proxies, config=state.config)  # the last one is the outermost
     for kind in (ApplianceError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     app.add_exception_handler(ClientGoneError, _answer_nobody)

@@ -11,7 +11,7 @@ import msgspec
 from appliance.dialects.constrain import may_call, must_call
 from appliance.errors import RequestError
 from appliance.grammar import Grammar, GrammarKind
-from appliance.server.grammars import checked_grammar, prepare_grammar
+from appliance.server.grammars import checked_grammar, expect_grammars, prepare_grammar
 
 if TYPE_CHECKING:
     from appliance.server.schema import ChatRequest
@@ -36,6 +36,8 @@ async def chat_grammar(
     """
     content = await prepare_grammar(state, body)
     if content is None and not (tools.required or tools.strict):
+        if tools.definitions:
+            expect_grammars(state)  # the next request may have to call
         return None
     _, tokenizer = state.serving()
     loop = asyncio.get_running_loop()

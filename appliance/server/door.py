@@ -30,7 +30,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", *FILES, *DOCUMENTS})
 PREFLIGHT_SECONDS = 600  # for which a browser need not ask again
 
 _KEY_NAME = "key_name"  # in the state of a request
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{0,1000}")
 
 
@@ -65,7 +65,7 @@ class Door:
             return
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")
-        if not _REQUEST_ID.fullmatch(request_id):
+        if not REQUEST_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
         foreign: str | None = None
 

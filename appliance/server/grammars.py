@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.errors import RequestError
 from appliance.grammar import Grammar, GrammarKind
+from appliance.grammar.token_names import check_token_names
 from appliance.tokenizer.worker import WorkerEndedError, Workers
 from appliance.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from appliance.engine.messages import Vocabulary
     from appliance.server.schema import ResponseFormat, SamplingFields
     from appliance.server.state import ServerState
 
@@ -31,9 +33,14 @@ _FORMATS = ("text", "json_object", "json_schema")
 
 
 class GrammarChecks:
-    """Compiles grammars elsewhere, one at a time, and remembers the good ones."""
+    """Compiles grammars elsewhere, one at a time, and remembers the good ones.
+
+    Attributes:
+        vocabulary: of the model, once something gave reason to want it.
+    """
 
     def __init__(self) -> None:
+        self.vocabulary: asyncio.Future[Vocabulary] | None = None
         self._workers = Workers(
             {"grammar": True}, cpu_seconds=60.0, memory_bytes=MEMORY_BYTES, most=1
         )
@@ -98,15 +105,37 @@ async def checked_grammar(state: ServerState, grammar: Grammar, param: str) -> G
     """A grammar that is ready for the engine, and the engine for it.
 
     Raises:
-        RequestError: see `GrammarChecks.check`.
+        RequestError: see `GrammarChecks.check`; or it names a token that the model lacks.
     """
     grammar = await state.grammars.check(grammar, param)
-    if state.engine.vocabulary is None:
+    vocabulary = await asyncio.shield(expect_grammars(state))
+    if param.endswith("grammar"):  # what is put together here names what there is
+        _check_tokens(state, vocabulary, grammar, param)
+    return grammar
+
+
+def expect_grammars(state: ServerState) -> asyncio.Future[Vocabulary]:
+    """Have the engine learn the model's tokens, and prepare for grammars when it has time.
+
+    That takes it a second for a large vocabulary, and memory, so only who offers tools or asks for
+    a form of the answer gives reason to it.
+    """
+    checks = state.grammars
+    if checks.vocabulary is None:
         _, tokenizer = state.serving()
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(state.text_pool, vocabulary_of, tokenizer)
-        state.engine.vocabulary = found
-    return grammar
+        checks.vocabulary = loop.run_in_executor(state.text_pool, vocabulary_of, tokenizer)
+        checks.vocabulary.add_done_callback(lambda found: state.engine.learn(found.result()))
+    return checks.vocabulary
+
+
+def _check_tokens(state: ServerState, vocabulary: Vocabulary, grammar: Grammar, param: str) -> None:
+    info, _ = state.serving()
+    control = {vocabulary.tokens[i].decode(errors="replace") for i in vocabulary.special}
+    try:
+        check_token_names(grammar.text, control, info.vocab_size)
+    except RequestError as error:
+        raise RequestError(f"{param}: {error}", param=param) from error
 
 
 def grammar_of(body: SamplingFields) -> tuple[str, Grammar] | None:

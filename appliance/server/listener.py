@@ -49,7 +49,7 @@ def bind(config: ServerConfig) -> socket.socket:
 
 def url_of(config: ServerConfig, sock: socket.socket) -> str:
     """Where a client on this machine finds the server."""
-    return local_url(config.host, sock.getsockname()[1])
+    return local_url(config.host, sock.getsockname()[1], tls=config.tls_cert is not None)
 
 
 def _why(error: OSError, host: str, port: int) -> str:

@@ -72,8 +72,14 @@ def describes(
     return {"responses": responses, "openapi_extra": extra, "response_model": None}
 
 
-def install(app: FastAPI, *, key_required: bool) -> None:
-    """Make the app describe itself with the schemas of the structs."""
+def install(app: FastAPI, *, key_required: bool, root_path: str) -> None:
+    """Make the app describe itself with the schemas of the structs.
+
+    Args:
+        app: with all its routes.
+        key_required: whether requests need one.
+        root_path: under which a reverse proxy shows it, or nothing.
+    """
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -82,6 +88,8 @@ def install(app: FastAPI, *, key_required: bool) -> None:
             _, schemas = msgspec.json.schema_components(kinds, ref_template=_TEMPLATE)
             components = document.setdefault("components", {})
             components["schemas"] = {**components.get("schemas", {}), **schemas}
+            if root_path:
+                document["servers"] = [{"url": root_path}]
             if key_required:
                 components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
                 document["security"] = [{"key": []}]

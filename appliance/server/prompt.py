@@ -82,7 +82,13 @@ def _reading(tokenizer: Tokenizer, tools: Tools, *, thinking: bool) -> Reading |
     dialect = tokenizer.dialect
     if tools.schemas is None and not dialect.splits_any:
         return None
-    make = partial(dialect.reader, tools.schemas, thinking=thinking, one_call=tools.one_call)
+    make = partial(
+        dialect.reader,
+        tools.schemas,
+        thinking=thinking,
+        one_call=tools.one_call,
+        must_call=bool(tools.required),
+    )
     return Reading(make, tokenizer.control_ids(dialect.marks))
 
 

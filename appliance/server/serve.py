@@ -21,6 +21,7 @@ from appliance.engine.process.client import EngineClient
 from appliance.errors import EngineUnavailableError
 from appliance.log import RecentWarnings, Sparing
 from appliance.sampling_defaults import choose_defaults
+from appliance.server.certificate import Certificate
 from appliance.server.connection import protocol_of
 from appliance.server.listener import bind, url_of
 from appliance.server.memory import settle
@@ -113,15 +114,19 @@ def run_server(
         How many requests came to their end.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: the address cannot be had, or a certificate cannot be used.
         ApplianceError: the model cannot be loaded.
     """
-    sock = bind(settings.server)
-    _allow_descriptors(settings.server.max_connections)
+    config = settings.server
+    certificate = Certificate(config.tls_cert, config.tls_key) if config.tls_cert else None
+    sock = bind(config)
+    _allow_descriptors(config.max_connections)
     with sock:
         engine_config = msgspec.structs.replace(settings.engine, model=str(model.path))
         engine = EngineClient(engine_config, command=engine_command)
-        server = _Server(settings, model, engine, sock, warnings or RecentWarnings(), quality_card)
+        server = _Server(
+            settings, model, engine, sock, certificate, warnings or RecentWarnings(), quality_card
+        )
         uvloop.run(server.run(on_progress, on_ready))
     return server.num_finished
 
@@ -135,6 +140,7 @@ class _Server:
         model: FoundModel,
         engine: EngineClient,
         sock: socket.socket,
+        certificate: Certificate | None,
         warnings: RecentWarnings,
         quality_card: ServedCard | None,
     ) -> None:
@@ -142,6 +148,7 @@ class _Server:
         self._generation_config = settings.engine.generation_config
         self._engine = engine
         self._socket = sock
+        self._certificate = certificate
         self._url = url_of(settings.server, sock)
         name = settings.server.served_model_name or model.name
         self._state = ServerState(
@@ -168,6 +175,7 @@ class _Server:
         # The engine's process imports for a while; everything else is done meanwhile.
         await self._engine.prepare()
         web = self._web_server()
+        following = asyncio.create_task(self._certificate.follow()) if self._certificate else None
         serving = asyncio.create_task(web.serve(sockets=[self._socket]))
         loading = asyncio.create_task(self._load(on_progress))
         stopping = asyncio.create_task(self._stop.wait())
@@ -181,6 +189,8 @@ class _Server:
             self._state.draining = self._state.closing = True
             loading.cancel()
             stopping.cancel()
+            if following is not None:
+                following.cancel()
             await asyncio.gather(loading, stopping, return_exceptions=True)
             await self._engine.close(now=self._stop_now.is_set())
             web.should_exit = True
@@ -194,6 +204,7 @@ class _Server:
     def _web_server(self) -> uvicorn.Server:
         from appliance.server.app import create_app  # slow to import
 
+        certificate = self._certificate
         log = logging.getLogger("uvicorn")
         log.handlers[:] = logging.getLogger("appliance").handlers
         log.setLevel(logging.WARNING)
@@ -211,6 +222,7 @@ class _Server:
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_CLOSE_SECONDS,
+                ssl_context_factory=None if certificate is None else lambda *_: certificate.context,
             )
         )
 

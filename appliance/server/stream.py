@@ -20,6 +20,7 @@ from starlette.responses import Response
 from appliance.errors import ApplianceError
 from appliance.server.connection import CHUNKS
 from appliance.server.errors import describe, error_response
+from appliance.server.repeated import FAILED
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -175,6 +176,7 @@ class _Stream:
             raise ClientGoneError(f"nothing was read for {STALL_SECONDS:.0f} s") from None
 
     async def _fail(self, error: Exception) -> None:
+        self._scope.setdefault("state", {})[FAILED] = True
         async with self._lock:
             if not self._started:
                 self._started = self._ended = True

@@ -8,7 +8,6 @@ import torch
 
 from appliance.kernels.block_copy.kernel import block_copy_kernel
 from appliance.kernels.block_copy.reference import block_bytes
-from appliance.kernels.block_copy.spec import BLOCK, NUM_WARPS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
     from appliance.kernels.kv_cache import KVPages
 
+BLOCK = 4096  # words that a program moves
+NUM_WARPS = 8  # four loads of 16 bytes in flight per thread
 WORD = 4  # bytes
 ALIGNMENT = 16  # bytes, of pages and of what torch allocates
 

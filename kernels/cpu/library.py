@@ -50,11 +50,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         (c_void_p, _POINTER, c_int32, c_int32, POINTER(structs.SamplingStruct), _POINTER),
     ),
     "ap_mask_logits": (None, (_POINTER, c_int32, c_int32, _POINTER, _POINTER, c_int32)),
-    "ap_linear_forward": (
-        c_int32,
-        (c_void_p, POINTER(structs.LinearStruct), _POINTER, c_int32, _POINTER),
-    ),
-    "ap_linear_rows": (c_int32, (POINTER(structs.LinearStruct), _POINTER, c_int32, _POINTER)),
     "ap_engine_watch": (None, (c_void_p, c_void_p)),
     "ap_linear_pack": (
         c_int32,
@@ -69,50 +64,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         ),
     ),
     "ap_page_bytes": (c_int64, (c_int32, c_int32)),
-    "ap_kv_write": (
-        c_int32,
-        (
-            c_void_p,
-            POINTER(structs.AttentionStruct),
-            POINTER(structs.CacheStruct),
-            c_int32,
-            _POINTER,
-            _POINTER,
-            c_int32,
-            _POINTER,
-        ),
-    ),
-    "ap_kv_seal": (
-        c_int32,
-        (
-            c_void_p,
-            POINTER(structs.AttentionStruct),
-            POINTER(structs.CacheStruct),
-            c_int32,
-            c_int32,
-            _POINTER,
-            _POINTER,
-        ),
-    ),
-    "ap_paged_attention": (
-        c_int32,
-        (
-            c_void_p,
-            POINTER(structs.AttentionStruct),
-            POINTER(structs.CacheStruct),
-            c_int32,
-            POINTER(structs.BatchStruct),
-            _POINTER,
-            _POINTER,
-        ),
-    ),
-    "ap_rms_norm": (None, (_POINTER, POINTER(structs.NormStruct), c_int32, c_int32, _POINTER)),
-    "ap_rotary": (
-        None,
-        (_POINTER, POINTER(structs.RopeStruct), _POINTER, c_int32, c_int32, c_int32),
-    ),
-    "ap_gated_activation": (None, (_POINTER, _POINTER, c_int32, c_int32, c_int32, _POINTER)),
-    "ap_pool_exercise": (c_int32, (c_void_p, c_int32, c_int64, _POINTER)),
 }
 
 

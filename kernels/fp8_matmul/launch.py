@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -12,13 +12,7 @@ from torch import Tensor
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.fp8 import BLOCK, NAN_CODE, Fp8Weight
 from appliance.kernels.fp8_matmul.kernel import fp8_matmul_kernel, quantize_rows_kernel
-from appliance.kernels.fp8_matmul.spec import (
-    BLOCK_K,
-    LEAST_NATIVE,
-    QUANTIZE_BLOCK,
-    choose_fp8_tile,
-    fp8_constexprs,
-)
+from appliance.kernels.fp8_matmul.tiles import LEAST_NATIVE, choose_fp8_tile
 from appliance.kernels.packed_matmul.launch import (
     DTYPES,
     WIDTH_MULTIPLE,
@@ -32,6 +26,10 @@ from appliance.kernels.target import target_of
 
 if TYPE_CHECKING:
     from appliance.kernels.backend import Linear
+    from appliance.kernels.packed_matmul.tiles import MatmulTile
+
+BLOCK_K = 128
+QUANTIZE_BLOCK = 2048
 
 
 class ActivationKind(Enum):
@@ -187,3 +185,32 @@ def _check_supported(weight: Fp8Weight, dtype: torch.dtype, activations: Activat
     shape = f"an FP8 weight of {weight.shape[0]} x {weight.shape[1]}"
     msg = f"the FP8 matmul on the GPU has no kernel for {what} ({shape}); supported: {supported}"
     raise UnsupportedModelError(msg)
+
+
+class Fp8Constexprs(TypedDict):
+    """The compile-time arguments of `fp8_matmul_kernel`."""
+
+    BLOCKWISE: bool
+    SPLITS: int
+    EVEN_K: bool
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    STAGES: int
+    NATIVE: bool
+
+
+def fp8_constexprs(
+    in_features: int, tile: MatmulTile, splits: int, *, blockwise: bool, native: bool
+) -> Fp8Constexprs:
+    """What `fp8_matmul_kernel` is specialized for."""
+    return {
+        "BLOCKWISE": blockwise,
+        "SPLITS": splits,
+        "EVEN_K": in_features % BLOCK_K == 0,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": BLOCK_K,
+        "STAGES": tile.num_stages,
+        "NATIVE": native,
+    }

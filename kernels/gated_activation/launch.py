@@ -8,13 +8,14 @@ import torch
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.gated_activation.kernel import gated_activation_kernel
-from appliance.kernels.gated_activation.spec import BLOCK, NUM_WARPS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.activation import Activation
 
+BLOCK = 1024  # columns of a program: 8 for each thread of 4 warps, one 16-byte load of BF16 each
+NUM_WARPS = 4
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

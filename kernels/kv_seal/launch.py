@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.kv_page.layout import DIM_STEP, page_bytes, stored_dims
 from appliance.kernels.kv_seal.kernel import seal_kernel
-from appliance.kernels.kv_seal.spec import NUM_WARPS, constexprs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.sealed_pages import SealedPages
+
+NUM_WARPS = 4
 
 
 def seal(cache: SealedPages, moves: Tensor) -> None:
@@ -35,3 +37,14 @@ def seal(cache: SealedPages, moves: Tensor) -> None:
             **constexprs(cache.head_dim),
             num_warps=NUM_WARPS,
         )
+
+
+def constexprs(head_dim: int) -> dict[str, int]:
+    """What `seal_kernel` is specialized for."""
+    return {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": max(DIM_STEP, 1 << (head_dim - 1).bit_length()),
+        "HEAD_DIM_STORED": stored_dims("int4-sealed", head_dim),
+        "CLOSED_BYTES": page_bytes("int4-sealed", head_dim),
+        "OPEN_BYTES": page_bytes("int8", head_dim),
+    }

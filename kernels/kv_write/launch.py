@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.kv_cache import KVFormat, KVPages
+from appliance.kernels.kv_page.layout import DIM_STEP, page_bytes, stored_dims
+from appliance.kernels.kv_page.reference import hadamard_size
 from appliance.kernels.kv_write.kernel import kv_write_kernel
-from appliance.kernels.kv_write.spec import constexprs, num_warps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from appliance.kernels.kv_write.head_norms import HeadNorms
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_WARPS = 4
+WARP_ELEMENTS = 256  # of one tensor: 8 per thread, one 16-byte load each
 
 
 def write_kv(key: Tensor, value: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
@@ -125,3 +128,67 @@ def _launch(
             num_warps=num_warps(fixed),
         )
     return output
+
+
+class Constexprs(TypedDict):
+    """The compile-time arguments of `kv_write_kernel`."""
+
+    KV_FORMAT: str
+    HEAD_DIM: int
+    HEAD_DIM_PADDED: int
+    HEAD_DIM_STORED: int
+    PAGE_ELEMENTS: int
+    HALF: int
+    HAS_NORM: bool
+    HAS_MEAN: bool
+    HADAMARD: int
+    HAS_QUERY: bool
+    BLOCK_HEADS: int
+
+
+def constexprs(
+    kv_format: KVFormat,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    half: int = 0,
+    has_norm: bool = False,
+    has_mean: bool = False,
+    has_query: bool = False,
+) -> Constexprs:
+    """What `kv_write_kernel` is specialized for.
+
+    Args:
+        kv_format: of the cache.
+        num_kv_heads: of the layer.
+        head_dim: elements of a head.
+        half: half of the rotated dimensions; 0 leaves RoPE out, and the Hadamard transform too.
+        has_norm: whether query and key heads are normed.
+        has_mean: whether a mean is taken off the keys.
+        has_query: whether there are queries.
+    """
+    padded = max(DIM_STEP, _power_of_two(head_dim))
+    element = 1 if kv_format.is_quantized else kv_format.storage_dtype.itemsize
+    return {
+        "KV_FORMAT": kv_format.value,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": padded,
+        "HEAD_DIM_STORED": stored_dims(kv_format.value, head_dim),
+        "PAGE_ELEMENTS": page_bytes(kv_format.value, head_dim) // element,
+        "HALF": half,
+        "HAS_NORM": has_norm,
+        "HAS_MEAN": has_mean,
+        "HADAMARD": hadamard_size(head_dim) if kv_format.is_rotated and half else 0,
+        "HAS_QUERY": has_query,
+        "BLOCK_HEADS": min(_power_of_two(num_kv_heads), MAX_WARPS * WARP_ELEMENTS // padded),
+    }
+
+
+def num_warps(fixed: Constexprs) -> int:
+    """As many as have something wide to load."""
+    elements = fixed["BLOCK_HEADS"] * fixed["HEAD_DIM_PADDED"]
+    return min(MAX_WARPS, max(1, elements // WARP_ELEMENTS))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()

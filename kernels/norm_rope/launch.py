@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.norm_rope.kernel import rms_norm_kernel
-from appliance.kernels.norm_rope.spec import MAX_DIM, constexprs, num_warps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_DIM = 16384
+MAX_WARPS = 16
+WARP_ELEMENTS = 512  # of one row: 16 per thread, two 16-byte loads of BF16
+PROGRAM_ELEMENTS = 1024  # rows shorter than this share a program
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -106,3 +109,29 @@ def _launch(
             **fixed,
             num_warps=num_warps(fixed),
         )
+
+
+class Constexprs(TypedDict):
+    """The compile-time arguments of `rms_norm_kernel`."""
+
+    HAS_RESIDUAL: bool
+    DIM: int
+    DIM_PADDED: int
+    BLOCK_ROWS: int
+
+
+def constexprs(dim: int, *, has_residual: bool) -> Constexprs:
+    """What `rms_norm_kernel` is specialized for; never the number of rows."""
+    padded = max(16, 1 << (dim - 1).bit_length())
+    return {
+        "HAS_RESIDUAL": has_residual,
+        "DIM": dim,
+        "DIM_PADDED": padded,
+        "BLOCK_ROWS": max(1, PROGRAM_ELEMENTS // padded),
+    }
+
+
+def num_warps(fixed: Constexprs) -> int:
+    """As many as have something wide to load."""
+    elements = fixed["BLOCK_ROWS"] * fixed["DIM_PADDED"]
+    return min(MAX_WARPS, max(1, elements // WARP_ELEMENTS))

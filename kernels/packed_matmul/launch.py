@@ -20,13 +20,6 @@ from appliance.kernels.packed_matmul.kernel import (
 )
 from appliance.kernels.packed_matmul.reference import dense_linear
 from appliance.kernels.packed_matmul.reorder import reordered
-from appliance.kernels.packed_matmul.spec import (
-    DEQUANTIZED_AT_ONCE,
-    SUMS_BLOCK_K,
-    SUMS_BLOCK_M,
-    dequantize_constexprs,
-    matmul_constexprs,
-)
 from appliance.kernels.packed_matmul.tiled import (
     GATE_RUN,
     ROW_MULTIPLE,
@@ -43,6 +36,13 @@ from appliance.kernels.packed_matmul.tiles import (
     architecture,
     choose_splits,
     choose_tile,
+)
+from appliance.kernels.packed_matmul.variant import (
+    DEQUANTIZED_AT_ONCE,
+    SUMS_BLOCK_K,
+    SUMS_BLOCK_M,
+    dequantize_constexprs,
+    matmul_constexprs,
 )
 from appliance.kernels.target import target_of
 

@@ -25,7 +25,6 @@ COMPUTE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "
 CODES = {"fp8": "fp8", "int8": "int8", "int4": "int4", "int4-sealed": "sealed"}
 FP8_CAPABILITY = 89  # from here on the hardware converts E4M3
 FP8_FACTOR = 256.0  # what is left to multiply where bits are moved instead
-DECODE_ROWS = 16  # the least that a matrix product has
 
 
 class Phase(Enum):
@@ -129,7 +128,7 @@ _PAGE = PAGE_TOKENS
 _MMA_SYNC: _Tiles = {
     (Phase.DECODE, False): (
         Tile(16, _PAGE, 2, 5, programs=4),
-        Tile(16, _PAGE, 2, 5, programs=2),
+        Tile(16, _PAGE, 2, 5, programs=2, max_registers=255),
         Tile(16, _PAGE, 4, 3, programs=2, max_registers=255),
     ),
     (Phase.DECODE, True): (

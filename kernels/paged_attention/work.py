@@ -13,11 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from appliance.kernels.kv_page.layout import PAGE_TOKENS
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -71,43 +67,15 @@ class AttentionWork:
     spans: dict[int | None, DecodeSpans] = field(default_factory=dict)
 
 
-def span_of(position: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The spans that positions lie in; the model of `attention_spans.kernel.span_of`."""
-    span = np.zeros_like(position)
-    for begin, end, length in zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False):
-        span += np.clip(position - begin, 0, end - begin) // length
-    return span
-
-
-def begin_of(span: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Their first positions; the model of `attention_spans.kernel.begin_of`."""
-    position = np.zeros_like(span)
-    for begin, end, length in zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False):
-        count = (end - begin) // length
-        position += np.clip(span, 0, count) * length
-        span = span - count
-    return position
-
-
-def span_table(
-    contexts: Sequence[int], rows: Sequence[int] | None = None, window: int | None = None
-) -> NDArray[np.int32]:
-    """What the device makes of sequences' lengths: (num_spans, SPAN_COLUMNS)."""
-    table: list[tuple[int, ...]] = []
-    for i, context in enumerate(contexts):
-        count = rows[i] if rows is not None else 1
-        lowest = 0 if window is None else max(context - count - window + 1, 0)
-        first, last = (int(span_of(np.array(key))) for key in (lowest, max(context - 1, lowest)))
-        for span in range(first, last + 1):
-            begin, end = (int(begin_of(np.array(at))) for at in (span, span + 1))
-            begin = max(begin, lowest // PAGE_TOKENS * PAGE_TOKENS)
-            table.append((i, begin, min(end, context), span, first, last))
-    return np.array(table, dtype=np.int32).reshape(-1, SPAN_COLUMNS)
+def span_of(position: int) -> int:
+    """The span that a position lies in, as `attention_spans.kernel.span_of` has it."""
+    levels = zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False)
+    return sum(max(min(position, end) - begin, 0) // length for begin, end, length in levels)
 
 
 def most_spans(tokens: int, rows: int = 1, window: int | None = None) -> int:
     """Spans that the keys of some rows may lie in, of a context of up to so many tokens."""
-    most = int(span_of(np.array(max(tokens, 1) - 1))) + 1
+    most = span_of(max(tokens, 1) - 1) + 1
     if window is None:
         return most
     return min(most, -(-(window + rows - 1) // min(SPAN_LENGTHS)) + 1)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.penalties.kernel import penalize_kernel
-from appliance.kernels.penalties.spec import CHUNK, NUM_WARPS
+from appliance.kernels.sampling.launch import CHUNK
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.penalties.rows import PenaltyRows
+
+NUM_WARPS = 8
 
 
 def penalize(

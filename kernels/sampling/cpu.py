@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from appliance.kernels.cpu.engine import NativeEngine
     from appliance.kernels.sampling.rows import SamplingRows
 
-NO_FINITE_LOGIT = -1  # the row holds NaN, or no finite value
-INFINITE_LOGIT = -2  # the row holds +inf
-
 
 class NativeSampling:
     """Chooses tokens as `reference.sample` does, up to float32 rounding of the probabilities.
@@ -36,8 +33,8 @@ class NativeSampling:
             rows: settings of each row.
 
         Returns:
-            (num_rows,) int64 token ids; `NO_FINITE_LOGIT` or `INFINITE_LOGIT` where a row has no
-            choice.
+            (num_rows,) int64 token ids; -1 for a row with NaN or without a finite value, -2 for one
+            with +inf.
 
         Raises:
             MemoryError: the engine may not, or cannot, have the workspace that this takes.

@@ -8,19 +8,19 @@ import torch
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.sampling import kernel as kernels
-from appliance.kernels.sampling.spec import (
-    BINS,
-    CANDIDATES,
-    MAX_VOCAB,
-    chunks,
-    constexprs,
-    num_warps,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.sampling.rows import SamplingRows
+
+CHUNK = 4096  # logits of one program: 32 of them share a row of 128k, so that one row is quick too
+MAX_VOCAB = 64 * CHUNK
+CANDIDATES = 2048  # as many are searched through without reading the row again
+BLOCK = 2048  # of them at a time
+BINS = 256  # as in the kernel
+CHUNK_WARPS = 8
+ROW_WARPS = 8
 
 
 class DeviceSampling:
@@ -129,3 +129,26 @@ def _settings(rows: SamplingRows, num_rows: int) -> dict[str, Tensor]:
         assert values.shape == (num_rows,), f"{name}: {values.shape} beside {num_rows} rows"
         assert values.is_contiguous(), name
     return {name: values for name, (values, _) in found.items()}
+
+
+def chunks(vocab_size: int) -> int:
+    """Programs that share a row."""
+    return -(-vocab_size // CHUNK)
+
+
+def constexprs(vocab_size: int) -> dict[str, int]:
+    """What the kernels are specialized for, each for some of these."""
+    padded = 1 << (chunks(vocab_size) - 1).bit_length()
+    return {
+        "VOCAB": vocab_size,
+        "NUM_CHUNKS": chunks(vocab_size),
+        "CHUNK": CHUNK,
+        "CHUNKS": max(2, padded),
+        "CANDIDATES": CANDIDATES,
+        "BLOCK": BLOCK,
+    }
+
+
+def num_warps(kernel: str) -> int:
+    """Warps of a program of "scan", "weigh", "cut", "gather" or "choose"."""
+    return CHUNK_WARPS if kernel in ("scan", "weigh", "gather") else ROW_WARPS

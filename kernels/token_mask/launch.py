@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from appliance.kernels.sampling.launch import CHUNK
 from appliance.kernels.token_mask.kernel import mask_tokens_kernel
-from appliance.kernels.token_mask.spec import CHUNK, NUM_WARPS
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+NUM_WARPS = 8
 
 
 def mask_tokens(logits: Tensor, rows: Tensor, words: Tensor) -> None:

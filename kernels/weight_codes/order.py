@@ -128,9 +128,3 @@ class TileOrder:
 def to_int32(words: Tensor) -> Tensor:
     """The same 32 bits of int64 values, as int32."""
     return ((words + (1 << 31)) % (1 << 32) - (1 << 31)).to(torch.int32)
-
-
-def rotate_left(words: Tensor, bits: int) -> Tensor:
-    """Rotate int32 words."""
-    unsigned = words.to(torch.int64) & 0xFFFFFFFF
-    return to_int32((unsigned << bits | unsigned >> 32 - bits) & 0xFFFFFFFF)

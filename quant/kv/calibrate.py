@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from appliance.quant.walk.block import Block
 
 # What a layer may be stored in, without those that cost more for less (measured with
-# scripts/bench_cpu_quality: FP8 costs more bits and more quality than K8V4).
+# scripts/benchmark cpu_quality: FP8 costs more bits and more quality than K8V4).
 CHOICES = (KVFormat.INT4_SEALED, KVFormat.K8V4, KVFormat.INT8, KVFormat.BF16)
 MEASURED = (*CHOICES, KVFormat.FP8, KVFormat.INT4)
 ROWS = 2  # that errors are measured on; all rows count for scales and means

@@ -40,7 +40,7 @@ def search_scales(
 ) -> Tensor:
     """Shift the scales of keys or of values to where the heads' results are least wrong.
 
-    With scripts/bench_kv_quality on SmolLM2-135M this leaves 0.0036 of KL divergence where
+    With scripts/benchmark kv_quality on SmolLM2-135M this leaves 0.0036 of KL divergence where
     `largest_scales` leave 0.0051 (windows of 512 tokens; 0.0042 and 0.0049 of 224). Scales of least
     squared error in keys and values, and clipping, left more than `largest_scales`.
 

@@ -42,7 +42,7 @@ def search(weight: Tensor, scheme: WeightScheme, scale_dtype: torch.dtype) -> Pa
 
     It gains nothing that can be told from chance, and is here to have been tried: in groups of 64
     asymmetric codes of 4 bits the mean KL divergence of SmolLM2-135M was 0.347 beside 0.345 of
-    plain rounding (`benchmarks/results/quantize/smollm2.json`), and on half of that text 0.356
+    plain rounding (`scripts/bench/results/quantize/smollm2.json`), and on half of that text 0.356
     beside 0.358, with standard errors of 0.011. There, least squares weighted with the energy of
     inputs that the weights themselves tell, by the norm or the linear before, left 0.352, and
     0.345 with inputs scaled by its fourth root as AWQ scales them; powers of 0.7, the aim of

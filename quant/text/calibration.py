@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 MOST_DOCUMENTS = 2048  # that are cut into rows, unless so many rows are wanted
 ROWS_NAME = "rows.safetensors"
 DEFAULT_TEXT = "Python's help topics"
-# Of the default rows the model writes so many; scripts/bench_quantize on prose finds half as good:
+# Of the default rows the model writes so many; benchmark quantize on prose finds half as good:
 # KL divergence 0.157 by AWQ and 0.140 by GPTQ at 4 bits, asymmetric, and 0.155 and 0.143 with half.
 OWN_SHARE = 0.75
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu.goals import Verdict, verdicts
-from gpu.requests import idle_of
-from gpu.results import Results
+
+from bench.gpu.goals import Verdict, verdicts
+from bench.gpu.requests import idle_of
+from bench.gpu.results import Results
 
 H200 = "NVIDIA H200"
 

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu.goals import verdicts
-from gpu.plan import SUITES, Amount, Wanted
-from gpu.results import Results
-from gpu.rows import Rows
-from gpu.supervisor import name_of
-from gpu.timing import Bench
+
+from bench.gpu.goals import verdicts
+from bench.gpu.plan import SUITES, Amount, Wanted
+from bench.gpu.results import Results
+from bench.gpu.rows import Rows
+from bench.gpu.supervisor import name_of
+from bench.gpu.timing import Bench
 
 # What a row of each suite says, whatever the figure.
 FOUND: dict[str, dict[str, Any]] = {

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import rows as rows_module
-from gpu.rows import Contender, Rows, Work
-from gpu.supervisor import START_AGAIN
-from gpu.timing import Bench
+
+from bench.gpu import rows as rows_module
+from bench.gpu.rows import Contender, Rows, Work
+from bench.gpu.supervisor import START_AGAIN
+from bench.gpu.timing import Bench
 
 WORK = Work("kernel", "shape", {"m": 1}, 100)
 

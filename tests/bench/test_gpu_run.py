@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu import run
-from gpu.plan import COMPILE_SECONDS, MINUTES, SUITES, Amount, Suite, Wanted, deadlines
-from gpu.results import Results, folder_name
+
+from bench.gpu import run
+from bench.gpu.plan import COMPILE_SECONDS, MINUTES, SUITES, Amount, Suite, Wanted, deadlines
+from bench.gpu.results import Results, folder_name
 
 BAD = tuple(
     Suite(name, 20, patience, name, package="bench_suites")

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import bench_worker
-from gpu.supervisor import Start, Supervisor, name_of
 from waiting import LIMIT
 
-ROOT = Path(__file__).parents[2]
+from bench.gpu.supervisor import Start, Supervisor, name_of
 
 
 def supervise(
@@ -87,20 +82,3 @@ def test_a_process_that_measures_nothing_is_not_started_for_ever() -> None:
     stopped, rows, _ = supervise("a", work=bench_worker.fail)
     assert stopped == "its process ends before it has measured anything"
     assert rows == []
-
-
-def test_a_script_finds_the_package_where_the_code_was_only_copied_to(tmp_path: Path) -> None:
-    without_packages = tmp_path / "python"
-    without_packages.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    without_packages.chmod(0o755)
-    script = tmp_path / "script.py"
-    script.write_text("import appliance; print(appliance.__file__)")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    found = subprocess.run(
-        ["bash", "-c", f'source scripts/bench/python_for_gpu; "$python" {script}'],
-        cwd=ROOT,
-        env={**environment, "PYTHON": str(without_packages), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert found.stdout.strip().endswith("appliance/__init__.py"), found.stderr

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu.plan import SUITES
-from gpu.results import Results
-from synthetic_checkpoint import TINY, write_checkpoint
 
 from appliance.quant.formats.scheme import WeightScheme
+from bench.gpu.plan import SUITES
+from bench.gpu.results import Results
+from bench.lib.model_shapes import TINY_LLAMA
+from bench.lib.synthetic import Schemes
+from bench.lib.synthetic_checkpoint import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 # Of ours, what is not there and is not carried either.
@@ -32,9 +34,9 @@ sys.meta_path.insert(0, Missing())
 @pytest.mark.timeout(900)
 def test_every_suite_comes_to_its_end(tmp_path: Path) -> None:
     model, out = tmp_path / "tiny-model", tmp_path / "out"
-    write_checkpoint(model, TINY, WeightScheme(4, 64), WeightScheme(8, 64))
+    write_checkpoint(model, TINY_LLAMA, Schemes(WeightScheme(4, 64), WeightScheme(8, 64)))
     (tmp_path / "sitecustomize.py").write_text(BLOCK)
-    command = ["scripts/bench_gpu", "--tiny", "--out", str(out), "--model", str(model)]
+    command = ["scripts/benchmark", "gpu", "--tiny", "--out", str(out), "--model", str(model)]
     command += ["--minutes", "14", "--commit", "abc"]
     finished = subprocess.run(
         command,

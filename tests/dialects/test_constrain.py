@@ -20,6 +20,7 @@ from appliance.dialects.learn import FORMS
 from appliance.dialects.thoughts import ThoughtMarks
 from appliance.errors import RequestError
 from appliance.grammar import Grammar
+from appliance.grammar.check import problem_of
 from appliance.grammar.source import limits, source_of
 
 EOS = 256
@@ -226,3 +227,50 @@ def test_gemmas_values_follow_references_and_alternatives() -> None:
         assert vocabulary.accepts(grammar, gemma.write("f", arguments)), arguments
     for arguments in ('{"a": "x"}', '{"c": null}', '{"d": 1}'):
         assert not vocabulary.accepts(grammar, gemma.write("f", arguments)), arguments
+
+
+def test_gemmas_texts_obey_patterns_and_lengths() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "code": {"type": "string", "pattern": "^[A-Z]{2}/[0-9]+$"},
+            "part": {"type": "string", "pattern": "b+", "maxLength": 4},
+            "name": {"type": "string", "minLength": 2, "maxLength": 3},
+        },
+    }
+    for form in [form for form in FORMS if "gemma" in form.name]:
+        for are_control in (True, False):
+            vocabulary, one = words(form, are_control), dialect(form)
+            grammar = must_call(
+                one, {"f": schema}, vocabulary.control, one_call=True, thinking=False
+            )
+            for good in ({"code": "AB/1"}, {"part": "b"}, {"part": "aabb"}, {"name": "é\n"}):
+                assert vocabulary.accepts(grammar, form.write("f", json.dumps(good))), good
+            for bad in ({"code": "AB/1x"}, {"code": "a"}, {"part": "aa"}, {"part": "aaabb"},
+                        {"name": "x"}, {"name": "abcd"}):  # fmt: skip
+                assert not vocabulary.accepts(grammar, form.write("f", json.dumps(bad))), bad
+
+
+def test_a_pattern_that_no_grammar_has_is_refused_and_not_left_out() -> None:
+    (gemma,) = [form for form in FORMS if form.name == "gemma 4"]
+    vocabulary, one = words(gemma, True), dialect(gemma)
+    for pattern in ("(?=a)b", "(", "[a/\nstart: x"):
+        schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+        grammar = must_call(one, {"f": schema}, vocabulary.control, one_call=True, thinking=False)
+        problem = problem_of(grammar)
+        assert problem is not None, pattern
+
+
+def test_arguments_of_python_are_those_of_the_schema() -> None:
+    (pythonic,) = [form for form in FORMS if form.name == "pythonic"]
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}, "c": {}},
+        "required": ["b"],
+    }
+    vocabulary, one = words(pythonic, True), dialect(pythonic)
+    grammar = must_call(one, {"f": schema}, vocabulary.control, one_call=True, thinking=False)
+    for good in ({"b": True}, {"b": False, "a": 5}, {"b": True, "a": 1, "c": [1, "x"]}):
+        assert vocabulary.accepts(grammar, pythonic.write("f", json.dumps(good))), good
+    for bad in ({}, {"a": 5}, {"b": 1}, {"b": True, "d": 1}):
+        assert not vocabulary.accepts(grammar, pythonic.write("f", json.dumps(bad))), bad

@@ -75,11 +75,14 @@ arguments = st.fixed_dictionaries(
 )
 
 
-def reader(form: CallForm, *, thinking: bool = False, one_call: bool = False) -> Reader:
+def reader(
+    form: CallForm, *, thinking: bool = False, one_call: bool = False, must_call: bool = False
+) -> Reader:
     def read(source: Source) -> Steps[None]:
         return form.read(source, SCHEMAS)
 
-    return Reader(then_content(MARKS, thinking, read), one_call=one_call)
+    parse = then_content(MARKS, thinking, read)
+    return Reader(parse, one_call=one_call, must_call=must_call)
 
 
 def joined(parts: list[Part]) -> list[Part]:
@@ -94,10 +97,10 @@ def joined(parts: list[Part]) -> list[Part]:
     return whole
 
 
-def read(form: CallForm, *pieces: str, **options: bool) -> list[Part]:
+def read(form: CallForm, *pieces: str, was_cut: bool = False, **options: bool) -> list[Part]:
     one = reader(form, **options)
     parts = [part for piece in pieces for part in one.push(piece)]
-    return joined(parts + one.finish())
+    return joined(parts + one.finish(cut=was_cut))
 
 
 def cut(text: str, places: list[int]) -> list[str]:
@@ -135,8 +138,8 @@ def test_thought_and_text_come_before_a_call(form: CallForm) -> None:
             "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
             f"<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant{call}"
         )
-    elif form.name == "llama":
-        text = f"<think>\nHm.\n</think>\n\nLet me see.\n<|python_tag|>{call}"
+    elif not form.opening:
+        text = f"<think>\nHm.\n</think>\n\nLet me see.\n{form.marks[0]}{call}"
     else:
         text = f"<think>\nHm.\n</think>\n\nLet me see.\n{call}\n"
     expected = [Thought("Hm."), Content("Let me see."), CallBegin("weather")]
@@ -162,16 +165,54 @@ def test_every_beginning_of_a_call_loses_no_call_that_has_begun(form: CallForm) 
 @by_form
 def test_only_the_first_call_counts_if_one_is_wanted(form: CallForm) -> None:
     call = form.write("weather", '{"city": "Oslo"}')
-    both = (
-        f"{call};{call}"
-        if form.name == "llama"
-        else call + "<|start|>assistant" * form.framed + call
-    )
+    both = call + "<|start|>assistant" * form.framed + call
+    if not form.opening:
+        both = f"{call};{call}" if form.name == "llama" else f"{call[:-1]}, {call[1:]}"
     assert len([part for part in read(form, both) if isinstance(part, CallBegin)]) == 2
     one = reader(form, one_call=True)
     parts = one.push(both)
     assert one.ended
     assert [type(part) for part in joined(parts)] == [CallBegin, CallArguments]
+
+
+@by_form
+def test_what_is_cut_of_a_call_is_a_call_or_nothing(form: CallForm) -> None:
+    call = form.write("weather", '{"city": "Oslo \\"x\\""}')
+    for length in range(len(call) + 1):
+        parts = read(form, call[:length], must_call=True)
+        assert not any(isinstance(part, Content) for part in parts), call[:length]
+        if form.opening and not form.framed:  # whose marks are control tokens, which arrive whole
+            assert read(form, call[:length], was_cut=True) == parts
+            after_text = read(form, f"So:{call[:length]}", was_cut=True)
+            assert after_text == [Content("So:"), *parts]
+    for text in ("a", "a < b", '{"title": "x', "[1, 2", "it [weather"):
+        assert read(form, text, was_cut=True) == [Content(text)]
+
+
+@by_form
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.sampled_from(["Oslo", "Rome", "Os"]), min_size=1, max_size=5), st.booleans())
+def test_a_call_that_comes_again_ends_an_answer_that_has_to_call(
+    form: CallForm, cities: list[str], in_pieces: bool
+) -> None:
+    calls = [form.write("weather", json.dumps({"city": city})) for city in cities]
+    text = ("<|start|>assistant" * form.framed).join(calls)
+    if not form.opening:
+        text = ";".join(calls)
+        if form.name != "llama":
+            text = f"[{', '.join(call[1:-1] for call in calls)}]"
+    until_again: list[str] = []
+    for city in cities:
+        if city in until_again:
+            break
+        until_again.append(city)
+    one = reader(form, must_call=True)
+    parts = [part for piece in (text if in_pieces else [text]) for part in one.push(piece)]
+    assert one.ended == (len(until_again) < len(cities))
+    found = [p for p in joined(parts + one.finish()) if isinstance(p, CallArguments)]
+    assert [json.loads(part.text)["city"] for part in found] == until_again
+    everything = [p for p in read(form, text) if isinstance(p, CallBegin)]
+    assert len(everything) == len(cities), "where the model may choose, it may mean it"
 
 
 @by_form
@@ -198,6 +239,11 @@ MALFORMED = [
     ("glm", "<tool_call>I would call the weather</tool_call>"),
     ("gemma 4", "<|tool_call>weather<tool_call|>"),
     ("function gemma", "<start_function_call>call:weather()<end_function_call>"),
+    ("llama", "[weather]"),
+    ("llama", "[clock(city='Oslo')]"),
+    ("pythonic (bare)", "[1, 2] [weather()]"),
+    ("pythonic (bare)", "[weather[0](1)]"),
+    ("pythonic", "<|tool_call_start|>weather()<|tool_call_end|>"),
     ("deepseek", "<｜tool▁calls▁begin｜>weather<｜tool▁calls▁end｜>"),
     ("deepseek (fenced)", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather {}"),
 ]
@@ -229,6 +275,15 @@ VARIANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("gemma 4", "<|tool_call>call:x{a:{b:[1,true]},c:red}<tool_call|>", [("x", '{"a": {"b": [1, true]}, "c": "red"}')]),
     ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
      '{"city": "Oslo"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>', []),
+    ("llama", "[weather(city='Oslo')]", []),
+    ("llama", '[weather(city="Oslo"), weather()]', [("weather", '{"city": "Oslo"}'), ("weather", "{}")]),
+    ("pythonic", "<|tool_call_start|>[weather( city = 'Oslo' , )]", []),
+    ("pythonic", "<|tool_call_start|>[x(a=[1, 'b', None,], d={'k': True, \"l\": -1.5})]<|tool_call_end|>",
+     [("x", '{"a": [1, "b", null], "d": {"k": true, "l": -1.5}}')]),
+    ("pythonic", "<|tool_call_start|>[x(a='it\\'s \\\\ \\n \\x41\\u00e9 \"b\"')]<|tool_call_end|>",
+     [("x", '{"a": "it\'s \\\\ \\n Aé \\"b\\""}')]),
+    ("pythonic (bare)", "\n[weather(city=\"Oslo\")]\n", []),
+    ("pythonic (bare)", "<|python_start|>[weather(city=\"Oslo\")]<|python_end|>", []),
     ("harmony", ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>', []),
 ]  # fmt: skip
 

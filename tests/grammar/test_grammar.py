@@ -31,7 +31,7 @@ def nested(levels: int) -> dict[str, Any]:
 
 def test_a_schema_keeps_its_order_and_equal_ones_are_one() -> None:
     grammar = Grammar.json_schema({"properties": {"b": {}, "a": {}}})
-    assert grammar.text == '{"properties":{"b":{},"a":{}}}'
+    assert grammar.text == '{"properties":{"b":{},"a":{}},"additionalProperties":false}'
     assert grammar == Grammar.json_schema(' {"properties" : {"b":{}, "a":{}}}')
     assert len({grammar, Grammar.json_schema({"properties": {"a": {}, "b": {}}})}) == 2
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(grammar), type=Grammar) == grammar

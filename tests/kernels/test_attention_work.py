@@ -3,9 +3,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
+from attention_spans import begin_of, span_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,11 +15,9 @@ from appliance.kernels.paged_attention.work import (
     SPAN_BOUNDS,
     SPAN_LENGTHS,
     TILE_ROWS,
-    begin_of,
     most_spans,
     prefill_tiles,
     span_of,
-    span_table,
 )
 from appliance.kernels.ragged import RaggedBatch
 
@@ -67,7 +65,7 @@ def test_every_key_that_a_decode_row_sees_is_in_one_span(
 @settings(max_examples=200, derandomize=True)
 @given(st.integers(0, 2_000_000))
 def test_a_span_begins_where_the_one_before_ends(position: int) -> None:
-    span = span_of(np.array(position))
+    span = span_of(position)
     assert begin_of(span) <= position < begin_of(span + 1)
     assert span_of(begin_of(span)) == span
 
@@ -151,14 +149,16 @@ def test_keys_and_values_of_unlike_dtypes_are_refused() -> None:
         write_kv(key, key.double(), cache, torch.zeros(1, dtype=torch.int64))
 
 
-def test_specs_and_references_load_no_triton() -> None:
+def test_tiles_variants_and_references_load_no_triton() -> None:
     names = [
         f"appliance.kernels.{name}"
         for name in (
-            "paged_attention.spec",
+            "paged_attention.variant",
             "paged_attention.work",
             "paged_attention.reference",
-            "kv_write.spec",
+            "packed_matmul.tiles",
+            "packed_matmul.variant",
+            "fp8_matmul.tiles",
             "kv_write.reference",
             "kv_page.reference",
         )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from aot_process import compile_kernels
-from decode_gates import Loop, moves_codes, too_many
-from kernel_gates import (
+from compiled_kernels.decode_gates import Loop, moves_codes, too_many
+from compiled_kernels.gates import (
     GATES,
     Gate,
     Table,
@@ -23,8 +21,9 @@ from kernel_gates import (
     widening_slowly,
     without_wide_loads,
 )
-
-from appliance.kernels.signature import CAPABILITIES, SPECS
+from compiled_kernels.process import compile_kernels
+from compiled_kernels.signature import CAPABILITIES
+from compiled_kernels.signatures import signatures
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / f"resources_triton_{version('triton')}.json"
@@ -38,7 +37,7 @@ pytestmark = [
 def compiled(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Table:
     """All kernels' resources, planted regressions included, by name and capability."""
     output = tmp_path_factory.mktemp("aot") / "resources.json"
-    compile_kernels(pytestconfig.rootpath, output, [*SPECS, "planted_regressions"])
+    compile_kernels(pytestconfig.rootpath, output)
     return load(output)
 
 
@@ -52,8 +51,7 @@ def test_all_signatures_compile(compiled: Table) -> None:
     expected = {
         (signature.name, capability)
         for capability in CAPABILITIES
-        for spec in SPECS
-        for signature in importlib.import_module(spec).signatures(capability)
+        for signature in signatures(capability)
     }
     assert set(shipped(compiled)) == expected
     assert {capability for _, capability in expected} == {80, 86, 89, 90, 120}
@@ -111,10 +109,7 @@ def test_gates_of_decode_catch_planted_regressions(
 
 
 def test_resources_stay_within_a_tenth_of_the_golden_table(compiled: Table) -> None:
-    """`python -m appliance.kernels.aot tests/kernels/resources_triton_3.7.1.json` rewrites it.
-
-    `scripts/check_triton VERSION --write` does for another triton than the one installed.
-    """
+    """The page on extending says how to rewrite it."""
     golden = golden_table()
     assert set(golden) == set(shipped(compiled))
     wrong = {

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
+from cpu_sections import load_sections, use_isa
 
 from appliance.kernels.backend import CPU, REFERENCE, Backend
 from appliance.kernels.cpu.arena import Arena
 from appliance.kernels.cpu.engine import NativeEngine, check
-from appliance.kernels.cpu.library import load_library, supported_isas
+from appliance.kernels.cpu.library import supported_isas
 from appliance.kernels.cpu.structs import Isa
 from appliance.kernels.cpu.weights import WeightPacker
 from appliance.kernels.packed import OffsetKind, PackedWeight
 
-LIBRARY = load_library()
+LIBRARY = load_sections()
+use_isa(LIBRARY, Isa(LIBRARY.ap_current_isa()))
 
 
 def ordered(
@@ -65,8 +65,8 @@ def test_torch_backends_multiply_inputs_in_their_own_order(
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("num_tokens", [1, 3, 14])
 def test_the_library_gathers_the_same_bits(isa: Isa, bits: int, num_tokens: int) -> None:
-    before = LIBRARY.ap_current_isa()
-    assert LIBRARY.ap_use_isa(isa) == 0
+    before = Isa(LIBRARY.ap_current_isa())
+    use_isa(LIBRARY, isa)
     plain, weight = ordered(bits=bits)
     assert weight.input_order is not None
     x = torch.randn(num_tokens, 192, generator=torch.Generator().manual_seed(2))
@@ -74,7 +74,7 @@ def test_the_library_gathers_the_same_bits(isa: Isa, bits: int, num_tokens: int)
     try:
         assert torch.equal(forward(weight, x), forward(plain, gathered))
     finally:
-        LIBRARY.ap_use_isa(before)
+        use_isa(LIBRARY, before)
 
 
 def forward(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
@@ -83,9 +83,7 @@ def forward(weight: PackedWeight, x: torch.Tensor) -> torch.Tensor:
     struct = WeightPacker(engine, arena, torch.bfloat16).linear(weight)
     out = torch.empty(len(x), weight.shape[0])
     check(
-        LIBRARY.ap_linear_forward(
-            engine.handle, ctypes.byref(struct), x.data_ptr(), len(x), out.data_ptr()
-        )
+        LIBRARY.section_linear(engine.handle, struct, x.data_ptr(), len(x), False, out.data_ptr())
     )
     return out
 
@@ -95,7 +93,8 @@ def test_the_library_looks_rows_up_in_the_order_of_the_inputs() -> None:
     arena = Arena()
     struct = WeightPacker(NativeEngine(LIBRARY, 1), arena, torch.bfloat16).linear(weight)
     index, out = torch.tensor([17, 0, 31]), torch.empty(3, 192)
-    check(LIBRARY.ap_linear_rows(ctypes.byref(struct), index.data_ptr(), 3, out.data_ptr()))
+    for place, row in enumerate(index.tolist()):
+        LIBRARY.section_embedding(struct, row, out[place].data_ptr())
     torch.testing.assert_close(out, weight.dequantize()[index], atol=1e-6, rtol=1e-6)
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from compiled_kernels.signatures.packed_matmul import SHAPES, MatmulShape
 
-from appliance.kernels.fp8_matmul.spec import choose_fp8_tile
-from appliance.kernels.packed_matmul.spec import SHAPES, MatmulShape
+from appliance.kernels.fp8_matmul.tiles import choose_fp8_tile
 from appliance.kernels.packed_matmul.tiles import (
     ARCHITECTURES,
     LEAST_BLOCKS,

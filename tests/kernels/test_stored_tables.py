@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kernel_gates import GATES, Gate, load, offenders
+from compiled_kernels.gates import GATES, Gate, load, offenders
 
 TABLES = sorted(Path(__file__).parent.glob("resources_triton_*.json"))
 

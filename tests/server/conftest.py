@@ -161,6 +161,7 @@ def serve(byte_tokenizer: Tokenizer) -> Serve:
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
                 timeout_graceful_shutdown=1,
             )
         )

@@ -70,6 +70,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"choice": ["a"] * 2000}}, "structured_outputs.choice"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": "start: nowhere"}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {"grammar": "start: <nope>"}}, "structured_outputs.grammar"),
+    ({"guided_grammar": 'start: "a" <[99999999]>'}, "guided_grammar"),
     ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"grammar": "root ::= nowhere"}}, "structured_outputs.grammar"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
@@ -181,4 +183,6 @@ async def test_the_default_model_answers_in_form(serve: Serve, smollm2_gguf: Pat
         for stream in (False, True):
             refused = await running.chat(structured_outputs=unknown, stream=stream)
             assert refused.status_code == 400
-            assert "nowhere" in refused.json()["error"]["message"]
+            error = refused.json()["error"]
+            assert error["param"] == "structured_outputs.grammar"
+            assert "line 1, column 8: this model has no control token <nowhere>" in error["message"]

@@ -8,10 +8,10 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from gpu.supervisor import START_AGAIN, name_of
+from bench.gpu.supervisor import START_AGAIN, name_of
 
 if TYPE_CHECKING:
-    from gpu.supervisor import Tell
+    from bench.gpu.supervisor import Tell
 
 
 def work(kinds: tuple[str, ...], tell: Tell, done: frozenset[str]) -> None:

@@ -123,8 +123,8 @@ def forward(
     x = np.ascontiguousarray(x, np.float32)
     count = x.shape[0] * linear.struct.out_features
     out = np.full(count + GUARD, SENTINEL)
-    status = library.ap_linear_forward(
-        engine, linear.struct, x.ctypes.data, x.shape[0], out.ctypes.data
+    status = library.section_linear(
+        engine, linear.struct, x.ctypes.data, x.shape[0], False, out.ctypes.data
     )
     assert status == expected_status
     assert np.all(out[count:] == SENTINEL)

@@ -17,7 +17,6 @@ from appliance.kernels.cpu.structs import (
     CacheLayerStruct,
     CacheStruct,
     Format,
-    Status,
 )
 
 Array = NDArray[Any]
@@ -121,7 +120,7 @@ class Cache:
     def write(self, engine: int, key: Array, value: Array, slots: Sequence[int]) -> None:
         slot_mapping = np.array(slots, np.int64)
         key, value = np.ascontiguousarray(key), np.ascontiguousarray(value)
-        status = self.library.ap_kv_write(
+        self.library.section_write(
             engine,
             self.attention,
             self.struct,
@@ -131,7 +130,6 @@ class Cache:
             len(slots),
             address(slot_mapping),
         )
-        assert status == Status.OK
         if self.format in SEALED:
             self.seal(engine, sorted({slot // BLOCK for slot in slots}))
 
@@ -139,8 +137,7 @@ class Cache:
         """Make blocks of their open pages."""
         numbers = np.array(blocks, np.int32)
         arguments = (engine, self.attention, self.struct, LAYER, len(numbers))
-        status = self.library.ap_kv_seal(*arguments, address(numbers), address(numbers))
-        assert status == Status.OK
+        self.library.section_seal(*arguments, address(numbers), address(numbers))
 
     def pages(self, block: int) -> NDArray[np.uint8]:
         """(num_kv_heads, pages in a block, page_bytes)."""

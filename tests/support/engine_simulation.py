@@ -20,6 +20,7 @@ from virtual_model import EOS, VOCAB, content_of, logprob_of, next_token
 from virtual_runner import Clock, DeviceLostError, VirtualRunner
 
 from appliance.best_of import Likelihood, best
+from appliance.engine.beams.beam_group import BeamGroup
 from appliance.engine.blocks.block_manager import BlockManager
 from appliance.engine.blocks.open_pages import num_open_pages
 from appliance.engine.engine import LLMEngine
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from appliance.engine.sequence import Sequence
 
 PATIENCE = 300  # steps in which nobody gets a token
+TICK = 1e-9  # seconds, more than a few steps of the clock's last bit
 MIN_DISK_TOKENS = 4  # of what is written, and of what is read: prompts are short here
 
 
@@ -65,6 +67,8 @@ class Simulation:
         self.failed = False  # the latest step
         self.moved = 0  # the last step in which anybody got a token
         self.live: dict[tuple[str, int], Choice] = {}
+        self.num_tokens = 0  # of answers of this engine
+        self.searches = 0  # that this engine took
         self.started: set[str] = set()  # requests that something was computed for
         self.ended: dict[str, list[Choice]] = {}  # of requests that want the best of several
         self.disk: VirtualDisk | None = None
@@ -75,6 +79,7 @@ class Simulation:
     def start(self) -> None:
         """Begin with an empty cache; only what the disk has is left of what was before."""
         setting = self.script.setting
+        self.num_tokens = self.searches = 0
         limits = SchedulerLimits(
             setting.max_num_seqs, setting.max_num_batched_tokens, setting.context_length
         )
@@ -181,13 +186,16 @@ class Simulation:
         if request.sampling.use_beam_search and fits:
             search = Search(beams_of(request, setting))
             fits = bool(search.right)
+        before = list(self.scheduler.sequences())
         try:
             self.engine.submit(request)
         except RequestError:
             assert not fits, "a request was refused that fits"
+            assert list(self.scheduler.sequences()) == before, "a refused request leaves something"
             self.seen["refused"] += 1
             return
         assert fits, "a request was accepted that can never be served"
+        self.searches += search is not None
         last = 0
         for token in request.prompt_token_ids:
             last = content_of(request.cache_salt, last, token)
@@ -216,7 +224,20 @@ class Simulation:
             self.receive(delta)
         for choice in self.live.values():
             self.look_at_time(choice, begin)
+        self.look_at_books()
         return bool(report.deltas)
+
+    def look_at_books(self) -> None:
+        """What costs little to look at after every step."""
+        host = self.tiers.host
+        assert len(host) <= host.capacity, "host memory holds more than it may"
+        assert host.room >= 0, "more of host memory is promised than there is"
+        groups = {sequence.group for sequence in self.scheduler.sequences()}
+        for group in groups:
+            if isinstance(group, BeamGroup):
+                group.check_invariants()
+                begun = group.live[0].num_output_tokens > 0
+                self.seen["beams without an answer"] += begun and len(group.beams) < len(group.live)
 
     def first_in_rank(self) -> Sequence | None:
         """Who must get a row in the next step, whatever it costs the others, if anybody must."""
@@ -231,6 +252,7 @@ class Simulation:
     def look_at_time(self, choice: Choice, now: float) -> None:
         """Whoever is still served may be."""
         request = choice.request
+        now -= TICK  # of those that arrive together, each is noted a tick after the one before
         timeout, longest = request.timeout, request.max_queue_seconds
         assert timeout is None or now < choice.arrival + timeout, "its time is over"
         if longest is not None and choice.index == 0 and request.request_id not in self.started:
@@ -249,6 +271,7 @@ class Simulation:
             self.end(choice, delta.finish_reason)
             return
         choice.likelihood.add(delta)
+        self.num_tokens += len(delta.token_ids)
         for token in delta.token_ids:
             assert token == next_token(choice.last, choice.index), "a wrong token"
             choice.last = content_of(request.cache_salt, choice.last, token)
@@ -325,6 +348,8 @@ class Simulation:
         unread = 0 if self.disk is None else sum(len(job.hashes) for job in self.disk.unfinished)
         host = self.tiers.host
         assert host.room == host.capacity - unread, "room in host memory is kept for nobody"
+        if not self.searches:  # their tokens count for each beam
+            assert stats.generation_tokens_total == self.num_tokens, "tokens are counted wrongly"
         self.count()
         if self.disk is not None:
             self.seen["damaged files"] += self.disk.counters.corrupt

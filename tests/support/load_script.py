@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 
 from plain_search import Found, best_answers
-from virtual_model import EOS, STOP, STOP_PIECES, VOCAB, content_of, next_token
+from virtual_model import EOS, STOPS, VOCAB, content_of, next_token, stop_pieces
 
 from appliance.engine.limits import max_beam_tokens
 from appliance.engine.request import Request, SamplingParams
@@ -18,7 +18,7 @@ from appliance.engine.request import Request, SamplingParams
 SALTS = ("", "", "", "x")
 OWNERS = ("", "ann", "bob", "agent")
 FAULTS = ("memory", "launch", "collect", "nan", "death")
-DISK_FAULTS = ("full", "slow", "damaged", "damaged", "")
+DISK_FAULTS = ("full", "slow", "damaged", "damaged", "damaged", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ def _steps_of(request: Request, setting: Setting) -> float:
 def _setting(rng: random.Random) -> Setting:
     block_size = rng.choice([1, 2, 2, 4, 4, 8, 16])
     max_num_seqs = rng.choice([1, 2, 3, 4, 6, 8])
-    length = rng.choice([24, 48, 80])  # what one sequence comes to at most
-    slots = int(length * rng.choice([0.8, 1.0, 1.2, 1.5, 3.0]))
+    length = rng.choice([12, 24, 48, 80])  # what one sequence comes to at most
+    slots = int(length * rng.choice([0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 3.0]))
     return Setting(
         num_blocks=max(2, -(-slots // block_size)),
         block_size=block_size,
@@ -159,7 +159,7 @@ def _setting(rng: random.Random) -> Setting:
         host_keeps_evicted=rng.random() < 0.5,
         tokens_per_move=rng.choice([1, 1, 1, 1000]),
         disk_blocks=rng.choice([0, 30, 1000]),
-        searches=rng.choice([0.05, 0.05, 0.5]),
+        searches=rng.choice([0.05, 0.05, 0.5, 0.9]),
         admits_eagerly=rng.random() < 0.8,
     )
 
@@ -171,9 +171,9 @@ def _happening(rng: random.Random, setting: Setting, step: int, told: list[Reque
     if kind < 0.12 and told:
         gone = rng.choice(told[-8:]).request_id
         return Event(step, leaves=(gone, rng.choice([None, None, 0, 1])))
-    if kind < 0.13 and setting.disk_blocks:
+    if kind < 0.135 and setting.disk_blocks:
         return Event(step, disk_fault=rng.choice(DISK_FAULTS))
-    if kind < 0.14:
+    if kind < 0.145:
         return Event(step, seconds=rng.choice([0.5, 5.0, 50.0]))
     return Event(step, arrives=_request(rng, setting, str(len(told)), told))
 
@@ -198,6 +198,7 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
         prompt = prompt[: setting.max_tokens - 2]
     max_tokens = rng.choice([1, 2, 6, 12, 12, 20, 40, None])
     beams = rng.random() < setting.searches
+    stop = rng.choice([(), *STOPS]) if beams else ()
     n = rng.choice([1, 1, 1, 1, 2, 4])
     best_of = rng.choice([None, None, None, None, None, n + rng.choice([0, 1, 2])])
     return Request(
@@ -211,7 +212,7 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
             early_stopping=rng.choice([True, False, "never"]),
             max_tokens=rng.choice([3, 8, 16, None]),
             min_tokens=rng.choice([0, 0, 1, 3]),
-            stop=rng.choice([(), (), (STOP,)]),
+            stop=stop,
             ignore_eos=rng.random() < 0.5,
             seed=1,
         )
@@ -227,7 +228,7 @@ def _request(rng: random.Random, setting: Setting, name: str, told: list[Request
             ignore_eos=rng.random() < 0.5,
             seed=1,
         ),
-        stop_pieces=STOP_PIECES if beams else {},
+        stop_pieces=stop_pieces(stop),
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=salt,
         owner=rng.choice(OWNERS),

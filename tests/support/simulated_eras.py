@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-STEPS_OF_AN_ERA = 2000
+STEPS_OF_AN_ERA = 600  # many settings rather than long lives
 MAX_TRIALS = 300  # runs to find a smaller script
 
 

@@ -144,6 +144,9 @@ class VirtualRunner:
             self._scribble(plan, entries, saved)
             self.fault = ""
             raise DeviceLostError("collect")
+        for entry in entries:
+            table = entry.scheduled.sequence.block_table[: len(entry.table)]
+            assert list(table) == entry.table, "blocks left a plan in flight"
         self._copy(plan)
         for load in plan.loads:
             self._load(load, saved)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from appliance.dialects.lark import anywhere
 
 if TYPE_CHECKING:
     from appliance.dialects.lark import Lark
 
 MAX_NESTING = 8  # beyond which any plain value goes
+NO_SCHEMA: Mapping[str, Any] = MappingProxyType({})
+_OF_STRINGS = ("pattern", "minLength", "maxLength")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
 class NotQuiteJson:
-    """Makes rules for values that obey a schema, as far as types, names, enums and numbers go.
+    """Makes rules for values that obey a schema: types, names, enums, numbers, patterns, lengths.
 
     Args:
         quote: on both sides of a string.
@@ -46,7 +51,7 @@ class NotQuiteJson:
     def _of(self, kind: Any, schema: Mapping[str, Any], nesting: int) -> str:
         match kind:
             case "string":
-                return self._string()
+                return self._string(schema)
             case "integer" | "number":
                 bounds = {key: schema[key] for key in _BOUNDS if key in schema}
                 return self._lark.schema({"type": kind, **bounds})
@@ -69,30 +74,25 @@ class NotQuiteJson:
 
     def _object(self, schema: Mapping[str, Any], nesting: int) -> str:
         """Required members first, then the others, each of them or not."""
-        properties = schema.get("properties") or {}
-        required = [key for key in schema.get("required") or () if key in properties]
         pairs = {
             key: f"{self._lark.mark(key + ':')} {self.value(one, nesting + 1)}"
-            for key, one in properties.items()
+            for key, one in (schema.get("properties") or {}).items()
         }
-        optional = [pairs[key] for key in properties if key not in required]
-        others = " ".join(f'("," {pair})?' for pair in optional)
-        if required:
-            inner = ' "," '.join(pairs[key] for key in required)
-            return f'"{{" {inner} {others} "}}"'
-        # Whichever comes first has no comma before it.
-        firsts = [
-            f"{pair} " + " ".join(f'("," {later})?' for later in optional[place + 1 :])
-            for place, pair in enumerate(optional)
-        ]
-        return f'"{{" ({" | ".join(firsts)})? "}}"' if firsts else '"{" "}"'
+        inner = self._lark.members(pairs, schema.get("required") or (), ",")
+        return f'"{{" {inner} "}}"'
 
     def _plain(self) -> str:
         numbers = self._lark.schema({"type": "number"})
         return self._lark.rule(f'{self._string()} | {numbers} | "true" | "false" | "null"')
 
-    def _string(self) -> str:
-        return f"{self._lark.mark(self._quote)} {self._lark.until(self._quote)}"
+    def _string(self, schema: Mapping[str, Any] = NO_SCHEMA) -> str:
+        if not any(key in schema for key in _OF_STRINGS):
+            return f"{self._lark.mark(self._quote)} {self._lark.until(self._quote)}"
+        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+        expressions = [rf"(.|\n){{{least},{most}}}"]
+        if isinstance(schema.get("pattern"), str):
+            expressions.append(anywhere(schema["pattern"]))
+        return f"{self._lark.mark(self._quote)} {self._lark.obeying(expressions, self._quote)}"
 
     def _written(self, value: Any) -> str:
         if isinstance(value, str):

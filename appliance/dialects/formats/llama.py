@@ -1,4 +1,4 @@
-"""A bare JSON object with `parameters`: Llama 3.1 to 3.3."""
+"""A bare JSON object with `parameters`: Llama 3.1 to 3.3, which also write calls as Python does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.dialects.call_object import call_object, read_call_object
 from appliance.dialects.formats.form import CallForm, read_content
+from appliance.dialects.formats.pythonic import read_list
 from appliance.dialects.source import MalformedCallError
 
 if TYPE_CHECKING:
@@ -58,7 +59,11 @@ class Llama(CallForm):
 
         source.attempt("")
         try:
-            yield from read_calls("")
+            yield from source.skip_space()
+            if (yield from source.peek()) == "[":
+                yield from read_list(source, schemas)
+            else:
+                yield from read_calls("")
         except MalformedCallError:
             source.give_up()
         else:

@@ -10,7 +10,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -97,12 +97,23 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._vocabulary = vocabulary
-        self._tokenizer: LLTokenizer | None = None  # made when the first grammar needs it
+        self._reading: Future[LLTokenizer] | None = None  # of the vocabulary
         self._kept: OrderedDict[tuple[object, str], LLMatcher] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._waiting: dict[str, Request] = {}  # by request id
         self._ready: deque[Compiled] = deque()
         self._changed = threading.Condition()
+
+    @property
+    def prepared(self) -> bool:
+        """Whether the vocabulary was read, or is being read."""
+        return self._reading is not None
+
+    def prepare(self) -> Future[LLTokenizer]:
+        """Begin to read the vocabulary, which takes Python's lock for some tenths of a second."""
+        if self._reading is None:
+            self._reading = self._thread.submit(self._make_tokenizer)
+        return self._reading
 
     @property
     def waiting(self) -> int:
@@ -115,6 +126,7 @@ class GrammarCompiler:
 
     def begin(self, request: Request, grammar: Grammar) -> None:
         """Compile what a request asks for; it comes back through `take`."""
+        self.prepare()
         self._waiting[request.request_id] = request
         self._thread.submit(self._run, request, grammar)
 
@@ -161,13 +173,12 @@ class GrammarCompiler:
             self.times.hits += 1
             return self._kept[key]
         begin = time.perf_counter()
-        if self._tokenizer is None:
-            self._tokenizer = self._make_tokenizer()
-        matcher = LLMatcher(self._tokenizer, source_of(grammar), log_level=0, limits=limits())
+        tokenizer = self.prepare().result()  # this thread did it before
+        matcher = LLMatcher(tokenizer, source_of(grammar), log_level=0, limits=limits())
         if matcher.is_error():
             raise RequestError(in_words(matcher.get_error(), grammar.kind))
         # The first mask is the most expensive one, and copies know what it has taught.
-        mask = allocate_token_bitmask(1, self._tokenizer.vocab_size)
+        mask = allocate_token_bitmask(1, tokenizer.vocab_size)
         fill_next_token_bitmask(matcher, mask)
         if matcher.is_error():
             raise RequestError(in_words(matcher.get_error(), grammar.kind))
@@ -182,10 +193,7 @@ class GrammarCompiler:
         return matcher
 
     def _make_tokenizer(self) -> LLTokenizer:
-        """Tokens as the library knows them, as many as a mask has bits.
-
-        Holds Python's lock for some tenths of a second, once.
-        """
+        """Tokens as the library knows them, as many as a mask has bits."""
         tokens = list(self._vocabulary.tokens[: self._vocab_size])
         tokens += [b""] * (32 * num_words(self._vocab_size) - len(tokens))
         special = [i for i in self._vocabulary.special if i < self._vocab_size]

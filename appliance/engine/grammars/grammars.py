@@ -51,6 +51,11 @@ class Grammars:
             self._compiler = GrammarCompiler(info.vocab_size, info.eos_token_ids, vocabulary)
 
     @property
+    def prepares(self) -> bool:
+        """Whether there is something to prepare in a moment in which nothing runs."""
+        return self._compiler is not None and not self._compiler.prepared
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for their grammar."""
         return 0 if self._compiler is None else self._compiler.waiting
@@ -74,10 +79,13 @@ class Grammars:
         return self._compiler is not None and self._compiler.abandon(request_id)
 
     def idle(self) -> bool:
-        """Wait in a moment in which nothing runs for a grammar; False if there is none to come."""
-        if self._compiler is None or not self._compiler.waiting:
+        """Use a moment in which nothing runs: prepare, or wait for a grammar; False if neither."""
+        compiler = self._compiler
+        if compiler is None or not (compiler.waiting or self.prepares):
             return False
-        self._compiler.wait(_WAIT_SECONDS)
+        compiler.prepare()
+        if compiler.waiting:
+            compiler.wait(_WAIT_SECONDS)
         return True
 
     def start(self, now: float) -> list[SequenceDelta]:

@@ -235,11 +235,21 @@ class EngineClient:
             return
         if generation.is_suspect:
             self._on_trial = generation
-        if generation.request.sampling.grammar is not None and self.pid != self._informed:
+        if generation.request.sampling.grammar is not None:
             assert self.vocabulary is not None, "a grammar without a vocabulary"
+            self._inform()
+        self._supervisor.send(Submit(generation.request))
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Take the model's tokens, so that the engine can prepare for grammars."""
+        self.vocabulary = vocabulary
+        if self.state is EngineState.READY:
+            self._inform()
+
+    def _inform(self) -> None:
+        if self.vocabulary is not None and self.pid != self._informed:
             self._supervisor.send(self.vocabulary)
             self._informed = self.pid
-        self._supervisor.send(Submit(generation.request))
 
     def _end_trial(self, generation: Generation) -> None:
         """A suspect has got its first tokens, or is over: the next one's turn."""

@@ -100,10 +100,6 @@ class HostStore:
         """Content by its hash, if it is here."""
         return self._held.get(content) or self._spare.get(content)
 
-    def drop(self, content: bytes) -> None:
-        """Forget content that nobody wants: it is back in the cache."""
-        self._spare.pop(content, None)
-
     def discard_empty(self) -> None:
         """Forget what was never filled, since the plan that was to do it failed."""
         for store in (self._held, self._spare):

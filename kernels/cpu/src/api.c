@@ -4,8 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "pack.h"
-
 #ifndef AP_VERSION
 #error "AP_VERSION must be the version of the package"
 #endif
@@ -171,55 +169,4 @@ int32_t ap_step(ap_engine *engine, const ap_model *model, const ap_cache *cache,
 int32_t ap_sample(ap_engine *engine, const float *logits, int32_t num_rows, int32_t vocab_size,
                   const ap_sampling *sampling, int64_t *tokens) {
     return chosen()->sample(engine, logits, num_rows, vocab_size, sampling, tokens);
-}
-
-int32_t ap_linear_forward(ap_engine *engine, const ap_linear *linear, const float *x, int32_t rows,
-                          float *out) {
-    return chosen()->linear_forward(engine, linear, x, rows, out);
-}
-
-int32_t ap_linear_rows(const ap_linear *linear, const int64_t *indices, int32_t count,
-                       float *out) {
-    for (int32_t i = 0; i < count; i++)
-        if (indices[i] < 0 || indices[i] >= linear->out_features) return AP_BAD_ARGUMENT;
-    chosen()->linear_rows(linear, indices, count, out);
-    return AP_OK;
-}
-
-int32_t ap_linear_pack(ap_engine *engine, const ap_linear *linear, const void *codes,
-                       const void *scales, const void *offsets, int32_t source_scale_format,
-                       int32_t source_group) {
-    return pack_linear(engine, linear, codes, scales, offsets, source_scale_format, source_group);
-}
-
-int32_t ap_kv_write(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
-                    int32_t layer, const float *key, const float *value, int32_t num_tokens,
-                    const int64_t *slot_mapping) {
-    return chosen()->kv_write(engine, attention, cache, layer, key, value, num_tokens,
-                              slot_mapping);
-}
-
-int32_t ap_kv_seal(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
-                   int32_t layer, int32_t count, const int32_t *open_pages,
-                   const int32_t *blocks) {
-    return chosen()->kv_seal(engine, attention, cache, layer, count, open_pages, blocks);
-}
-
-int32_t ap_paged_attention(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
-                           int32_t layer, const ap_batch *batch, const float *query, float *out) {
-    return chosen()->paged_attention(engine, attention, cache, layer, batch, query, out);
-}
-
-void ap_rms_norm(const float *x, const ap_norm *norm, int32_t rows, int32_t width, float *out) {
-    chosen()->rms_norm(x, norm, rows, width, out);
-}
-
-void ap_rotary(float *heads, const ap_rope *rope, const int64_t *positions, int32_t rows,
-               int32_t num_heads, int32_t head_dim) {
-    chosen()->rotary(heads, rope, positions, rows, num_heads, head_dim);
-}
-
-void ap_gated_activation(const float *gate, const float *up, int32_t activation, int32_t rows,
-                         int32_t width, float *out) {
-    chosen()->gated_activation(gate, up, activation, rows, width, out);
 }

@@ -10,7 +10,7 @@
 
 #pragma GCC visibility push(default)
 
-#define AP_ABI 3  /* changes with every change of a struct or a signature below */
+#define AP_ABI 4  /* changes with every change of a struct or a signature below */
 #define AP_LANES 16 /* outputs in a weight tile, tokens in a cache page */
 
 typedef enum { AP_OK = 0, AP_NO_MEMORY = 1, AP_BAD_ARGUMENT = 2, AP_UNSUPPORTED_ISA = 3 } ap_status;
@@ -211,12 +211,7 @@ int32_t ap_sample(ap_engine *engine, const float *logits, int32_t num_rows, int3
 void ap_mask_logits(float *logits, int32_t vocab_size, int32_t num_masks, const int64_t *rows,
                     const uint32_t *words, int32_t words_stride);
 
-/* ---- its parts, each callable alone ---- */
-/* x (rows, in_features) -> out (rows, out_features) */
-int32_t ap_linear_forward(ap_engine *engine, const ap_linear *linear, const float *x, int32_t rows,
-                          float *out);
-/* dequantized rows of a weight: out (count, in_features) */
-int32_t ap_linear_rows(const ap_linear *linear, const int64_t *indices, int32_t count, float *out);
+/* ---- what a model and a cache are made with ---- */
 /* Lay out row-major codes in the tiles of `linear`, whose codes, scales and offsets are written
  * here; the sources are laid out as in PackedWeight: codes (out, in * bits / 8), scales and offsets
  * (out, in / source_group) in source_scale_format. source_group is a multiple of linear->group.
@@ -225,27 +220,6 @@ int32_t ap_linear_pack(ap_engine *engine, const ap_linear *linear, const void *c
                        const void *scales, const void *offsets, int32_t source_scale_format,
                        int32_t source_group);
 int64_t ap_page_bytes(int32_t format, int32_t head_dim); /* multiple of 64; -1: unsupported */
-/* key, value (num_tokens, num_kv_heads, head_dim) into layer `layer` of the cache */
-int32_t ap_kv_write(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
-                    int32_t layer, const float *key, const float *value, int32_t num_tokens,
-                    const int64_t *slot_mapping);
-/* Make sealed blocks of full open pages, which stay as they are: sealed layers. `ap_kv_write`
- * writes to the open pages of such a layer; its slots are open page * block_size + offset. */
-int32_t ap_kv_seal(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
-                   int32_t layer, int32_t count, const int32_t *open_pages, const int32_t *blocks);
-/* query -> out, both (num_tokens, num_heads, head_dim) */
-int32_t ap_paged_attention(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
-                           int32_t layer, const ap_batch *batch, const float *query, float *out);
-void ap_rms_norm(const float *x, const ap_norm *norm, int32_t rows, int32_t width, float *out);
-/* heads (rows, num_heads, head_dim), in place */
-void ap_rotary(float *heads, const ap_rope *rope, const int64_t *positions, int32_t rows,
-               int32_t num_heads, int32_t head_dim);
-/* gate, up (rows, width) -> out */
-void ap_gated_activation(const float *gate, const float *up, int32_t activation, int32_t rows,
-                         int32_t width, float *out);
-/* count tasks of `nanoseconds` busy work each, as one parallel section: for tests and benches.
- * runs (count,): how often each task ran is added to it; NULL: nobody asks. */
-int32_t ap_pool_exercise(ap_engine *engine, int32_t count, int64_t nanoseconds, int64_t *runs);
 
 #pragma GCC visibility pop
 

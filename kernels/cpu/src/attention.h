@@ -249,8 +249,9 @@ static void attend(ap_engine *engine, char *memory, const ap_attention *a, const
     ap_pool_run(engine->pool, attend_chunk, &run, size.chunks);
 }
 
-/* ---- what api.c calls ---- */
+/* ---- beside attention ---- */
 
+/* Whether a layer of the cache is one that attention reads. */
 static bool attention_supported(const ap_attention *a, const ap_cache *cache, int32_t layer) {
     const ap_cache_layer *of = &cache->layers[layer];
     if (is_sealed(of->format) && (cache->block_size != SEALED_TOKENS || !cache->open_base))
@@ -259,43 +260,6 @@ static bool attention_supported(const ap_attention *a, const ap_cache *cache, in
     return ap_page_bytes(cache->layers[layer].format, a->head_dim) > 0 &&
            cache->block_size > 0 && cache->block_size % AP_LANES == 0 && a->num_kv_heads > 0 &&
            a->num_heads % a->num_kv_heads == 0;
-}
-
-typedef struct {
-    const ap_attention *attention;
-    const ap_cache *cache;
-    const float *key;
-    const float *value;
-    const int64_t *slots;
-    int32_t layer;
-    int32_t tokens;
-} kv_write_run;
-
-enum { TOKENS_PER_CHUNK = 16 };
-
-static void kv_write_chunk(void *context, int32_t chunk, int32_t worker) {
-    const kv_write_run *run = context;
-    (void)worker;
-    int64_t width = (int64_t)run->attention->num_kv_heads * run->attention->head_dim;
-    int32_t last = (chunk + 1) * TOKENS_PER_CHUNK;
-    if (last > run->tokens) last = run->tokens;
-    for (int32_t i = chunk * TOKENS_PER_CHUNK; i < last; i++)
-        kv_write_token(run->attention, run->cache, run->layer, run->key + i * width,
-                       run->value + i * width, run->slots[i]);
-}
-
-static ap_status kv_write(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
-                          int32_t layer, const float *key, const float *value, int32_t num_tokens,
-                          const int64_t *slot_mapping) {
-    if (!attention_supported(attention, cache, layer)) return AP_BAD_ARGUMENT;
-    int64_t blocks = is_sealed(cache->layers[layer].format) ? cache->num_open : cache->num_blocks;
-    int64_t slots = blocks * cache->block_size;
-    for (int32_t i = 0; i < num_tokens; i++)
-        if (slot_mapping[i] < 0 || slot_mapping[i] >= slots) return AP_BAD_ARGUMENT;
-    kv_write_run run = {attention, cache, key, value, slot_mapping, layer, num_tokens};
-    ap_pool_run(engine->pool, kv_write_chunk, &run,
-                (num_tokens + TOKENS_PER_CHUNK - 1) / TOKENS_PER_CHUNK);
-    return AP_OK;
 }
 
 typedef struct {
@@ -312,18 +276,12 @@ static void kv_seal_chunk(void *context, int32_t chunk, int32_t worker) {
     seal_block(run->attention, run->cache, run->layer, run->open_pages[chunk], run->blocks[chunk]);
 }
 
-static ap_status kv_seal(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
-                         int32_t layer, int32_t count, const int32_t *open_pages,
-                         const int32_t *blocks) {
-    if (!is_sealed(cache->layers[layer].format) || !attention_supported(attention, cache, layer))
-        return AP_BAD_ARGUMENT;
-    for (int32_t i = 0; i < count; i++)
-        if (open_pages[i] < 0 || open_pages[i] >= cache->num_open || blocks[i] < 0 ||
-            blocks[i] >= cache->num_blocks)
-            return AP_BAD_ARGUMENT;
+/* Make blocks of full open pages. */
+static void kv_seal(ap_engine *engine, const ap_attention *attention, const ap_cache *cache,
+                    int32_t layer, int32_t count, const int32_t *open_pages,
+                    const int32_t *blocks) {
     kv_seal_run run = {attention, cache, open_pages, blocks, layer};
-    if (count) ap_pool_run(engine->pool, kv_seal_chunk, &run, count);
-    return AP_OK;
+    ap_pool_run(engine->pool, kv_seal_chunk, &run, count);
 }
 
 /* Whether the rows of each sequence lie in one block that has an open page. */
@@ -336,19 +294,6 @@ static bool open_pages_fit(const ap_cache *cache, const ap_batch *batch) {
         if (last / cache->block_size != (last + 1 - rows) / cache->block_size) return false;
     }
     return true;
-}
-
-static ap_status paged_attention(ap_engine *engine, const ap_attention *attention,
-                                 const ap_cache *cache, int32_t layer, const ap_batch *batch,
-                                 const float *query, float *out) {
-    if (!attention_supported(attention, cache, layer)) return AP_BAD_ARGUMENT;
-    if (is_sealed(cache->layers[layer].format) && !open_pages_fit(cache, batch))
-        return AP_BAD_ARGUMENT;
-    int64_t bytes = attend_bytes(engine, attention, cache, layer, batch);
-    if (ap_reserve(engine, bytes)) return AP_NO_MEMORY;
-    attend(engine, ap_claim(engine, bytes), attention, cache, layer, batch, query,
-           attention->num_heads * attention->head_dim, out);
-    return AP_OK;
 }
 
 #endif

@@ -12,7 +12,7 @@
 #include "attention_seal.h"
 
 enum {
-    SPLIT_TOKENS = 256, /* a sequence is cut at its multiples, measured with bench_cpu_attention */
+    SPLIT_TOKENS = 256, /* a sequence is cut at its multiples: benchmark cpu_attention */
     SPLIT_PAGES = SPLIT_TOKENS / AP_LANES,
     TILE_PAGES = 4, /* whose values are added up as integers */
     MOST_ROWS = 24, /* of one KV head, in a block: scores of a split stay in the L1 cache */

@@ -39,17 +39,6 @@ typedef struct {
     ap_status (*step)(ap_engine *, const ap_model *, const ap_cache *, const ap_batch *, float *);
     ap_status (*sample)(ap_engine *, const float *, int32_t, int32_t, const ap_sampling *,
                         int64_t *);
-    ap_status (*linear_forward)(ap_engine *, const ap_linear *, const float *, int32_t, float *);
-    void (*linear_rows)(const ap_linear *, const int64_t *, int32_t, float *);
-    ap_status (*kv_write)(ap_engine *, const ap_attention *, const ap_cache *, int32_t,
-                          const float *, const float *, int32_t, const int64_t *);
-    ap_status (*kv_seal)(ap_engine *, const ap_attention *, const ap_cache *, int32_t, int32_t,
-                         const int32_t *, const int32_t *);
-    ap_status (*paged_attention)(ap_engine *, const ap_attention *, const ap_cache *, int32_t,
-                                 const ap_batch *, const float *, float *);
-    void (*rms_norm)(const float *, const ap_norm *, int32_t, int32_t, float *);
-    void (*rotary)(float *, const ap_rope *, const int64_t *, int32_t, int32_t, int32_t);
-    void (*gated_activation)(const float *, const float *, int32_t, int32_t, int32_t, float *);
 } ap_kernels;
 
 extern const ap_kernels ap_kernels_scalar;

@@ -14,12 +14,4 @@
 const ap_kernels AP_JOIN(ap_kernels_, AP_ISA) = {
     .step = step,
     .sample = sample,
-    .linear_forward = linear_forward,
-    .linear_rows = linear_rows,
-    .kv_write = kv_write,
-    .kv_seal = kv_seal,
-    .paged_attention = paged_attention,
-    .rms_norm = rms_norm,
-    .rotary = rotary,
-    .gated_activation = gated_activation,
 };

@@ -2,7 +2,7 @@
  *
  * Every 16 inputs have a scale of their own, however large the weight's groups are: with 32 the
  * likeliest token changed at 3.1 % of positions (SmolLM2-135M), with 16 at 2.1 %
- * (scripts/bench_cpu_quality). */
+ * (scripts/benchmark cpu_quality). */
 #ifndef AP_LINEAR_QUANTIZE_H
 #define AP_LINEAR_QUANTIZE_H
 

@@ -35,18 +35,16 @@ static void integer_row(const ap_linear *w, int32_t tile, int32_t lane, float *o
     }
 }
 
-static void linear_rows(const ap_linear *linear, const int64_t *indices, int32_t count,
-                        float *out) {
-    for (int32_t i = 0; i < count; i++, out += linear->in_features) {
-        int32_t tile = (int32_t)(indices[i] / AP_LANES), lane = indices[i] % AP_LANES;
-        if (has_groups(linear)) {
-            integer_row(linear, tile, lane, out);
-            continue;
-        }
-        const uint8_t *codes = tile_codes(linear, tile);
-        for (int32_t k = 0; k < linear->in_features; k++)
-            out[k] = element_at(codes, (int64_t)k * AP_LANES + lane, linear->format);
+/* output `index` of a weight: out (in_features,) */
+static void linear_row(const ap_linear *linear, int64_t index, float *out) {
+    int32_t tile = (int32_t)(index / AP_LANES), lane = index % AP_LANES;
+    if (has_groups(linear)) {
+        integer_row(linear, tile, lane, out);
+        return;
     }
+    const uint8_t *codes = tile_codes(linear, tile);
+    for (int32_t k = 0; k < linear->in_features; k++)
+        out[k] = element_at(codes, (int64_t)k * AP_LANES + lane, linear->format);
 }
 
 #endif

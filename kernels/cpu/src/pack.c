@@ -1,8 +1,7 @@
 /* Laying out row-major weights in tiles; see ap_linear. The same for every instruction set. */
-#include "pack.h"
-
 #include <string.h>
 
+#include "engine.h"
 #include "half.h"
 #include "linear_layout.h"
 
@@ -72,9 +71,9 @@ static void pack_tile(void *context, int32_t tile, int32_t worker) {
     if (p->w->offset_kind != AP_CENTERED) pack_scales(p, tile, p->offsets, p->w->offsets);
 }
 
-ap_status pack_linear(ap_engine *engine, const ap_linear *linear, const void *codes,
-                      const void *scales, const void *offsets, int32_t source_scale_format,
-                      int32_t source_group) {
+int32_t ap_linear_pack(ap_engine *engine, const ap_linear *linear, const void *codes,
+                       const void *scales, const void *offsets, int32_t source_scale_format,
+                       int32_t source_group) {
     if (!linear_supported(linear) || !codes) return AP_BAD_ARGUMENT;
     if (has_groups(linear)) {
         if (source_scale_format != AP_F32 && source_scale_format != AP_F16 &&

@@ -72,8 +72,6 @@ static void softcap_row(float *x, float cap, int32_t width) {
 
 /* ---- rotary embedding ---- */
 
-#define MOST_ROTARY_PAIRS 128 /* of the widest head */
-
 /* Cosine and sine of one position, (rotary_dim / 2,) each. */
 static void rope_angles(const ap_rope *rope, int64_t position, float *cosine, float *sine) {
     for (int32_t i = 0; i < rope->rotary_dim / 2; i++) {
@@ -124,29 +122,6 @@ static void gated_row(const float *gate, const float *up, int32_t activation, in
         gate_with(gate, up, AP_GELU_TANH, width, out);
     else
         gate_with(gate, up, AP_SILU, width, out);
-}
-
-/* ---- entries of the ABI ---- */
-
-static void rms_norm(const float *x, const ap_norm *norm, int32_t rows, int32_t width,
-                     float *out) {
-    for (int64_t i = 0; i < rows; i++) rms_norm_row(x + i * width, norm, width, out + i * width);
-}
-
-static void rotary(float *heads, const ap_rope *rope, const int64_t *positions, int32_t rows,
-                   int32_t num_heads, int32_t head_dim) {
-    float cosine[MOST_ROTARY_PAIRS], sine[MOST_ROTARY_PAIRS];
-    for (int32_t i = 0; i < rows; i++) {
-        rope_angles(rope, positions[i], cosine, sine);
-        for (int32_t j = 0; j < num_heads; j++, heads += head_dim)
-            rotate_head(heads, cosine, sine, rope->rotary_dim);
-    }
-}
-
-static void gated_activation(const float *gate, const float *up, int32_t activation, int32_t rows,
-                             int32_t width, float *out) {
-    for (int64_t i = 0; i < rows; i++)
-        gated_row(gate + i * width, up + i * width, activation, width, out + i * width);
 }
 
 #endif

@@ -182,7 +182,7 @@ static void embed_row(void *context, int32_t row) {
     step_state *s = context;
     const ap_model *model = s->model;
     float *stream = s->stream + (int64_t)row * model->hidden_size;
-    linear_rows(&model->embedding, &s->batch->token_ids[row], 1, stream);
+    linear_row(&model->embedding, s->batch->token_ids[row], stream);
     if (model->embedding_scale != 1.0f)
         scale_row(stream, model->embedding_scale, model->hidden_size);
     for (int32_t i = 0; i < model->num_ropes; i++) {

@@ -1,1 +1,1 @@
-"""Every figure that needs a GPU: kernels, the engine, and their peers, in one run."""
+"""Measure kernels and the engine on a GPU, beside their peers, in one run."""

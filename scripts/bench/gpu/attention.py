@@ -1,4 +1,4 @@
-"""Steps of paged attention over every KV format, and how ours is checked and timed in them."""
+"""Check and time steps of paged attention over every KV format."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.paged_attention import reference
 from appliance.kernels.ragged import RaggedBatch
-from gpu.backend import our_backend
-from gpu.rows import Contender, Rows, Work, relative_error
+from bench.gpu.backend import our_backend
+from bench.gpu.rows import Contender, Rows, Work, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.backend import Backend
     from appliance.kernels.kv_cache import LayerCache
-    from gpu.attention_peers import Peer
-    from gpu.plan import Wanted
-    from gpu.timing import Bench, Call
+    from bench.gpu.attention_peers import Peer
+    from bench.gpu.plan import Wanted
+    from bench.gpu.timing import Bench, Call
 
 BLOCK = 32
 FORMATS = (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4)
@@ -33,7 +33,7 @@ ERROR_BOUND = 1e-2
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """One layer."""
+    """Attention heads of one layer."""
 
     name: str
     num_heads: int
@@ -59,22 +59,22 @@ class Problem:
 
     @property
     def blocks(self) -> int:
-        """Of one sequence."""
+        """Blocks of one sequence."""
         return -(-self.context // BLOCK)
 
     @property
     def size(self) -> dict[str, int]:
-        """What varies beside the heads and the format."""
+        """Sizes that name the problem beside its heads and format."""
         return {"batch": self.batch, "rows": self.rows, "context": self.context}
 
     def kv_bytes(self) -> int:
-        """Of all keys and values with their scales."""
+        """Bytes of all keys and values with their scales."""
         heads = self.heads
         per_token = KVPages.bytes_per_token(self.format, heads.num_kv_heads, heads.head_dim)
         return self.batch * self.context * per_token
 
     def ragged(self, copy: int) -> RaggedBatch:
-        """The step over its own share of the cache's blocks, in a shuffled order."""
+        """Return the step over one copy's blocks of the cache, in a shuffled order."""
         count = self.batch * self.blocks
         order = torch.randperm(count, generator=torch.Generator().manual_seed(copy))
         tables = (order + copy * count).view(self.batch, -1).tolist()
@@ -87,12 +87,12 @@ class Problem:
         )
 
     def query(self) -> Tensor:
-        """(num_tokens, num_heads, head_dim)."""
+        """Return random queries (num_tokens, num_heads, head_dim)."""
         shape = (self.batch * self.rows, self.heads.num_heads, self.heads.head_dim)
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def work(self, kernel: str, nbytes: int) -> Work:
-        """Bytes and operations of one call."""
+        """Return bytes and operations of one call."""
         seen = self.rows * self.context - self.rows * (self.rows - 1) // 2
         flops = 4 * self.batch * self.heads.num_heads * self.heads.head_dim * seen
         query = 4 * self.batch * self.rows * self.heads.num_heads * self.heads.head_dim
@@ -100,7 +100,7 @@ class Problem:
 
 
 def filled_cache(backend: Backend, bench: Bench, problem: Problem, copies: int) -> LayerCache:
-    """Random keys and values in all blocks, written by the backend."""
+    """Return a cache whose blocks hold random keys and values, written by the backend."""
     heads = problem.heads
     num_blocks = copies * problem.batch * problem.blocks
     cache = backend.allocate_cache(
@@ -123,7 +123,6 @@ def filled_cache(backend: Backend, bench: Bench, problem: Problem, copies: int) 
 
 
 def ours(bench: Bench, problem: Problem) -> Contender:
-    """Our kernel."""
     backend = our_backend(bench)
     copies = bench.copies(problem.kv_bytes()) if bench.is_gpu else 1
     cache, query = filled_cache(backend, bench, problem, copies), problem.query()
@@ -172,7 +171,7 @@ def contest(
     *,
     with_ours: bool = True,
 ) -> None:
-    """Ours, then peers over keys and values of the same size in bf16.
+    """Measure ours, then peers over keys and values of the same size in bf16.
 
     Args:
         rows: takes the measurements.

@@ -1,4 +1,4 @@
-"""Other people's attention, over keys and values of the same size in bf16."""
+"""Attention of peers, over keys and values of the same size in bf16."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.nn.attention.bias import causal_lower_right
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gpu.attention import Problem
-    from gpu.timing import Bench, Call
+    from bench.gpu.attention import Problem
+    from bench.gpu.timing import Bench, Call
 
 WORKSPACE = 256 << 20
 FLEX_PAGE = 128  # the least that its decode kernel takes; larger pages are to its advantage
@@ -25,7 +25,7 @@ FLEX_PAGE = 128  # the least that its decode kernel takes; larger pages are to i
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Somebody else's attention.
+    """A peer's attention.
 
     Attributes:
         name: in the results.
@@ -41,12 +41,12 @@ class Peer:
 
 
 def installed(*peers: Peer) -> list[Peer]:
-    """Those whose package is there."""
+    """Return the peers whose package is installed."""
     return [peer for peer in peers if importlib.util.find_spec(peer.package) is not None]
 
 
 def sdpa_calls(backend: SDPBackend, bench: Bench, problem: Problem) -> list[Call]:
-    """Torch's attention over contiguous keys, what paging is measured against, by one backend.
+    """Return calls of torch's SDPA by one backend, over contiguous keys.
 
     Raises:
         RuntimeError: that backend does not take the step; no other one stands in for it.
@@ -80,7 +80,7 @@ def sdpa_calls(backend: SDPBackend, bench: Bench, problem: Problem) -> list[Call
 
 
 def flex_calls(bench: Bench, problem: Problem) -> list[Call]:
-    """FlexAttention over pages in a shuffled order, compiled where there is a GPU."""
+    """Return calls of FlexAttention over shuffled pages, compiled where there is a GPU."""
     from torch.nn.attention.experimental._paged_attention import PagedAttention
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -109,7 +109,7 @@ def flex_calls(bench: Bench, problem: Problem) -> list[Call]:
 
 
 def flashinfer_calls(bench: Bench, problem: Problem) -> list[Call]:
-    """FlashInfer's paged kernels, planned before the time is taken."""
+    """Return calls of FlashInfer's paged kernels, planned outside of the measured time."""
     import flashinfer
 
     heads, page = problem.heads, 32
@@ -153,7 +153,7 @@ def _copies(bench: Bench, problem: Problem) -> int:
 
 
 def _query(problem: Problem) -> Tensor:
-    """(batch, num_heads, rows, head_dim)."""
+    """Return random queries (batch, num_heads, rows, head_dim)."""
     shape = (problem.batch, problem.rows, problem.heads.num_heads, problem.heads.head_dim)
     return problem.query().view(shape).transpose(1, 2)
 
@@ -161,7 +161,7 @@ def _query(problem: Problem) -> Tensor:
 def _keys_and_values(
     problem: Problem, tokens: int, batch: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Each (batch, num_kv_heads, tokens, head_dim), contiguous."""
+    """Return random keys and values, each (batch, num_kv_heads, tokens, head_dim), contiguous."""
     count = problem.batch if batch is None else batch
     shape = (2, count, problem.heads.num_kv_heads, tokens, problem.heads.head_dim)
     key, value = torch.randn(shape, device=problem.device, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Our kernels on a GPU; elsewhere their torch references, which are quicker than an interpreter."""
+"""Choose our kernels on a GPU and the torch references elsewhere, which beat an interpreter."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from appliance.kernels.backend import select_backend
 
 if TYPE_CHECKING:
     from appliance.kernels.backend import Backend
-    from gpu.timing import Bench
+    from bench.gpu.timing import Bench
 
 
 def our_backend(bench: Bench) -> Backend:
-    """The operations that a GPU runs, or their definitions."""
     return select_backend(bench.device, "auto" if bench.is_gpu else "reference")

@@ -1,4 +1,4 @@
-"""Every kernel beside its torch reference on the same device, before anything is timed."""
+"""Check every kernel against its torch reference on the same device before anything is timed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpu import kernel_checks, reruns
-from gpu.plan import Amount
+from bench.gpu import kernel_checks, reruns
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 # Triton's interpreter takes seconds for each of the others.
 TRIED = (
@@ -25,7 +25,7 @@ Check = Callable[[], tuple[float, float]]
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Every check of `kernel_checks`, then results that must not change from run to run."""
+    """Run every check of `kernel_checks`, then the reruns."""
     for name, check in kernel_checks.all_checks(rows.bench.device):
         if name in wanted.only or (
             not wanted.only and (wanted.amount is not Amount.TINY or name in TRIED)
@@ -37,7 +37,7 @@ def measure(rows: Rows, wanted: Wanted) -> None:
 
 
 def judged(check: Check) -> dict[str, Any]:
-    """A row of the result."""
+    """Return a row of the result."""
     error, bound = check()
     found: dict[str, Any] = {"error": float(f"{error:.3g}"), "error_bound": float(f"{bound:.3g}")}
     if not error <= bound:  # NaN is not

@@ -1,17 +1,17 @@
-"""Decode attention over each KV format, and what a step of four rows a sequence costs beside it."""
+"""Time decode attention over each KV format, and verification of four rows a sequence."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from appliance.kernels.kv_cache import KVFormat
-from gpu.attention import FORMATS, LLAMA, TINY, Problem, contest
-from gpu.attention_peers import FLASHINFER, FLEX, SDPA, installed
-from gpu.plan import Amount
+from bench.gpu.attention import FORMATS, LLAMA, TINY, Problem, contest
+from bench.gpu.attention_peers import FLASHINFER, FLEX, SDPA, installed
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 # batch, context
 STEPS = {
@@ -28,7 +28,7 @@ VERIFY_FORMATS = (KVFormat.BF16, KVFormat.INT8)
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Every step in every format, several rows a sequence, then what takes long to compile."""
+    """Measure every step in every format, then several rows a sequence, then slow compilers."""
     heads = TINY if wanted.amount is Amount.TINY else LLAMA
     steps = STEPS[wanted.amount]
 

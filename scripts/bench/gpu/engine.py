@@ -1,4 +1,4 @@
-"""The engine end to end, without HTTP, on random weights in the shape of Llama-3-8B.
+"""Measure the engine end to end, without HTTP, on random weights in the shape of Llama-3-8B.
 
 For each KV cache, with and without CUDA graphs: decoding at several numbers of streams, prompts,
 how long the GPU waits between two steps, and the memory in use beside the plan.
@@ -12,23 +12,23 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from conditions import spread
 
-from gpu.device_model import load_engine
-from gpu.plan import Amount
-from gpu.requests import Sizes, decode_rate, idle_share, prefill_rate, throughput
+from bench.gpu.device_model import load_engine
+from bench.gpu.plan import Amount
+from bench.gpu.requests import Sizes, decode_rate, idle_share, prefill_rate, throughput
+from bench.lib.conditions import spread
 
 if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 CARD_BYTES = int(0.9 * 24 * 2**30)  # what a server may take on a 24 GiB card
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """An engine that is measured."""
+    """Settings of an engine."""
 
     weights: str = "int4"
     kv: str = "int8"
@@ -36,7 +36,7 @@ class Setup:
 
     @property
     def key(self) -> dict[str, Any]:
-        """As in the results."""
+        """Return the key of a row."""
         return {
             "engine": "ours",
             "weights": self.weights,
@@ -66,7 +66,7 @@ SIZES = {
 
 @dataclass
 class Loaded:
-    """At most one engine at a time, loaded when it is needed first."""
+    """Holds at most one engine, loaded when it is first needed."""
 
     amount: Amount
     setup: Setup | None = None
@@ -75,7 +75,7 @@ class Loaded:
     warm: set[int] = field(default_factory=set)  # numbers of streams that have their graphs
 
     def get(self, setup: Setup) -> LLMEngine:
-        """The engine of a setup."""
+        """Return the engine of a setup."""
         if self.engine is None or self.setup != setup:
             self.drop()
             self.bytes_before = device_bytes()
@@ -86,7 +86,7 @@ class Loaded:
         return self.engine
 
     def drop(self) -> None:
-        """Let go of the engine with its graphs and cache."""
+        """Free the engine with its graphs and cache."""
         self.engine = None
         gc.collect()
         if torch.cuda.is_available():
@@ -94,7 +94,7 @@ class Loaded:
 
 
 def device_bytes() -> int:
-    """Bytes of the GPU in use, by whomever; 0 without one."""
+    """Return bytes of the GPU in use by any process; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -102,7 +102,7 @@ def device_bytes() -> int:
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Setup by setup, the one that is served by default first."""
+    """Measure each setup, the default one first."""
     loaded, amount = Loaded(wanted.amount), wanted.amount
     for number, setup in enumerate(SETUPS[amount]):
         for streams in STREAMS[amount]:
@@ -143,7 +143,7 @@ def _idle(loaded: Loaded, setup: Setup, streams: int) -> dict[str, Any]:
 
 
 def _memory(loaded: Loaded, setup: Setup) -> dict[str, Any]:
-    """The most that was in use in all of the above, beside what was planned."""
+    """Compare the most memory in use so far with the plan."""
     info = loaded.get(setup).info
     found: dict[str, Any] = {
         "backend": info.backend,
@@ -169,7 +169,7 @@ def _memory(loaded: Loaded, setup: Setup) -> dict[str, Any]:
 
 
 def _within_a_card(loaded: Loaded, setup: Setup) -> dict[str, Any]:
-    """Throughput of many requests with the cache that such a card has room for."""
+    """Measure throughput of many requests with the cache that fits a smaller card."""
     budget = CARD_BYTES - loaded.get(setup).info.weight_bytes
     loaded.drop()
     engine = load_engine(

@@ -1,4 +1,4 @@
-"""What a GPU is to reach, beside what the rows of a run say; nothing is judged by guessing."""
+"""Judge the goals of a GPU by the rows of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpu.results import Results
+    from bench.gpu.results import Results
 
 FEW = 16  # rows of x up to which decoding goes
 MANY = 256
@@ -41,7 +41,7 @@ Cases = list[tuple[str, float]]
 
 
 def verdicts(results: Results, device: str) -> list[Verdict]:
-    """Every goal in the order in which they are written down."""
+    """Judge every goal, in the order in which they are written down."""
     times = Times(results)
     found = [
         _least("W4A16, M 1..16, gate_up", "copy bandwidth", 0.5, times.shares("gate_up")),
@@ -91,13 +91,13 @@ def verdicts(results: Results, device: str) -> list[Verdict]:
 
 
 class Times:
-    """Median microseconds and shares of copy, found by what was measured."""
+    """Median microseconds and shares of the copy bandwidth, by key."""
 
     def __init__(self, results: Results) -> None:
         self._rows = [row for row in results.of("matmul", "decode", "prefill") if "us" in row]
 
     def shares(self, shape: str) -> Cases:
-        """W4A16 of up to `FEW` rows, over the copy bandwidth."""
+        """Return shares of the copy bandwidth of W4A16 with up to `FEW` rows."""
         return [
             (f"M {row['key']['m']}", row["share_of_copy"])
             for row in self._w4("ours")
@@ -105,7 +105,7 @@ class Times:
         ]
 
     def multiples(self, peer: str, *, few: bool) -> Cases:
-        """Speed of W4A16 over a peer's, on the shapes that goals are about."""
+        """Return W4A16's speed over a peer's, on the shapes of the goals."""
         theirs = {_place(row): _us(row) for row in self._w4(peer)}
         return [
             (f"{row['key']['shape']} M {row['key']['m']}", theirs[_place(row)] / _us(row))
@@ -119,7 +119,7 @@ class Times:
         ]
 
     def decode_shares(self) -> Cases:
-        """Our BF16 decode over the copy bandwidth, in steps that are bound by memory."""
+        """Return BF16 decode's shares of the copy bandwidth, in steps bound by memory."""
         return [
             (_step(row), row["share_of_copy"])
             for row in self._decode("decode bf16")
@@ -127,7 +127,7 @@ class Times:
         ]
 
     def decode_peer(self) -> Verdict:
-        """Our BF16 decode over FlashInfer's, or FlexAttention's where that is not installed."""
+        """Return BF16 decode's speed over FlashInfer's, or else FlexAttention's."""
         ours = {_place(row): _us(row) for row in self._decode("decode bf16")}
         for name in ("FlashInfer", "FlexAttention, paged"):
             cases = [
@@ -140,7 +140,7 @@ class Times:
         return _least("decode attention, BF16 KV", name, 0.95, cases)
 
     def kv_ratios(self, form: str) -> Cases:
-        """Speed over a quantized cache as a multiple of that over BF16, same step."""
+        """Return speed over a quantized cache as a multiple of BF16's in the same step."""
         bf16 = {_place(row): _us(row) for row in self._decode("decode bf16")}
         return [
             (_step(row), bf16[_place(row)] / _us(row))
@@ -150,7 +150,7 @@ class Times:
         ]
 
     def verifying(self) -> Cases:
-        """Time of four rows a sequence over that of one, same cache."""
+        """Return the time of four rows a sequence over that of one, same cache."""
         cases = []
         for form in ("bf16", "int8"):
             one = {(_step(row)): _us(row) for row in self._decode(f"decode {form}")}
@@ -174,7 +174,7 @@ class Times:
 
 
 def _streams(results: Results, engine: str) -> dict[int, float]:
-    """Tokens per second by streams; ours with what is served by default."""
+    """Return tokens per second by streams; ours as it is served by default."""
     rates = {}
     for row in _found(results, "engine", "peer_engine"):
         key = row["key"]
@@ -233,7 +233,7 @@ def _us(row: Row) -> float:
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    """The contest without who took part, and without the format of the cache."""
+    """Return a key without who took part and without the cache's format."""
     key = row["key"]
     return tuple(value for name, value in key.items() if name not in ("who", "kernel"))
 

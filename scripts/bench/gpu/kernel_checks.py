@@ -1,4 +1,4 @@
-"""What every kernel must give, on a few shapes; the tests of the kernels have many more."""
+"""Check every kernel on a few shapes; their tests have many more."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from appliance.kernels.soft_cap import reference as reference_cap
 from appliance.kernels.soft_cap.launch import soft_cap
 from appliance.kernels.token_mask import reference as reference_mask
 from appliance.kernels.token_mask.launch import mask_tokens
-from gpu.rows import relative_error
+from bench.gpu.rows import relative_error
 
 Check = Callable[[], tuple[float, float]]  # the error and its bound
 BF16 = torch.bfloat16
@@ -53,7 +53,7 @@ PAGED = (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4)
 
 
 def all_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
-    """Name and check, one kernel after another."""
+    """Yield the name and check of each kernel."""
     for bits, group, rows in ((4, 128, 1), (4, 128, 16), (4, 64, 33), (8, 32, 8), (4, 128, 600)):
         name = f"packed_matmul {bits} bits g{group} rows {rows}"
         yield name, partial(_packed, device, bits, group, rows)
@@ -79,7 +79,7 @@ def all_checks(device: torch.device) -> Iterator[tuple[str, Check]]:
 
 
 def _random(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
-    """Normal numbers in bf16, the same ones on every device."""
+    """Return normal numbers in bf16, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(device, BF16)
 
@@ -87,7 +87,7 @@ def _random(device: torch.device, *shape: int, seed: int = 0) -> Tensor:
 def random_weight(
     device: torch.device, rows: int, columns: int, bits: int, group: int
 ) -> PackedWeight:
-    """Codes of every value, scales that differ, integer zero points."""
+    """Return codes of every value, varied scales and integer zero points."""
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(0, 256, (rows, columns * bits // 8), generator=generator)
     shape, middle = (rows, columns // group), 2 ** (bits - 1)
@@ -100,7 +100,7 @@ def random_weight(
 
 
 def _beside_torch(out: Tensor, x: Tensor, weight: Tensor) -> tuple[float, float]:
-    """Our error against float64, and torch's in bf16 with some room."""
+    """Return our error against float64, and torch's in bf16 with some room."""
     expected = x.double() @ weight.double().T
     theirs = relative_error(x @ weight.to(BF16).T, expected)
     return relative_error(out, expected), 1.5 * theirs
@@ -150,7 +150,7 @@ def _pages(
 
 
 def _tables() -> list[tuple[int, ...]]:
-    """Blocks of each sequence, scattered; none twice."""
+    """Return scattered, disjoint block tables."""
     lengths = [-(-context // BLOCK) for context in CONTEXT_LENS]
     order = torch.randperm(sum(lengths), generator=torch.Generator().manual_seed(1))
     return [tuple(table.tolist()) for table in order.split(lengths)]
@@ -187,7 +187,7 @@ def _sealed(device: torch.device, num_open: int) -> SealedPages:
 
 
 def _sealed_attention(device: torch.device) -> tuple[float, float]:
-    """Each context's last block is open, all before it are closed."""
+    """Check attention where each context's last block is open and all others are sealed."""
     tables = _tables()
     cache = _sealed(device, sum(map(len, tables)))
     ids = [block for table in tables for block in table]
@@ -204,7 +204,7 @@ def _sealed_attention(device: torch.device) -> tuple[float, float]:
 
 
 def _unlike(found: Tensor, expected: Tensor) -> float:
-    """Share of bytes that differ."""
+    """Return the share of bytes that differ."""
     return float((found.view(torch.uint8) != expected.view(torch.uint8)).double().mean())
 
 
@@ -305,7 +305,7 @@ def _mask(device: torch.device) -> tuple[float, float]:
 
 
 def _sample(device: torch.device, temperature: float) -> tuple[float, float]:
-    """Share of rows whose token is another; sums are rounded, so one of 16 may be."""
+    """Return the share of rows whose token differs; rounding of sums allows one in 16."""
     count, vocab = 16, 5000
     uniform = torch.linspace(0.01, 0.99, count).tolist()
     settings = SamplingRows.of(

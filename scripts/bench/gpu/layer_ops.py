@@ -1,4 +1,4 @@
-"""What else a layer does, and sampling: all of it bound by memory."""
+"""Time norms, activations, cache writes and sampling, all bound by memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.norm_rope import reference as reference_norm
 from appliance.kernels.sampling import SamplingRows
 from appliance.kernels.sampling import reference as reference_sampling
-from gpu.backend import our_backend
-from gpu.plan import Amount
-from gpu.rows import Contender, Rows, Work, relative_error
+from bench.gpu.backend import our_backend
+from bench.gpu.plan import Amount
+from bench.gpu.rows import Contender, Rows, Work, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gpu.plan import Wanted
-    from gpu.timing import Bench, Call
+    from bench.gpu.plan import Wanted
+    from bench.gpu.timing import Bench, Call
 
 EPS = 1e-5
 ROWS = {Amount.TINY: (3,), Amount.FIRST: (1, 16, 64, 2048), Amount.FULL: (1, 16, 64, 256, 2048)}
@@ -34,7 +34,7 @@ ROUNDING = 4e-3  # of bf16 results, in the norm of all
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """All operations at several numbers of rows."""
+    """Measure all operations at several numbers of rows."""
     bench, tiny, peers = rows.bench, wanted.amount is Amount.TINY, wanted.peers
     hidden, middle, vocab = (
         (TINY_HIDDEN, TINY_MIDDLE, TINY_VOCAB) if tiny else (HIDDEN, MIDDLE, VOCAB)
@@ -156,7 +156,7 @@ def _sample(bench: Bench, rows: Rows, name: str, m: int, *, vocab: int, temperat
     inputs = [3 * torch.randn((m, vocab), device=bench.device) for _ in range(bench.copies(nbytes))]
 
     def error(call: Call) -> tuple[float, float]:
-        """Share of rows whose token is another; sums are rounded, so one may be."""
+        """Return the share of rows whose token differs; rounding of sums allows one."""
         expected = reference_sampling.sample(inputs[0], settings)
         out = call()
         assert isinstance(out, torch.Tensor)

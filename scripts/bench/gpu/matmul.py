@@ -1,4 +1,4 @@
-"""Weight matmuls: ours in every weight format, beside cuBLAS, torch's int4, GemLite and Humming."""
+"""Time weight matmuls in every format beside cuBLAS, torch's int4, GemLite and Humming."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from appliance.kernels.fp8_matmul import launch as fp8_launch
 from appliance.kernels.fp8_matmul import reference as fp8_reference
 from appliance.kernels.fp8_matmul.launch import ActivationKind
 from appliance.kernels.packed import OffsetKind, PackedWeight
-from gpu.backend import our_backend
-from gpu.matmul_peers import bf16_calls, fp8_calls, gemlite_calls, humming_calls, int4_calls
-from gpu.plan import Amount
-from gpu.rows import Contender, Rows, Work, relative_error
+from bench.gpu.backend import our_backend
+from bench.gpu.matmul_peers import bf16_calls, fp8_calls, gemlite_calls, humming_calls, int4_calls
+from bench.gpu.plan import Amount
+from bench.gpu.rows import Contender, Rows, Work, relative_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from appliance.kernels.backend import Linear
-    from gpu.plan import Wanted
-    from gpu.timing import Bench, Call
+    from bench.gpu.plan import Wanted
+    from bench.gpu.timing import Bench, Call
 
 # name -> (in_features, out_features); Llama-3-8B's layers, and two that launch time cannot hide
 SHAPES = {
@@ -50,7 +50,7 @@ CHECKED_ELEMENTS = 1 << 28  # of a weight in float64
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One shape with some rows; weights are made by `seed`."""
+    """One shape with some rows; `seed` makes the weights."""
 
     shape: str
     in_features: int
@@ -60,13 +60,13 @@ class Problem:
     dtype: torch.dtype
 
     def x(self, seed: int = 0) -> Tensor:
-        """Activations (m, in_features)."""
+        """Return activations (m, in_features)."""
         generator = torch.Generator(self.device).manual_seed(seed)
         size = (self.m, self.in_features)
         return torch.randn(size, generator=generator, device=self.device).to(self.dtype)
 
     def work(self, kernel: str, weight_bytes: int) -> Work:
-        """Bytes and operations of one product."""
+        """Return bytes and operations of one product."""
         activations = 2 * self.m * (self.in_features + self.out_features)
         flops = 2 * self.m * self.in_features * self.out_features
         return Work(kernel, self.shape, {"m": self.m}, weight_bytes + activations, flops)
@@ -75,7 +75,7 @@ class Problem:
 def random_packed(
     problem: Problem, bits: int, group: int, *, symmetric: bool, seed: int
 ) -> PackedWeight:
-    """Codes of every value, scales that differ, integer zero points unless it is symmetric."""
+    """Return codes of every value, varied scales, and zero points unless it is symmetric."""
     generator = torch.Generator(problem.device).manual_seed(seed)
     rows, columns = problem.out_features, problem.in_features
     codes = torch.randint(
@@ -98,7 +98,7 @@ def random_packed(
 
 
 def error_beside_torch(problem: Problem, weight: Tensor, out: Tensor) -> tuple[float, float]:
-    """Our error against float64, and the bound: torch's error in bf16 with some room."""
+    """Return our error against float64, and the bound: torch's error in bf16 with some room."""
     x = problem.x()
     rows = max(1, CHECKED_ELEMENTS // problem.in_features)
     weight = weight[:rows]
@@ -108,7 +108,7 @@ def error_beside_torch(problem: Problem, weight: Tensor, out: Tensor) -> tuple[f
 
 
 def ours(bench: Bench, problem: Problem, bits: int, *, symmetric: bool) -> tuple[int, Contender]:
-    """Bytes of the weight as it is laid out, and our kernel."""
+    """Return bytes of the packed weight, and our kernel."""
     backend = our_backend(bench)
     make = partial(random_packed, problem, bits, GROUP, symmetric=symmetric)
     first = make(seed=0)
@@ -131,7 +131,7 @@ def ours(bench: Bench, problem: Problem, bits: int, *, symmetric: bool) -> tuple
 
 
 def fp8(bench: Bench, problem: Problem, activations: ActivationKind) -> tuple[int, Contender]:
-    """The same for FP8 weights with a scale per output."""
+    """Return the same for FP8 weights with a scale per output."""
 
     def make(seed: int) -> Fp8Weight:
         generator = torch.Generator(bench.device).manual_seed(seed)
@@ -163,7 +163,7 @@ def fp8(bench: Bench, problem: Problem, activations: ActivationKind) -> tuple[in
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Contest by contest, those that goals are about first."""
+    """Measure all contests, those of the goals first."""
     for kernel, shape, m in contests(wanted.amount):
         if wanted.only and kernel not in wanted.only:
             continue
@@ -174,7 +174,7 @@ def measure(rows: Rows, wanted: Wanted) -> None:
 
 
 def contests(amount: Amount) -> list[tuple[str, str, int]]:
-    """Kernel, shape and rows of everything that is measured, none twice."""
+    """Return kernel, shape and rows of all measurements, without repeats."""
     if amount is Amount.TINY:
         return [("w4a16", "tiny", 1), ("w4a16", "tiny", 256), ("w8a16", "ragged", 3)]
     first = [

@@ -1,4 +1,4 @@
-"""Other people's matmuls, on weights of the same shape; absent packages raise ImportError."""
+"""Matmuls of peers, on weights of the same shape; absent packages raise ImportError."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from gpu.matmul import Problem
-    from gpu.timing import Bench, Call
+    from bench.gpu.matmul import Problem
+    from bench.gpu.timing import Bench, Call
 
 
 def bf16_calls(bench: Bench, problem: Problem, nbytes: int) -> list[Call]:
-    """Torch's product of bf16 matrices: cuBLAS on a GPU."""
+    """Return products of bf16 matrices by torch: cuBLAS on a GPU."""
     x = problem.x()
     shape = (problem.out_features, problem.in_features)
     weights = [
@@ -24,7 +24,7 @@ def bf16_calls(bench: Bench, problem: Problem, nbytes: int) -> list[Call]:
 
 
 def int4_calls(bench: Bench, problem: Problem, group: int, nbytes: int) -> list[Call]:
-    """Torch's own int4 product (tinygemm): asymmetric, bf16 scales and zeros."""
+    """Return torch's int4 products (tinygemm): asymmetric, bf16 scales and zeros."""
     x = problem.x()
     calls: list[Call] = []
     rows, columns = problem.out_features, problem.in_features
@@ -39,7 +39,7 @@ def int4_calls(bench: Bench, problem: Problem, group: int, nbytes: int) -> list[
 
 
 def fp8_calls(bench: Bench, problem: Problem) -> list[Call]:
-    """Torch's FP8 product with a scale per row of activations and per output (cuBLASLt)."""
+    """Return torch's FP8 products (cuBLASLt), a scale per row of activations and per output."""
     fp8 = torch.float8_e4m3fn
     x = problem.x()
     row_scale = x.abs().amax(1, keepdim=True).float() / 448
@@ -63,7 +63,7 @@ def fp8_calls(bench: Bench, problem: Problem) -> list[Call]:
 
 
 def gemlite_calls(bench: Bench, problem: Problem, group: int, nbytes: int) -> list[Call]:
-    """GemLite's linear layer with 4-bit codes, after its own tuning of this shape."""
+    """Return GemLite's linear with 4-bit codes, tuned by itself for this shape."""
     from gemlite import DType, GemLiteLinear
 
     x = problem.x()
@@ -87,7 +87,7 @@ def gemlite_calls(bench: Bench, problem: Problem, group: int, nbytes: int) -> li
 
 
 def humming_calls(bench: Bench, problem: Problem, group: int, nbytes: int) -> list[Call]:
-    """Humming's layer with 4-bit codes."""
+    """Return Humming's linear with 4-bit codes."""
     from humming import dtypes
     from humming.layer import HummingLayer
     from humming.utils.test import generate_random_weight

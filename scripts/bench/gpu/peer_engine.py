@@ -1,7 +1,7 @@
-"""The engine's peer: transformers' generate in bf16, static cache, SDPA, same shape and lengths.
+"""Measure transformers' generate beside the engine: bf16, static cache, SDPA, same shape.
 
-Its rate is that of the tokens by which a long answer is longer than a short one, so that prompts
-do not count. Eager first; compiled as its documentation advises if time is left.
+Its rate is that of a long answer less a short one, so that prompts do not count. Eager first, then
+compiled as its documentation advises if time is left.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu.device_model import config_of
-from gpu.engine import SIZES
-from gpu.plan import Amount
+from bench.gpu.device_model import config_of
+from bench.gpu.engine import SIZES
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 STREAMS = {Amount.TINY: (1, 3), Amount.FIRST: (1, 64), Amount.FULL: (1, 16, 64)}
 SHORT = 4  # times shorter an answer
 
 
 class Peer:
-    """The model, made when it is needed first."""
+    """A transformers model, made when it is first needed."""
 
     def __init__(self, amount: Amount, device: torch.device) -> None:
         self._amount, self._device = amount, device
@@ -33,7 +33,7 @@ class Peer:
 
     @property
     def model(self) -> Any:
-        """With random weights of its own."""
+        """Return a model with random weights."""
         if self._model is None:
             from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -45,7 +45,7 @@ class Peer:
         return self._model
 
     def seconds(self, streams: int, tokens: int, *, is_compiled: bool) -> float:
-        """Of one answer to random prompts."""
+        """Time one answer to random prompts."""
         sizes = SIZES[self._amount]
         shape = (streams, sizes.prompt_tokens)
         ids = torch.randint(10, self.model.config.vocab_size, shape, device=self._device)
@@ -66,7 +66,7 @@ class Peer:
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Every number of streams eagerly, then compiled on a GPU."""
+    """Measure every number of streams eagerly, then compiled on a GPU."""
     peer = Peer(wanted.amount, rows.bench.device)
     for is_compiled in (False, True) if rows.bench.is_gpu else (False,):
         for streams in STREAMS[wanted.amount]:

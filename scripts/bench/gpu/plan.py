@@ -1,4 +1,4 @@
-"""What is measured in which order, and how much of the time each part has for itself.
+"""Suites in the order in which they are measured, and each one's share of the time.
 
 Imports neither torch nor anything of the product, so that the process that supervises stays small.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class Amount(Enum):
-    """How much a suite measures."""
+    """How much of its shapes a suite measures."""
 
     TINY = "tiny"  # a trial of the scripts on whatever device there is
     FIRST = "first"  # what the goals ask for: all suites together in one call of nine minutes
@@ -38,17 +38,17 @@ class Suite:
     patience: float
     about: str
     compiles: bool = False
-    package: str = "gpu"
+    package: str = "bench.gpu"
 
     @property
     def module(self) -> str:
-        """Where its `measure` stands."""
+        """Module whose `measure` the suite runs."""
         return f"{self.package}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a suite is told.
+    """What a suite is told to measure.
 
     Attributes:
         amount: how much to measure.
@@ -82,12 +82,11 @@ MINUTES = 9.0
 
 
 def suite_named(name: str) -> Suite:
-    """The suite of that name."""
     return next(suite for suite in SUITES if suite.name == name)
 
 
 def deadlines(seconds: Sequence[float], total: float) -> list[float]:
-    """When each part of a run must end, in seconds from its begin.
+    """Return when each part of a run must end, in seconds from its begin.
 
     Each part has its share of the total for itself, however long those before it would like to
     take; what one leaves over goes to those after it.

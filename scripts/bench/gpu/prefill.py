@@ -1,16 +1,16 @@
-"""Attention of whole prompts and of chunks at the end of long ones."""
+"""Time attention of whole prompts and of chunks at the end of long ones."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpu.attention import FORMATS, LLAMA, TINY, Problem, contest
-from gpu.attention_peers import FLASHINFER, SDPA, installed
-from gpu.plan import Amount
+from bench.gpu.attention import FORMATS, LLAMA, TINY, Problem, contest
+from bench.gpu.attention_peers import FLASHINFER, SDPA, installed
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 # rows, context
 CHUNKS = {
@@ -21,7 +21,7 @@ CHUNKS = {
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Every chunk in every format."""
+    """Measure every chunk in every format."""
     heads = TINY if wanted.amount is Amount.TINY else LLAMA
     bench = rows.bench
     for count, context in CHUNKS[wanted.amount]:

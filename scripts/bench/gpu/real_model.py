@@ -1,4 +1,4 @@
-"""A real model on the GPU beside the same model on the CPU in float32: the likeliest tokens.
+"""Compare a real model's likeliest tokens on the GPU with those on the CPU in float32.
 
 The CPU writes texts from a few first tokens; both then read them, and at every position the
 likeliest next token is compared. Needs no tokenizer and no text.
@@ -13,13 +13,13 @@ import torch
 from appliance.config import EngineConfig
 from appliance.engine.engine import LLMEngine
 from appliance.engine.request import Request, SamplingParams
-from gpu.plan import Amount
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gpu.plan import Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Wanted
+    from bench.gpu.rows import Rows
 
 FIRST_TOKENS = (1, 257, 800, 999)
 LENGTH = {Amount.TINY: 20, Amount.FIRST: 128, Amount.FULL: 512}
@@ -29,7 +29,7 @@ Texts = list[tuple[int, ...]]
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """One row for each precision of the cache."""
+    """Measure one row for each precision of the cache."""
     if wanted.model is None:
         return
     expected: list[Any] = []
@@ -45,7 +45,7 @@ def measure(rows: Rows, wanted: Wanted) -> None:
 
 
 def _on_the_cpu(model: Path, length: int) -> tuple[Texts, Texts]:
-    """Texts, and the likeliest token after each of their prefixes."""
+    """Return texts, and the likeliest token after each of their prefixes."""
     engine = _load(
         model, length + 1, device="cpu", kernels="torch", dtype="float32", kv_cache_dtype="fp32"
     )
@@ -72,7 +72,7 @@ def _agreement(model: Path, kv: str, texts: Texts, expected: Texts) -> dict[str,
 
 
 def likeliest(engine: LLMEngine, texts: Texts) -> Texts:
-    """The token that the model would have chosen at every position but the first."""
+    """Return the model's choice at every position but the first."""
     sampling = [
         SamplingParams(
             temperature=0, max_tokens=len(text) - 1, logprobs=1, ignore_eos=True, forced=text[1:]
@@ -95,7 +95,7 @@ def _load(model: Path, length: int, **options: Any) -> LLMEngine:
 def _run(
     engine: LLMEngine, prompts: Texts, sampling: list[SamplingParams]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Of each prompt the tokens, and the likeliest ones where they were asked for."""
+    """Return the tokens of each prompt, and the likeliest ones where they were asked for."""
     for number, (prompt, settings) in enumerate(zip(prompts, sampling, strict=True)):
         engine.submit(Request(request_id=str(number), prompt_token_ids=prompt, sampling=settings))
     tokens: list[list[int]] = [[] for _ in prompts]

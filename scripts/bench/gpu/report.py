@@ -1,4 +1,4 @@
-"""What a run found, for people: goals first, then what failed, then every measurement."""
+"""Write what a run measured for people: goals, failures, then every measurement."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpu.goals import Verdict, verdicts
-from gpu.plan import SUITES
-from gpu.results import Results
+from bench.gpu.goals import Verdict, verdicts
+from bench.gpu.plan import SUITES
+from bench.gpu.results import Results
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 TIMED = ("matmul", "decode", "prefill", "layer_ops")
@@ -49,7 +49,7 @@ def write(folder: Path) -> str:
 
 
 def goals_table(goals: list[Verdict]) -> str:
-    """Measured, goal, reached or not, or why it is not known."""
+    """Format the goals, reached or not, or why that is not known."""
     lines = ["| what | against | goal | worst case | reached | where |", "| --- " * 6 + "|"]
     words = {True: "yes", False: "NO", None: "not measured"}
     for goal in goals:
@@ -62,7 +62,7 @@ def goals_table(goals: list[Verdict]) -> str:
 
 
 def kernels_table(results: Results) -> str:
-    """One line for each of our times: share of copy, speed as a multiple of peers."""
+    """Format a line for each of our times with its share of copy and multiples of peers."""
     rows = [row for row in results.of(*TIMED) if "us" in row]
     peers = defaultdict(list)
     for row in rows:
@@ -89,7 +89,7 @@ def kernels_table(results: Results) -> str:
 
 
 def draw(folder: Path) -> None:
-    """Operations per byte against operations per second, under the roof of the copy bandwidth."""
+    """Draw operations per byte against operations per second, under the roof of copy bandwidth."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,7 @@
-"""Requests of random tokens, and how fast an engine answers them; nothing of HTTP."""
+"""Measure how fast an engine answers requests of random tokens."""
 
 from __future__ import annotations
 
-import random
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._C._autograd import DeviceType
 
-from appliance.engine.request import Request, SamplingParams
+from bench.lib.requests import submit
 
 if TYPE_CHECKING:
     from appliance.engine.engine import LLMEngine
@@ -18,24 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is asked for: tokens of a prompt, of an answer, and how often it is repeated."""
+    """Tokens of a prompt, tokens of an answer, and repeats."""
 
     prompt_tokens: int
     max_tokens: int
     repeats: int
 
 
-def submit(engine: LLMEngine, count: int, prompt_tokens: int, max_tokens: int) -> None:
-    """Queue requests that are answered greedily and in full length."""
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    for _ in range(count):
-        ids = tuple(random.randrange(10, engine.info.vocab_size) for _ in range(prompt_tokens))
-        name = f"{random.random()}"
-        engine.submit(Request(request_id=name, prompt_token_ids=ids, sampling=sampling))
-
-
 def drain(engine: LLMEngine) -> list[tuple[float, str]]:
-    """Run until nothing is left; when each token came, and of which request.
+    """Run until nothing is left; return when each token came, and of which request.
 
     Raises:
         RuntimeError: a request ended with an error.
@@ -52,7 +42,7 @@ def drain(engine: LLMEngine) -> list[tuple[float, str]]:
 
 
 def decode_rate(engine: LLMEngine, streams: int, sizes: Sizes) -> float:
-    """Tokens per second of all, from when each has its first token."""
+    """Measure tokens per second of all streams once each has its first token."""
     submit(engine, streams, sizes.prompt_tokens, sizes.max_tokens)
     tokens = drain(engine)
     assert len(tokens) == streams * sizes.max_tokens, len(tokens)
@@ -65,7 +55,7 @@ def decode_rate(engine: LLMEngine, streams: int, sizes: Sizes) -> float:
 
 
 def prefill_rate(engine: LLMEngine, prompt_tokens: int) -> float:
-    """Prompt tokens per second until the first token is there."""
+    """Measure prompt tokens per second until the first token."""
     submit(engine, 1, prompt_tokens, 1)
     begin = time.perf_counter()
     drain(engine)
@@ -73,14 +63,14 @@ def prefill_rate(engine: LLMEngine, prompt_tokens: int) -> float:
 
 
 def throughput(engine: LLMEngine, count: int, sizes: Sizes) -> float:
-    """Output tokens per second of many requests at once, prompts included in the time."""
+    """Measure output tokens per second of many requests at once, prompts included."""
     submit(engine, count, 2 * sizes.prompt_tokens, 2 * sizes.max_tokens)
     begin = time.perf_counter()
     return len(drain(engine)) / (time.perf_counter() - begin)
 
 
 def idle_share(engine: LLMEngine, streams: int, sizes: Sizes) -> float | None:
-    """Share of time in which no kernel runs, over the middle of a decode run."""
+    """Measure the share of time in which no kernel runs, in the middle of a decode run."""
     submit(engine, streams, sizes.prompt_tokens, sizes.max_tokens)
     for _ in range(sizes.max_tokens // 4):
         engine.step()
@@ -99,7 +89,7 @@ def idle_share(engine: LLMEngine, streams: int, sizes: Sizes) -> float | None:
 
 
 def idle_of(spans: list[tuple[float, float]]) -> float:
-    """Share of the time from the first begin to the last end that no span covers."""
+    """Return the share from the first begin to the last end that no span covers."""
     busy, end = 0.0, spans[0][0]
     for start, stop in spans:
         busy += max(0.0, stop - max(start, end))

@@ -1,8 +1,8 @@
-"""Merges by whoever arrives last, again and again: the same operands give the same bits.
+"""Repeat kernels that merge partial results by arrival: the same operands must give the same bits.
 
 Programs of one launch count in memory who has finished, and the last one adds up. A fault in that
-order shows now and then only, as another result; so the same launch is repeated, and each result
-is compared with the first on the device.
+order changes the result only now and then; so the launch is repeated, and each result is compared
+with the first on the device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 from appliance.kernels.backend import triton_backend
 from appliance.kernels.kv_cache import KVFormat
-from gpu.attention import BLOCK, LLAMA, TINY, Problem, filled_cache
-from gpu.kernel_checks import random_weight
-from gpu.plan import Amount
+from bench.gpu.attention import BLOCK, LLAMA, TINY, Problem, filled_cache
+from bench.gpu.kernel_checks import random_weight
+from bench.gpu.plan import Amount
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gpu.timing import Bench
+    from bench.gpu.timing import Bench
 
 TIMES = {Amount.TINY: 1, Amount.FIRST: 1000, Amount.FULL: 10000}
 # rows, outputs, inputs: few outputs of many inputs, which are split the most
@@ -33,7 +33,7 @@ FORMATS = (KVFormat.BF16, KVFormat.INT8, KVFormat.INT4)
 
 
 def all_reruns(bench: Bench, amount: Amount) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Name and what is found out."""
+    """Yield names, and functions that count unequal results."""
     size = Amount.TINY if amount is Amount.TINY else Amount.FIRST
     for rows, outputs, inputs in MATMULS[size]:
         name = f"rerun split-K {rows} x {outputs} x {inputs}"
@@ -47,7 +47,7 @@ def all_reruns(bench: Bench, amount: Amount) -> Iterator[tuple[str, Callable[[],
 
 
 def unequal(call: Callable[[], Tensor], times: int) -> dict[str, Any]:
-    """How many of so many results differ from the first in any bit."""
+    """Count how many results differ from the first in any bit."""
     first = call()
     different = torch.zeros((), dtype=torch.int64, device=first.device)
     for _ in range(times):

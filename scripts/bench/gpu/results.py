@@ -1,4 +1,4 @@
-"""The results of one run in one folder: a line of JSON for each thing that was found, at once.
+"""Results of one run: a folder with a line of JSON for each measurement.
 
 A line of a run says under which conditions the lines after it were measured; a later line of the
 same key replaces an earlier one, so a run that was cut off can be resumed in the same file.
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu.supervisor import name_of
+from bench.gpu.supervisor import name_of
 
 ROWS = "rows.jsonl"
 Row = dict[str, Any]
 
 
 def folder_name(device: str) -> str:
-    """Name of a device's folder from what torch calls the device, in full.
+    """Derive a folder's name from torch's full name of the device.
 
     "NVIDIA H100 80GB HBM3" becomes "h100-80gb-hbm3".
     """
@@ -30,7 +30,7 @@ def folder_name(device: str) -> str:
 
 @dataclass
 class Results:
-    """What a folder holds, and the end of it that grows.
+    """The contents of a folder, which grow by lines.
 
     Attributes:
         path: of the file of lines.
@@ -46,7 +46,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path) -> Results:
-        """All that is there; a last line that was cut off does not count."""
+        """Read all complete lines."""
         results = cls(folder / ROWS)
         if results.path.exists():
             for line in results.path.read_text().splitlines():
@@ -58,7 +58,7 @@ class Results:
         return results
 
     def add(self, row: Row) -> None:
-        """Keep and write a line; it is on its way to the disk when this returns."""
+        """Append a line; it is on its way to the disk when this returns."""
         self._keep(row)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
@@ -73,7 +73,7 @@ class Results:
             self.rows[row["suite"], name_of(row["key"])] = row
 
     def done(self, suite: str) -> set[str]:
-        """Names of what a resumed run does not measure again: all that did not fail."""
+        """Return the names that a resumed run need not measure: all that did not fail."""
         return {
             name
             for (of, name), row in self.rows.items()
@@ -81,5 +81,5 @@ class Results:
         }
 
     def of(self, *suites: str) -> Iterator[Row]:
-        """The rows of some suites, in the order in which they were found."""
+        """Return the rows of some suites in their order."""
         return (row for (suite, _), row in self.rows.items() if suite in suites)

@@ -1,4 +1,4 @@
-"""What one measurement says, and the rule that nothing is timed that is not right."""
+"""Measure one row at a time; a kernel whose result is wrong is not timed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu.supervisor import START_AGAIN, name_of
+from bench.gpu.supervisor import START_AGAIN, name_of
 
 if TYPE_CHECKING:
-    from gpu.supervisor import Tell
-    from gpu.timing import Bench, Call
+    from bench.gpu.supervisor import Tell
+    from bench.gpu.timing import Bench, Call
 
 NOT_CHECKED = "not checked: another project's arithmetic and weights"
 
@@ -41,7 +41,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Somebody who does it.
+    """One implementation of the work.
 
     Attributes:
         name: "ours", or a peer's.
@@ -59,7 +59,7 @@ class Contender:
 
 @dataclass
 class Rows:
-    """The measurements of one process; each is told to the supervisor.
+    """Measures rows and sends each to the supervisor.
 
     Attributes:
         bench: where.
@@ -83,7 +83,7 @@ class Rows:
         measure: Callable[[], None],
         who: str = "ours",
     ) -> None:
-        """Make operands and measure with them; what fails on the way is a failure of `who`."""
+        """Make operands and measure with them; an exception counts as a failure of `who`."""
         key = {"kernel": kernel, "shape": shape, **size, "who": who, "stage": "prepare"}
         if not self._is_wanted(key):
             return
@@ -95,7 +95,7 @@ class Rows:
         self.tell(end=key)
 
     def measure(self, work: Work, contender: Contender) -> None:
-        """Check, then time; a wrong result or an exception is a row without a time."""
+        """Check, then time; a wrong result or an exception becomes a row without a time."""
         if self.share is not None:
             if contender.name == "ours":
                 contender.calls()[0]()
@@ -107,7 +107,7 @@ class Rows:
             torch.cuda.empty_cache()
 
     def note(self, key: dict[str, Any], find: Callable[[], dict[str, Any]]) -> None:
-        """Find something out that is no time of a call; an exception is a row that says so."""
+        """Record a finding that is no time; an exception becomes a row that says so."""
         if self._is_wanted(key):
             self._find(key, lambda row: row.update(find()))
 
@@ -136,7 +136,7 @@ class Rows:
         self.tell(row=row)
 
     def _failed(self, row: dict[str, Any], error: Exception) -> None:
-        """Say so, and end the process if the error may have left the GPU of no use to it.
+        """Record a failure, and end the process if the GPU may be unusable after it.
 
         A launch of ours that failed may have left counters behind that the next one believes; a
         peer that refuses a step has launched nothing.
@@ -171,7 +171,7 @@ class Rows:
 
 
 def _works() -> bool:
-    """Whether the GPU still does what it is asked for."""
+    """Return whether the GPU still computes."""
     try:
         torch.cuda.synchronize()
         return int(torch.ones(2, device="cuda").sum()) == 2
@@ -185,7 +185,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def in_words(row: dict[str, Any]) -> str:
-    """One line for whoever looks on."""
+    """Format a row for whoever looks on."""
     what = " ".join(
         f"{name}={value}" if type(value) is int else str(value)
         for name, value in row["key"].items()

@@ -1,4 +1,4 @@
-"""Runs the suites one after another, each in its own processes, and keeps what they say."""
+"""Run the suites one after another, each in its own processes, and keep their results."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from conditions import conditions
-
-from gpu import report, worker
-from gpu.plan import COMPILE_SECONDS, Amount, Suite, Wanted, deadlines
-from gpu.results import Results, folder_name
-from gpu.supervisor import Message, Start, Supervisor, begin_process, end_process
+from bench.gpu import report, worker
+from bench.gpu.plan import COMPILE_SECONDS, Amount, Suite, Wanted, deadlines
+from bench.gpu.results import Results, folder_name
+from bench.gpu.supervisor import Message, Start, Supervisor, begin_process, end_process
+from bench.lib.conditions import conditions
 
 FACTS_SECONDS = 90.0  # for the first look at the device
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a run goes.
+    """Settings of a run.
 
     Attributes:
         suites: which, in this order.
@@ -50,7 +49,7 @@ class Settings:
 
 
 def run(settings: Settings) -> bool:
-    """Measure everything; whether all suites came to their end and nothing of ours failed.
+    """Measure everything; return whether all suites ended and nothing of ours failed.
 
     Raises:
         SystemExit: the folder holds results that would be mixed up with these.
@@ -89,7 +88,7 @@ def run(settings: Settings) -> bool:
 
 
 def compile_ahead(suites: list[Suite], settings: Settings, start: Start, deadline: float) -> None:
-    """Have kernels compiled in parallel; what fails here is told when it is measured."""
+    """Compile kernels in parallel; measuring reports what fails here."""
     begin = time.monotonic()
     count = settings.compilers
     # Of a trial a small part: nothing is compiled for Triton's interpreter.
@@ -123,7 +122,7 @@ def _run_suite(
 
 
 def _look() -> dict[str, Any]:
-    """The device's facts."""
+    """Return the device's facts."""
     rows: list[dict[str, Any]] = []
 
     def take(message: Message) -> None:
@@ -148,7 +147,7 @@ def _open(settings: Settings, device: str) -> Results:
 
 
 def packages_in(folder: Path) -> Path:
-    """Where a folder's packages are imported from: its wheels unpacked, or the folder itself."""
+    """Unpack a folder's wheels, or return the folder itself if it has none."""
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         return folder

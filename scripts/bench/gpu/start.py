@@ -1,4 +1,4 @@
-"""First and second start of the 8B shape: fresh processes, the first with an empty kernel cache.
+"""Time a first start of the 8B shape with an empty kernel cache, and a second one.
 
 From the start of the interpreter to the first token; weights are made on the GPU, so reading them
 from a disk comes on top. Without the API process, which starts meanwhile.
@@ -16,14 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpu.plan import Amount, Wanted
-    from gpu.rows import Rows
+    from bench.gpu.plan import Amount, Wanted
+    from bench.gpu.rows import Rows
 
 KV = "int8"
 
 
 def measure(rows: Rows, wanted: Wanted) -> None:
-    """Two starts that share a cache of kernels."""
+    """Measure two starts that share a cache of kernels."""
     with tempfile.TemporaryDirectory() as cache:
         for which in ("first", "second"):
             key = {"engine": "ours", "kv": KV, "what": f"{which} start"}
@@ -35,7 +35,7 @@ def _start(amount: Amount, cache: str) -> dict[str, Any]:
     environment = {**os.environ, "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
     begin = time.time()
     process = subprocess.run(
-        [sys.executable, "-P", "-m", "gpu.start_once", amount.value, KV],
+        [sys.executable, "-P", "-m", "bench.gpu.start_once", amount.value, KV],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,4 +1,4 @@
-"""Starts an engine, gets one token out of it, and prints when: a process of `start`."""
+"""Start an engine, get one token out of it, and print the moments: a process of `start`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ moments = {"interpreter": time.time()}
 
 def main(amount: str, kv: str) -> None:
     """Print the moments, in seconds since the epoch, as a line of JSON."""
-    from gpu.device_model import load_engine
-    from gpu.plan import Amount
-    from gpu.requests import drain, submit
+    from bench.gpu.device_model import load_engine
+    from bench.gpu.plan import Amount
+    from bench.gpu.requests import drain
+    from bench.lib.requests import submit
 
     moments["imported"] = time.time()
     engine = load_engine(Amount(amount), kv)

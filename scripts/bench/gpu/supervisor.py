@@ -1,8 +1,7 @@
-"""Measurements in a process of their own: where it dies or hangs, one of them is lost and no other.
+"""Run measurements in processes; one that dies or hangs costs that measurement only.
 
-An error on a GPU often ends the use of it for the whole process, and a kernel may never end. So
-the process that measures tells what it begins and what it found, and is started again without what
-was lost.
+An error on a GPU often makes it unusable for the whole process, and a kernel may never end. So the
+measuring process reports what it begins and finds, and starts again without the measurement lost.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Start = Literal["spawn", "forkserver"]
 
 
 class Tell(Protocol):
-    """Says something to the supervisor: `begin`, `row`, `end` or anything else."""
+    """Sends the supervisor `begin`, `row`, `end` or anything else."""
 
     def __call__(self, **message: Any) -> None:
         """Send one message."""
@@ -38,7 +37,7 @@ Work = Callable[[Tell, frozenset[str]], None]
 
 
 def name_of(key: Mapping[str, Any]) -> str:
-    """The same for equal keys."""
+    """Return a string that equal keys share."""
     return json.dumps(key, sort_keys=True)
 
 
@@ -64,7 +63,7 @@ class Supervisor:
     _begun: Message | None = field(default=None, init=False)
 
     def run(self) -> str:
-        """Why it ended too early; empty if nothing is left to measure."""
+        """Measure; return why it ended too early, or nothing."""
         while True:
             before = len(self.done)
             ended = self._run_once()
@@ -74,7 +73,7 @@ class Supervisor:
                 return "its process ends before it has measured anything"
 
     def _run_once(self) -> str | None:
-        """Why it is over, or None if the rest needs another process."""
+        """Run one process; return why to stop, or None if the rest needs another one."""
         ours, theirs = get_context("spawn").Pipe(duplex=False)
         process = begin_process(self.start, _supervised, theirs, sorted(self.done), self.work)
         theirs.close()
@@ -118,7 +117,7 @@ class Supervisor:
 
 
 def begin_process(start: Start, target: Callable[..., None], *arguments: object) -> BaseProcess:
-    """A process that ends with this one at the latest; see `end_process`."""
+    """Start a process that ends with this one at the latest."""
     context = get_context(start)
     if start == "forkserver":
         context.set_forkserver_preload(["torch", "triton", "appliance.engine.engine"])
@@ -148,6 +147,6 @@ def _supervised(connection: Connection, done: list[str], work: Work) -> None:
 
 
 def lead_a_group() -> None:
-    """So that what this process starts ends with it; what libraries print goes to stderr."""
+    """Lead a process group, so that children end with it, and print to stderr."""
     os.setsid()
     os.dup2(2, 1)

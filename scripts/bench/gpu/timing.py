@@ -1,4 +1,4 @@
-"""Time on a GPU: cold operands, calls captured in one graph, beside the speed of a copy.
+"""Time calls on a GPU: cold operands, one captured graph, beside the bandwidth of a copy.
 
 Without a GPU the same calls are timed by the clock, so that a benchmark can be tried anywhere with
 small shapes; such figures say nothing, and the result carries `"device": "cpu"`.
@@ -23,7 +23,7 @@ MOST_COPIES = 48
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Where and how long to measure.
+    """The device, and how long to measure on it.
 
     Attributes:
         device: cuda, or cpu to try a script.
@@ -41,7 +41,7 @@ class Bench:
 
     @classmethod
     def here(cls, replays: int) -> Bench:
-        """The first GPU, or the CPU."""
+        """Measure the copy bandwidth of the first GPU, or of the CPU."""
         device = first_device()
         if device.type == "cpu":
             return cls(device, 1, _copy_bandwidth(device, 1 << 24))
@@ -50,34 +50,34 @@ class Bench:
 
     @classmethod
     def to_compile(cls) -> Bench:
-        """The first GPU, or the CPU, where calls are made and nothing is measured."""
+        """Return a bench that makes calls and measures nothing."""
         return cls(first_device(), 1, 1.0, most_copies=1)
 
     @classmethod
     def unmeasured(cls) -> Bench:
-        """The first GPU, or the CPU, for what has nothing to do with the copy bandwidth."""
+        """Return a bench without a copy bandwidth."""
         return cls(first_device(), 1, 1.0)
 
     @property
     def is_gpu(self) -> bool:
-        """Whether figures mean anything."""
+        """Whether times mean anything."""
         return self.device.type == "cuda"
 
     @property
     def cache_bytes(self) -> int:
-        """Of the second-level cache."""
+        """Bytes of the second-level cache."""
         if not self.is_gpu:
             return 0
         return int(torch.cuda.get_device_properties(self.device).L2_cache_size)
 
     def copies(self, nbytes: int) -> int:
-        """How many sets of operands of `nbytes` make them cold when they take turns."""
+        """Count the sets of operands of `nbytes` that make them cold when they take turns."""
         if not self.is_gpu:
             return 1
         return min(self.most_copies, max(2, -(-COLD * self.cache_bytes // max(nbytes, 1))))
 
     def microseconds(self, calls: Sequence[Call], *, captured: bool = True) -> dict[str, float]:
-        """Time of one call: median, fastest and slowest replay of all calls in turn.
+        """Return the median, fastest and slowest time of one call.
 
         Args:
             calls: the same work on different operands.
@@ -110,7 +110,7 @@ def first_device() -> torch.device:
 
 
 def device_facts(bench: Bench) -> dict[str, Any]:
-    """What figures must be read with."""
+    """Return the device's facts that figures must be read with."""
     facts: dict[str, Any] = {
         "device": bench.device.type,
         "copy_gb_per_second": round(bench.copy_bandwidth / 1e9, 1),
@@ -131,7 +131,7 @@ def device_facts(bench: Bench) -> dict[str, Any]:
 
 
 def _nvidia_smi() -> str:
-    """What may differ between two cards of one name; empty where nobody can be asked."""
+    """Return driver, clocks and power limit; empty without nvidia-smi."""
     query = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
     try:
@@ -158,7 +158,7 @@ def _run(calls: Sequence[Call]) -> None:
 
 
 def _events(work: Call) -> float:
-    """Microseconds that a stream takes for some work."""
+    """Time work on a stream in microseconds."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     work()

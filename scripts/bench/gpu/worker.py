@@ -1,4 +1,4 @@
-"""What a supervised process does: one suite, or a share of its kernels to be compiled."""
+"""Measure one suite, or compile a share of its kernels, in a supervised process."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu.supervisor import lead_a_group
+from bench.gpu.supervisor import lead_a_group
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpu.plan import Suite, Wanted
-    from gpu.supervisor import Tell
+    from bench.gpu.plan import Suite, Wanted
+    from bench.gpu.supervisor import Tell
 
 ROOT = Path(__file__).parents[3]
 
 
 def measure(suite: Suite, wanted: Wanted, replays: int, tell: Tell, done: frozenset[str]) -> None:
-    """Measure all of a suite that is not done."""
-    from gpu.rows import Rows
-    from gpu.timing import Bench, device_facts
+    """Measure the part of a suite that is not done."""
+    from bench.gpu.rows import Rows
+    from bench.gpu.timing import Bench, device_facts
 
     if not suite.compiles:  # another process of this suite may have the device to itself
         bench = Bench.unmeasured()
@@ -32,9 +32,9 @@ def measure(suite: Suite, wanted: Wanted, replays: int, tell: Tell, done: frozen
 
 
 def compile_share(suites: Sequence[Suite], wanted: Wanted, index: int, count: int) -> None:
-    """Launch the kernels of a share of some suites once, so that they lie in Triton's cache."""
-    from gpu.rows import Rows
-    from gpu.timing import Bench
+    """Launch a share of the suites' kernels once, so that Triton's cache holds them."""
+    from bench.gpu.rows import Rows
+    from bench.gpu.timing import Bench
 
     lead_a_group()
     for suite in suites:
@@ -43,8 +43,8 @@ def compile_share(suites: Sequence[Suite], wanted: Wanted, index: int, count: in
 
 
 def facts(tell: Tell, done: frozenset[str]) -> None:
-    """The device and its speed, before anything else is asked of it."""
-    from gpu.timing import Bench, device_facts
+    """Report the device and its copy bandwidth."""
+    from bench.gpu.timing import Bench, device_facts
 
     tell(row={"key": {}, **device_facts(Bench.here(1))})
 

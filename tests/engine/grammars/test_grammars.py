@@ -308,3 +308,18 @@ def test_a_request_with_a_grammar_needs_a_vocabulary(tiny_llama: Path) -> None:
         engine.submit(request("early", YES))
     engine.set_vocabulary(words())
     assert run(engine, request("later", YES))["later", 0][0] in {"yes", "no", "perhaps"}
+
+
+def test_the_vocabulary_is_read_while_nothing_runs(tiny_llama: Path) -> None:
+    engine = load(tiny_llama)
+    compiler = engine._grammars._compiler
+    assert compiler is not None
+    engine.submit(request("free", None, max_tokens=3))
+    while engine._scheduler.has_work:
+        assert not compiler.prepared, "not while others wait for their tokens"
+        engine.step()
+    assert engine.has_work
+    engine.step()
+    assert compiler.prepared
+    assert not engine.has_work
+    assert run(engine, request("yes", YES))["yes", 0][0] in {"yes", "no", "perhaps"}

@@ -22,7 +22,7 @@ from appliance.engine.run.measure import (
 from appliance.engine.run.model_runner import fixed_bytes, largest_step
 from appliance.engine.scheduling.scheduler import SchedulerLimits
 from appliance.errors import ConfigError, MemoryPlanError
-from appliance.kernels.fp8_matmul.spec import choose_fp8_tile
+from appliance.kernels.fp8_matmul.tiles import choose_fp8_tile
 from appliance.kernels.kv_cache import KVFormat, LayerPrecision
 from appliance.kernels.packed_matmul.tiles import ARCHITECTURES, choose_tile
 from appliance.kernels.penalties import reference

@@ -1,8 +1,8 @@
 """The CPU library under test, once per instruction set that this machine has.
 
-APPLIANCE_TEST_CPU_LIBRARY names another library than the package's own, such as one with
-sanitizers; with APPLIANCE_TEST_CPU_CASES=N only tests that call the library run, in N cases per
-function and instruction set.
+APPLIANCE_TEST_CPU_LIBRARY names another library with sections than `cpu_sections` makes, such as
+one with sanitizers; with APPLIANCE_TEST_CPU_CASES=N only tests that call the library run, in N
+cases per function and instruction set.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cpu_sections import load_sections, use_isa
 
-from appliance.kernels.cpu.library import LIBRARY, LibraryError, load_library, supported_isas
+from appliance.kernels.cpu.build import BuildError
+from appliance.kernels.cpu.library import LibraryError, load_library, supported_isas
 from appliance.kernels.cpu.structs import Isa
 
 # Taken out, because the product refuses variables that begin with its name and are no settings.
-_PATH = Path(os.environ.pop("APPLIANCE_TEST_CPU_LIBRARY", LIBRARY))
+_PATH = os.environ.pop("APPLIANCE_TEST_CPU_LIBRARY", None)
 _MAX_CASES = int(os.environ.pop("APPLIANCE_TEST_CPU_CASES", "0"))
 
 
 def _supported() -> list[Isa]:
     try:
-        return supported_isas(load_library(_PATH))
+        return supported_isas(load_library())
     except LibraryError:
         return [Isa.SCALAR]  # the tests fail with the reason, rather than the whole collection
 
@@ -34,18 +36,19 @@ def _supported() -> list[Isa]:
 def loaded() -> Iterator[ctypes.CDLL]:
     """The library, with whatever instruction set is in use, and will be again after the test."""
     try:
-        library = load_library(_PATH)
-    except LibraryError as error:
+        library = load_sections(Path(_PATH) if _PATH else None)
+    except (BuildError, LibraryError) as error:
         pytest.fail(str(error))
-    before = library.ap_current_isa()
+    before = Isa(library.ap_current_isa())
+    use_isa(library, before)
     yield library
-    library.ap_use_isa(before)
+    use_isa(library, before)
 
 
 @pytest.fixture(params=_supported(), ids=lambda isa: isa.name.lower())
 def library(request: pytest.FixtureRequest, loaded: ctypes.CDLL) -> ctypes.CDLL:
     """The library, with one instruction set in use."""
-    assert loaded.ap_use_isa(request.param) == 0
+    use_isa(loaded, request.param)
     return loaded
 
 

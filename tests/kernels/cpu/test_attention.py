@@ -95,7 +95,7 @@ class Case:
             open_pages=address(opened),
         )
         out = np.full_like(query, np.nan)
-        status = self.cache.library.ap_paged_attention(
+        status = self.cache.library.section_attend(
             engine,
             self.cache.attention,
             self.cache.struct,

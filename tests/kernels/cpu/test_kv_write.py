@@ -9,18 +9,16 @@ import pytest
 import torch
 from cpu_pages import (
     FORMATS,
-    LAYER,
     SEALED,
     Cache,
     Shape,
-    address,
     codes_of,
     decode,
     rotate,
 )
 from numpy.typing import NDArray
 
-from appliance.kernels.cpu.structs import Format, Status
+from appliance.kernels.cpu.structs import Format
 from appliance.kernels.kv_page.reference import quantize_fp8, quantize_int4
 from appliance.kernels.kv_write.reference import quantize_int8
 
@@ -204,17 +202,3 @@ def test_page_bytes(library: ctypes.CDLL, format: Format) -> None:
         assert library.ap_page_bytes(format, dim) == -1
     assert library.ap_page_bytes(len(Format), 64) == -1
     assert library.ap_page_bytes(-1, 64) == -1
-
-
-def test_slots_outside_of_the_cache_are_refused(library: ctypes.CDLL, single: int) -> None:
-    cache = Cache(library, Shape(1, 1, 64), Format.INT8, 2)
-    before = cache.arena.copy()
-    key = np.ones((2, 1, 64), np.float32)
-    for slot in (-1, 32):
-        slots = np.array([0, slot], np.int64)
-        status = library.ap_kv_write(
-            *(single, cache.attention, cache.struct, LAYER),
-            *(address(key), address(key), 2, address(slots)),
-        )
-        assert status == Status.BAD_ARGUMENT
-    np.testing.assert_array_equal(cache.arena, before)

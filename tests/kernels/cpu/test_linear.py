@@ -24,6 +24,7 @@ from cpu_linears import (
     pack,
     packed_weight,
 )
+from cpu_sections import use_isa
 
 from appliance.kernels.cpu.structs import Format, Isa, Offset, Status
 
@@ -85,12 +86,12 @@ def test_vector_instruction_sets_agree_bit_for_bit(library: ctypes.CDLL, fmt: Fo
     """And a different number of threads changes nothing; plain C has no fused multiply-add."""
     integer = fmt in INTEGER
     kinds = tuple(Offset) if integer else (Offset.CENTERED,)
-    here = library.ap_current_isa()
+    here = Isa(library.ap_current_isa())
     x = activations(29, 576)
     for kind in kinds:
         results = []
         for isa in (here, Isa.AVX2 if library.ap_isa_supported(Isa.AVX2) else here):
-            assert library.ap_use_isa(isa) == Status.OK
+            use_isa(library, isa)
             for threads in (1, 2, 5):
                 engine = library.ap_engine_create(threads, 0)
                 linear = describe(fmt, OUTPUTS, 576, kind=kind, group=32 * integer)
@@ -105,7 +106,7 @@ def test_vector_instruction_sets_agree_bit_for_bit(library: ctypes.CDLL, fmt: Fo
                     )
                 results.append(forward(library, engine, linear, x))
                 library.ap_engine_destroy(engine)
-        library.ap_use_isa(here)
+        use_isa(library, here)
         for number, result in enumerate(results):
             if here == Isa.SCALAR and number >= 3:
                 magnitude = np.abs(results[0]).max(-1, keepdims=True).astype(np.float64)

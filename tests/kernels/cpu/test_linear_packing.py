@@ -48,10 +48,8 @@ def test_rows_of_a_packed_weight_are_those_of_its_source(
         pack(library, engine, linear, weight)
         indices = np.array([OUTPUTS - 1, 0, 17, 17, 15, 16])
         out = np.full((len(indices), width), SENTINEL)
-        status = library.ap_linear_rows(
-            linear.struct, indices.ctypes.data, len(indices), out.ctypes.data
-        )
-        assert status == Status.OK
+        for row, index in zip(out, indices, strict=True):
+            library.section_embedding(linear.struct, index, row.ctypes.data)
         assert np.array_equal(out, weight.dequantize().numpy()[indices])
 
 
@@ -65,21 +63,20 @@ def test_rows_of_a_dense_weight_are_its_elements(
     library.ap_linear_pack(engine, linear.struct, weight.data_ptr(), None, None, Format.F32, 0)
     indices = np.arange(OUTPUTS)[::-1].copy()
     out = np.full((OUTPUTS, 70), SENTINEL)
-    library.ap_linear_rows(linear.struct, indices.ctypes.data, OUTPUTS, out.ctypes.data)
+    for row, index in zip(out, indices, strict=True):
+        library.section_embedding(linear.struct, index, row.ctypes.data)
     assert np.array_equal(out, weight.float().numpy()[indices])
 
 
 def test_what_no_kernel_takes_is_refused(library: ctypes.CDLL, engine: int) -> None:
-    x = np.zeros((1, 96), np.float32)
+    weight = packed_weight(Format.INT4, Offset.CENTERED, 16, 96, 96, torch.float32)
 
     def status(**changes: int | None) -> int:
         linear = describe(Format.INT4, 16, 96, group=32)
         for name, value in changes.items():
             setattr(linear.struct, name, value)
-        out = np.zeros((1, 16), np.float32)
-        code: int = library.ap_linear_forward(
-            engine, linear.struct, x.ctypes.data, 1, out.ctypes.data
-        )
+        sources = (weight.codes.data_ptr(), weight.scale.data_ptr(), weight.offset.data_ptr())
+        code: int = library.ap_linear_pack(engine, linear.struct, *sources, Format.F32, 96)
         return code
 
     assert status() == Status.OK

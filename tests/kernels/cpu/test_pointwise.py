@@ -5,17 +5,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cpu_sections import use_isa
 from numpy.typing import NDArray
 
-from appliance.kernels.cpu import build
 from appliance.kernels.cpu.library import supported_isas
 from appliance.kernels.cpu.structs import Isa, NormStruct, RopeStruct
 
@@ -24,35 +21,6 @@ Array = NDArray[Any]
 WIDTHS = (1, 15, 16, 17, 63, 64, 65, 130, 576, 1000, 4096)
 ACTIVATIONS = (0, 1)  # AP_SILU, AP_GELU_TANH
 EPS = 1e-5
-
-# The functions of a row that the step calls, and that the ABI has no entry for.
-ROW_FUNCTIONS = """
-#include "pointwise.h"
-#define ENTRY __attribute__((visibility("default")))
-ENTRY void entry_add(float *x, const float *y, int32_t width) { add_row(x, y, width); }
-ENTRY void entry_scale(float *x, float factor, int32_t width) { scale_row(x, factor, width); }
-ENTRY void entry_softcap(float *x, float cap, int32_t width) { softcap_row(x, cap, width); }
-"""
-
-
-@functools.cache
-def row_functions(isa: Isa) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        source, out = Path(folder) / "rows.c", Path(folder) / "rows.so"
-        source.write_text(ROW_FUNCTIONS)
-        flags = [*build.FLAGS, *build.ISA_FLAGS[isa.name.lower()], f"-I{build.SOURCES}", "-shared"]
-        command = [*build.find_compiler(), *flags, str(source), "-o", str(out), "-lm"]
-        subprocess.run(command, check=True, capture_output=True)
-        functions = ctypes.CDLL(str(out))
-    for name in ("entry_scale", "entry_softcap"):
-        getattr(functions, name).argtypes = (ctypes.c_void_p, ctypes.c_float, ctypes.c_int32)
-    functions.entry_add.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
-    return functions
-
-
-@pytest.fixture
-def rows(library: ctypes.CDLL) -> ctypes.CDLL:
-    return row_functions(Isa(library.ap_current_isa()))
 
 
 @functools.cache
@@ -90,7 +58,8 @@ def norm(library: ctypes.CDLL, x: Array, weight: Array, *, in_place: bool = Fals
     struct = NormStruct(weight.ctypes.data, EPS)
     x = x.copy()
     out = x if in_place else np.full_like(x, np.nan)
-    library.ap_rms_norm(x.ctypes.data, struct, *x.shape, out.ctypes.data)
+    for row, normed in zip(x, out, strict=True):
+        library.section_norm(row.ctypes.data, struct, row.size, normed.ctypes.data)
     return out
 
 
@@ -116,7 +85,13 @@ def test_rms_norm_of_small_huge_and_broken_rows(library: ctypes.CDLL) -> None:
 
 def rotated(library: ctypes.CDLL, heads: Array, rope: RopeStruct, positions: Array) -> Array:
     heads = heads.copy()
-    library.ap_rotary(heads.ctypes.data, rope, positions.ctypes.data, *heads.shape)
+    cosine, sine = np.empty((2, rope.rotary_dim // 2), np.float32)
+    for row, position in zip(heads, positions, strict=True):
+        library.section_angles(rope, position, cosine.ctypes.data, sine.ctypes.data)
+        for head in row:
+            library.section_rotate(
+                head.ctypes.data, cosine.ctypes.data, sine.ctypes.data, rope.rotary_dim
+            )
     return heads
 
 
@@ -146,9 +121,10 @@ def gated(
 ) -> Array:
     gate = gate.copy()
     out = gate if in_place else np.full_like(gate, np.nan)
-    library.ap_gated_activation(
-        gate.ctypes.data, up.ctypes.data, activation, *gate.shape, out.ctypes.data
-    )
+    for row, beside, result in zip(gate, up, out, strict=True):
+        library.section_gate(
+            row.ctypes.data, beside.ctypes.data, activation, row.size, result.ctypes.data
+        )
     return out
 
 
@@ -183,31 +159,31 @@ def test_gates_far_from_zero_and_broken_ones(library: ctypes.CDLL, activation: i
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_sums_and_factors_are_exact(rows: ctypes.CDLL, width: int) -> None:
+def test_sums_and_factors_are_exact(library: ctypes.CDLL, width: int) -> None:
     x, y = numbers(width), numbers(width, seed=1)
     total = at_the_end(x)
-    rows.entry_add(total.ctypes.data, y.ctypes.data, width)
+    library.section_add(total.ctypes.data, y.ctypes.data, width)
     assert (total == x + y).all()
     scaled = at_the_end(x)
-    rows.entry_scale(scaled.ctypes.data, 25.298221, width)
+    library.section_scale(scaled.ctypes.data, 25.298221, width)
     assert (scaled == x * np.float32(25.298221)).all()
     check_sentinel()
 
 
 @pytest.mark.parametrize("cap", [30.0, 50.0])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_softcap(rows: ctypes.CDLL, cap: float, width: int) -> None:
+def test_softcap(library: ctypes.CDLL, cap: float, width: int) -> None:
     x = numbers(width) * 40
     capped = at_the_end(x)
-    rows.entry_softcap(capped.ctypes.data, cap, width)
+    library.section_softcap(capped.ctypes.data, cap, width)
     expected = cap * np.tanh(x.astype(np.float64) / cap)
     np.testing.assert_allclose(capped, expected, rtol=1e-6, atol=2e-7 * cap)
     check_sentinel()
 
 
-def test_softcap_keeps_what_is_not_a_number(rows: ctypes.CDLL) -> None:
+def test_softcap_keeps_what_is_not_a_number(library: ctypes.CDLL) -> None:
     x = np.array([np.nan, np.inf, -np.inf, 0.0, 3e38, -3e38], np.float32)
-    rows.entry_softcap(x.ctypes.data, 30.0, x.size)
+    library.section_softcap(x.ctypes.data, 30.0, x.size)
     assert np.isnan(x[0])
     assert x[1:].tolist() == [30, -30, 0, 30, -30]
 
@@ -227,17 +203,17 @@ def calls_on(library: ctypes.CDLL, width: int) -> list[Callable[[Array], None]]:
 
     def norm_input(x: Array) -> None:
         struct = NormStruct(other.ctypes.data, EPS)
-        library.ap_rms_norm(x.ctypes.data, struct, 1, width, out.ctypes.data)
+        library.section_norm(x.ctypes.data, struct, width, out.ctypes.data)
 
     def norm_weight(x: Array) -> None:
         struct = NormStruct(x.ctypes.data, EPS)
-        library.ap_rms_norm(other.ctypes.data, struct, 1, width, out.ctypes.data)
+        library.section_norm(other.ctypes.data, struct, width, out.ctypes.data)
 
     def gate(x: Array) -> None:
-        library.ap_gated_activation(x.ctypes.data, other.ctypes.data, 0, 1, width, x.ctypes.data)
+        library.section_gate(x.ctypes.data, other.ctypes.data, 0, width, x.ctypes.data)
 
     def up(x: Array) -> None:
-        library.ap_gated_activation(other.ctypes.data, x.ctypes.data, 1, 1, width, out.ctypes.data)
+        library.section_gate(other.ctypes.data, x.ctypes.data, 1, width, out.ctypes.data)
 
     return [norm_input, norm_weight, gate, up]
 
@@ -250,14 +226,14 @@ def test_vector_instruction_sets_agree_bit_for_bit(loaded: ctypes.CDLL) -> None:
     for isa in supported_isas(loaded):
         if isa is Isa.SCALAR:
             continue
-        assert loaded.ap_use_isa(isa) == 0
+        use_isa(loaded, isa)
         found = [rotated(loaded, numbers(5, 2, 128), rope, np.arange(5) * 9999)]
         for width in WIDTHS:
             gate, up = numbers(4, width) * 6, numbers(4, width, seed=1)
             found.append(norm(loaded, gate, up[0]))
             found += [gated(loaded, gate, up, a, in_place=False) for a in ACTIVATIONS]
             capped = gate[0].copy()
-            row_functions(isa).entry_softcap(capped.ctypes.data, 30.0, width)
+            loaded.section_softcap(capped.ctypes.data, 30.0, width)
             found.append(capped)
         results.append(b"".join(x.tobytes() for x in found))
     assert len(set(results)) <= 1

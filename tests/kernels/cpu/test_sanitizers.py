@@ -17,6 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from cpu_sections import build_sections
 
 from appliance.kernels.cpu import build
 from appliance.kernels.cpu.structs import Isa
@@ -39,10 +40,10 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The whole library with sanitizers, compiled by gcc, whose runtimes `run` preloads."""
+    """The library and its sections, compiled by gcc, whose runtimes `run` preloads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", "gcc")
-        return build.build(tmp_path_factory.mktemp("sanitized") / "library.so", FLAGS)
+        return build_sections(tmp_path_factory.mktemp("sanitized") / "library.so", FLAGS)
 
 
 def run(
@@ -113,15 +114,16 @@ PLANTED_OVERFLOW = """
 import ctypes, sys
 from pathlib import Path
 import numpy
-from appliance.kernels.cpu.library import load_library, select_isa
+from appliance.kernels.cpu.library import load_library
 from appliance.kernels.cpu.structs import NormStruct
 
 library = load_library(Path(sys.argv[1]))
-select_isa(library, sys.argv[2])
 weight, x = numpy.ones(77, numpy.float32), numpy.ones(77, numpy.float32)
 out = numpy.empty(int(sys.argv[3]), numpy.float32)
 norm = NormStruct(weight.ctypes.data, 1e-5)
-library.ap_rms_norm(x.ctypes.data, ctypes.byref(norm), 1, 77, out.ctypes.data)
+section = getattr(library, f"section_norm_{sys.argv[2]}")
+section.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+section(x.ctypes.data, ctypes.addressof(norm), 77, out.ctypes.data)
 print("survived")
 """
 

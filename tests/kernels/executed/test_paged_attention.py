@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from attention_spans import span_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from appliance.kernels.paged_attention.launch import (
     paged_attention,
     plan_attention,
 )
-from appliance.kernels.paged_attention.work import span_table
 from appliance.kernels.ragged import RaggedBatch
 from appliance.kernels.target import target_of
 

@@ -1,0 +1,54 @@
+"""The settings of the dashboard. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from appliance.config.setting import Group, Setting, check_all
+
+
+class TopConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the dashboard needs to know.
+
+    Raises:
+        ConfigError: a value is out of bounds, on construction.
+    """
+
+    url: Annotated[
+        str | None,
+        Setting(
+            "The server to watch; of other makes, their metrics.",
+            Group.TOP,
+            default_is="where the settings say that ours listens",
+        ),
+    ] = None
+    ca_file: Annotated[
+        str | None,
+        Setting(
+            "Over HTTPS, a file in PEM with the certificate of the server, or of who signed it.",
+            Group.TOP,
+            default_is="those that Python trusts",
+        ),
+    ] = None
+    colors: Annotated[
+        str,
+        Setting(
+            "auto, truecolor, 256, 16 or none.",
+            Group.TOP,
+            choices=("auto", "truecolor", "256", "16", "none"),
+        ),
+    ] = "auto"
+    theme: Annotated[
+        str, Setting("dark, black or light.", Group.TOP, choices=("dark", "black", "light"))
+    ] = "dark"
+    web_host: Annotated[str, Setting("With --web, the address for browsers.", Group.TOP)] = (
+        "127.0.0.1"
+    )
+    web_port: Annotated[
+        int, Setting("With --web, the port for browsers.", Group.TOP, low=0, high=65535)
+    ] = 8081
+
+    def __post_init__(self) -> None:
+        check_all(self)

@@ -1,0 +1,102 @@
+"""The list that a parser writes the parts of an answer to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from appliance.dialects.parts import CallArguments, CallBegin, Content, Part, Thought
+from appliance.dialects.repeats import Repeats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Output:
+    """The parts of one answer, as a parser finds them.
+
+    White space that only separates is left out: around thoughts, and around calls. The same text
+    gives the same parts, joined, however it was cut.
+
+    Args:
+        one_call: ignore all that follows the first call.
+        ends_on_repeat: ignore a call like an earlier one, and all that follows.
+    """
+
+    def __init__(self, *, one_call: bool = False, ends_on_repeat: bool = False) -> None:
+        self._one_call = one_call
+        self._repeats = Repeats() if ends_on_repeat else None
+        self._parts: list[Part] = []
+        self._kind: type[Part] | None = None
+        self._bare = False  # nothing but white space has come since the kind changed
+        self._space = ""  # at the end of what came; what follows decides about it
+        self.ended = False
+
+    def take(self) -> list[Part]:
+        """The parts since the last time."""
+        parts, self._parts = self._parts, []
+        return parts
+
+    def content(self, text: str) -> None:
+        """Add text for whoever asked."""
+        self._text(Content, text)
+
+    def thought(self, text: str) -> None:
+        """Add text of the model to itself."""
+        self._text(Thought, text)
+
+    def begin_thought(self) -> None:
+        """What was content before is over, even if the thought stays empty."""
+        if self._kind is not Thought:
+            self._kind, self._bare, self._space = Thought, True, ""
+
+    def begin_call(self, name: str) -> None:
+        """Add a call."""
+        if not self.ended:
+            self._kind, self._space = CallBegin, ""
+            self._add(self._repeats.begin(name) if self._repeats else [CallBegin(name)])
+
+    def arguments(self, text: str) -> None:
+        """Add to the arguments of the latest call."""
+        if text and not self.ended:
+            self._add(self._repeats.add(text) if self._repeats else [CallArguments(text)])
+
+    def end_call(self) -> None:
+        """Say that the latest call is complete."""
+        if self._repeats and not self.ended:
+            self._add(self._repeats.end())
+            self.ended = self._repeats.found
+        self.ended = self.ended or self._one_call
+
+    def close(self) -> None:
+        """Add what was held back, once no more will come."""
+        if self._kind is Content and not self._bare and not self.ended and self._space:
+            self._append(Content, self._space)
+
+    def _text(self, kind: type[Content | Thought], text: str) -> None:
+        if self.ended or not text:
+            return
+        if self._kind is not kind:
+            self._bare = kind is Thought or self._kind is not None
+            self._kind, self._space = kind, ""
+        if self._bare:
+            text = text.lstrip()
+            if not text:
+                return
+            self._bare = False
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._append(kind, shown)
+
+    def _append(self, kind: type[Content | Thought], text: str) -> None:
+        self._add([kind(text)])
+
+    def _add(self, parts: Iterable[Part]) -> None:
+        """Add parts; those that go on where the last one ended make it longer."""
+        for part in parts:
+            last = self._parts[-1] if self._parts else None
+            if isinstance(part, CallBegin) or type(last) is not type(part):
+                self._parts.append(part)
+            else:
+                self._parts[-1] = type(part)(last.text + part.text)

@@ -1,0 +1,52 @@
+"""Calls of one answer that say the same again: small models that have to call find no end."""
+
+from __future__ import annotations
+
+from appliance.dialects.parts import CallArguments, CallBegin
+
+
+class Repeats:
+    """Holds a call back for as long as it is like an earlier one.
+
+    Attributes:
+        found: a call was like an earlier one to its end.
+    """
+
+    def __init__(self) -> None:
+        self.found = False
+        self._earlier: list[tuple[str, str]] = []  # name and arguments, as they were written
+        self._name = self._text = ""
+        self._held = False
+
+    def begin(self, name: str) -> list[CallBegin | CallArguments]:
+        """A call begins; returns what is to be shown."""
+        self._name, self._text = name, ""
+        self._held = self._may_repeat
+        return [] if self._held else [CallBegin(name)]
+
+    def add(self, text: str) -> list[CallBegin | CallArguments]:
+        """Its arguments go on; returns what is to be shown."""
+        self._text += text
+        if not self._held:
+            return [CallArguments(text)]
+        return [] if self._may_repeat else self._release()
+
+    def end(self) -> list[CallBegin | CallArguments]:
+        """It is complete; returns what is to be shown."""
+        call = self._name, self._text
+        if self._held and call in self._earlier:
+            self.found = True
+            return []
+        self._earlier.append(call)
+        return self._release() if self._held else []
+
+    @property
+    def _may_repeat(self) -> bool:
+        return any(
+            name == self._name and text.startswith(self._text) for name, text in self._earlier
+        )
+
+    def _release(self) -> list[CallBegin | CallArguments]:
+        self._held = False
+        arguments = [CallArguments(self._text)] if self._text else []
+        return [CallBegin(self._name), *arguments]

@@ -1,0 +1,87 @@
+"""Objects that list their properties get no others, unless their schema speaks of others.
+
+JSON Schema lets any object have more properties than it lists. A small model then adds some until
+its tokens run out, and no author of a schema has missed them: OpenAI's strict schemas demand
+`additionalProperties: false`, and llama.cpp's grammars assume it. What a closed schema admits, the
+open one admits too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "contains", "propertyNames")
+# Their parts describe the same object, so a part that is closed would exclude what another demands.
+_COMBINE = (
+    "allOf", "not", "if", "dependentSchemas", "dependencies", "unevaluatedProperties",
+    "$dynamicRef", "$recursiveRef",
+)  # fmt: skip
+_COMBINE_BESIDE_PROPERTIES = ("anyOf", "oneOf", "$ref")
+_OPEN = ("additionalProperties", "patternProperties")
+
+
+def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema with `additionalProperties: false` where an object lists all that it needs.
+
+    A schema that describes one object in several places is left as it is.
+    """
+    if any(map(_combines, _nodes(schema))):
+        return schema
+    return _closed_object(schema)
+
+
+def _closed(node: Any) -> Any:
+    return _closed_object(node) if isinstance(node, Mapping) else node
+
+
+def _closed_object(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    closed = dict(node)
+    for key in closed.keys() & _MAPS:
+        if isinstance(closed[key], Mapping):
+            closed[key] = {name: _closed(inner) for name, inner in closed[key].items()}
+    for key in closed.keys() & _LISTS:
+        if isinstance(closed[key], list):
+            closed[key] = [_closed(inner) for inner in closed[key]]
+    for key in closed.keys() & _SINGLE:
+        closed[key] = _closed(closed[key])
+    if _lists_all(node):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _lists_all(node: Mapping[str, Any]) -> bool:
+    listed, required = node.get("properties"), node.get("required", ())
+    if not isinstance(listed, Mapping) or not isinstance(required, (list, tuple)):
+        return False
+    least = node.get("minProperties", 0)
+    return (
+        node.keys().isdisjoint(_OPEN)
+        and listed.keys() >= {name for name in required if isinstance(name, str)}
+        and isinstance(least, int)
+        and least <= len(listed)
+    )
+
+
+def _combines(node: Mapping[str, Any]) -> bool:
+    beside = _COMBINE_BESIDE_PROPERTIES if "properties" in node else ()
+    return not node.keys().isdisjoint((*_COMBINE, *beside))
+
+
+def _nodes(node: Any) -> Iterator[Mapping[str, Any]]:
+    """Every schema in a schema."""
+    if not isinstance(node, Mapping):
+        return
+    yield node
+    for key in _MAPS:
+        if isinstance(inner := node.get(key), Mapping):
+            for part in inner.values():
+                yield from _nodes(part)
+    for key in _LISTS:
+        if isinstance(inner := node.get(key), list):
+            for part in inner:
+                yield from _nodes(part)
+    for key in _SINGLE:
+        yield from _nodes(node.get(key))

@@ -1,0 +1,145 @@
+"""A request that is sent twice is answered once: by Idempotency-Key, or by X-Request-ID.
+
+An ASGI middleware behind the door. Who sends the same again while the first is being answered, or
+shortly after, gets that answer, streamed too. Nothing else of a request may differ, and nobody else
+than the holder of its API key can repeat it. Failures are not kept: to try again is right then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from appliance.errors import RequestError
+from appliance.server.body import read_body
+from appliance.server.door import REQUEST_ID, key_name
+from appliance.server.errors import error_response
+from appliance.server.repeated import SharedAnswer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+KEEP_SECONDS = 300.0  # of an answer, after its end
+MAX_ANSWERS = 256
+MAX_BYTES = 32 * 2**20  # of all that are kept
+MAX_KEY = 255  # characters
+
+logger = logging.getLogger(__name__)
+
+
+class RepeatedKeyError(RequestError):
+    """The same key came with another request."""
+
+    status = 422
+
+
+class _Name(NamedTuple):
+    """What two requests have in common that are one."""
+
+    holder: str
+    header: str
+    key: str
+
+
+class Idempotency:
+    """Answers a repeated request with the answer to the first.
+
+    Args:
+        app: what is behind it.
+        max_body_bytes: of a request.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, max_body_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._clock = clock
+        self._answers: OrderedDict[_Name, SharedAnswer] = OrderedDict()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it as before."""
+        try:
+            name = _name_of(scope)
+            if name is None:
+                await self._app(scope, receive, send)
+                return
+            body = await read_body(Request(scope, receive), max_bytes=self._max_body_bytes)
+            answer, again = self._find(name, scope, body)
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if again:
+            logger.info("request %s came again, and gets the same answer", name.key)
+            scope["route"] = answer.scope.get("route")
+        try:
+            await answer.follow(receive, send, again=again)
+        finally:
+            self._forget_what_is_over()
+
+    def _find(self, name: _Name, scope: Scope, body: bytes) -> tuple[SharedAnswer, bool]:
+        """The answer to a request, and whether that had been asked for before.
+
+        Raises:
+            RepeatedKeyError: something else had been asked for under its key.
+        """
+        self._forget_what_is_over()
+        request = f"{scope['path']}?{scope['query_string'].decode('latin-1')}\n".encode()
+        digest = hashlib.sha256(request + body).digest()
+        found = self._answers.get(name)
+        if found is not None and found.digest == digest:
+            return found, True
+        if found is not None and name.header == "idempotency-key":
+            raise RepeatedKeyError(
+                "this Idempotency-Key came with another request before; use a new one",
+                code="idempotency_key_reused",
+            )
+        answer = SharedAnswer(self._app, scope, body, digest, self._clock)
+        self._answers[name] = answer
+        return answer, False
+
+    def _forget_what_is_over(self) -> None:
+        """Keep answers that are being made, and the latest of the good ones, so long."""
+        now = self._clock()
+        for name, answer in list(self._answers.items()):
+            if answer.spoiled or (answer.ended is not None and now - answer.ended > KEEP_SECONDS):
+                del self._answers[name]
+        total = sum(answer.num_bytes for answer in self._answers.values())
+        for name, answer in list(self._answers.items()):
+            if len(self._answers) <= MAX_ANSWERS and total <= MAX_BYTES:
+                break
+            if answer.ended is not None:
+                total -= answer.num_bytes
+                del self._answers[name]
+
+
+def _name_of(scope: Scope) -> _Name | None:
+    """Under which a request may be repeated; None if it may not.
+
+    Raises:
+        RequestError: its key is none.
+    """
+    if scope["type"] != "http" or scope["method"] != "POST":
+        return None
+    headers = Headers(scope=scope)
+    key = headers.get("idempotency-key")
+    if key is not None:
+        if not (1 <= len(key) <= MAX_KEY and key.isascii() and key.isprintable()):
+            raise RequestError(
+                f"an Idempotency-Key has 1 to {MAX_KEY} printable ASCII characters",
+                code="invalid_idempotency_key",
+            )
+        return _Name(key_name(scope), "idempotency-key", key)
+    request_id = headers.get("x-request-id", "")
+    if REQUEST_ID.fullmatch(request_id):
+        return _Name(key_name(scope), "x-request-id", request_id)
+    return None

@@ -1,0 +1,144 @@
+"""One answer for several connections: made once, followed by whoever asked for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import MutableHeaders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+MAX_ANSWER_BYTES = 4 * 2**20  # of an answer that is kept
+MAX_AHEAD = 8  # messages that wait for the quickest of those that follow
+FAILED = "failed"  # in the state of a request: its stream has begun well and ended badly
+
+
+class SharedAnswer:
+    """The answer to a request; it is begun on construction, and ended when nobody follows.
+
+    Args:
+        app: answers it.
+        scope: of the request that came first.
+        body: of the request.
+        digest: of all that makes the request what it is.
+        clock: monotonic seconds.
+
+    Attributes:
+        digest: as above.
+        scope: as above.
+        ended: when it was complete; None while it is being made.
+        spoiled: it is of no use to anybody else: a failure, cut off, or too large to keep.
+        num_bytes: of its body so far.
+    """
+
+    def __init__(
+        self, app: ASGIApp, scope: Scope, body: bytes, digest: bytes, clock: Callable[[], float]
+    ) -> None:
+        self.digest, self.scope = digest, scope
+        self.ended: float | None = None
+        self.spoiled = False
+        self.num_bytes = 0
+        self._clock = clock
+        self._messages: list[Message | None] = []  # None where all have got it, and none will come
+        self._error: Exception | None = None
+        self._places: dict[int, int] = {}  # of those that follow: messages they have got
+        self._num_followed = 0
+        self._complete = False
+        self._changed = asyncio.Event()
+        self._abandoned = asyncio.Event()
+        # A response must not write past this to the first connection alone.
+        scope["extensions"] = {}
+        self._making = asyncio.create_task(self._make(app, body))
+
+    async def follow(self, receive: Receive, send: Send, *, again: bool) -> None:
+        """Send the answer from its beginning, until it or the client has ended.
+
+        Args:
+            receive: of the connection.
+            send: of the connection.
+            again: somebody else asked for it first; a header says so.
+
+        Raises:
+            Exception: what the answer could not be made for.
+        """
+        number, self._num_followed = self._num_followed, self._num_followed + 1
+        self._places[number] = 0
+        gone = asyncio.create_task(_disconnect(receive))
+        try:
+            while not gone.done():
+                place = self._places[number]
+                if place < len(self._messages):
+                    message = self._messages[place]
+                    assert message is not None
+                    await send(_marked(message) if again and place == 0 else message)
+                    self._places[number] = place + 1
+                    self._notify()
+                elif self._complete or self.ended is not None:
+                    break
+                else:
+                    waiting = asyncio.create_task(self._changed.wait())
+                    await asyncio.wait({gone, waiting}, return_when=asyncio.FIRST_COMPLETED)
+                    waiting.cancel()
+            if self._error is not None and not self._messages:
+                raise self._error
+        finally:
+            gone.cancel()
+            del self._places[number]
+            if not self._places and not self._complete:
+                self.spoiled = True
+                self._abandoned.set()
+            self._notify()
+
+    async def _make(self, app: ASGIApp, body: bytes) -> None:
+        pieces: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if pieces:
+                return pieces.pop()
+            await self._abandoned.wait()
+            return {"type": "http.disconnect"}
+
+        try:
+            await app(self.scope, receive, self._take)
+        except Exception as error:  # is raised for those that follow
+            self._error = error
+        finally:
+            if self._error is not None or self.scope["state"].get(FAILED):
+                self.spoiled = True
+            self.ended = self._clock()
+            self._notify()
+
+    async def _take(self, message: Message) -> None:
+        """Take a message of the answer, once the quickest that follows has got those before."""
+        while self._places and max(self._places.values()) + MAX_AHEAD <= len(self._messages):
+            await self._changed.wait()
+        if message["type"] == "http.response.start" and not 200 <= message["status"] < 300:
+            self.spoiled = True
+        self.num_bytes += len(message.get("body", b""))
+        self._messages.append(message)
+        self._complete = message["type"] == "http.response.body" and not message.get("more_body")
+        if self.num_bytes > MAX_ANSWER_BYTES:
+            self.spoiled = True
+        self._notify()
+
+    def _notify(self) -> None:
+        if self.spoiled and self._places:  # nobody else will come
+            for place in range(min(self._places.values())):
+                self._messages[place] = None
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _marked(start: Message) -> Message:
+    start = {**start, "headers": list(start["headers"])}
+    MutableHeaders(scope=start)["idempotent-replayed"] = "true"
+    return start

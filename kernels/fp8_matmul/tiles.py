@@ -1,0 +1,23 @@
+"""Tiles of the FP8 matmul, by compute capability and rows of x; see `packed_matmul.tiles`."""
+
+from __future__ import annotations
+
+from appliance.kernels.packed_matmul.tiles import MatmulTile
+
+LEAST_NATIVE = 89  # compute capability from which tensor cores take e4m3
+
+# With FP8 activations nothing is widened, so a tile is all about reuse. Chosen from compiled code
+# alone, like those of packed_matmul.
+_FEW = (MatmulTile(16, 16, 64, 4, 4, resident=3), MatmulTile(64, 64, 64, 4, 4, resident=2))
+FP8_TILES = {
+    89: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3, resident=1)),
+    90: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 4, resident=1)),
+    120: (*_FEW, MatmulTile(1 << 30, 128, 128, 8, 3, resident=1)),
+}
+
+
+def choose_fp8_tile(rows: int, capability: int) -> MatmulTile:
+    """The tile for this many rows of x on one compute capability (89 is 8.9)."""
+    elders = [elder for elder in FP8_TILES if elder <= capability]
+    table = FP8_TILES[120 if capability > 90 else max(elders, default=LEAST_NATIVE)]
+    return next(tile for tile in table if rows <= tile.max_rows)

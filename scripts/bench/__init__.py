@@ -1,0 +1,1 @@
+"""The benchmarks, in rooms by what they measure; `scripts/benchmark` starts them."""

@@ -1,0 +1,65 @@
+"""List the benchmarks, or run the one that is named first on the command line."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+from appliance.errors import ApplianceError
+from bench.lib.load import LoadError
+
+# The module of each, below this package; its `main` reads the rest of the command line.
+BENCHMARKS = {
+    "cpu_attention": "cpu.attention",
+    "cpu_linears": "cpu.linears",
+    "cpu_models": "cpu.models",
+    "cpu_quality": "cpu.quality",
+    "decode": "engine.decode",
+    "host_step": "engine.host_step",
+    "kernel_compile": "engine.kernel_compile",
+    "scheduler": "engine.scheduler",
+    "sharing": "engine.sharing",
+    "structured_output": "engine.structured_output",
+    "waste": "engine.waste",
+    "agent": "server.agent",
+    "api_cost": "server.api_cost",
+    "cpu_peers": "server.peers",
+    "itl": "server.itl",
+    "restart": "server.restart",
+    "serving": "server.serving",
+    "quantize": "quantize.methods",
+    "quantize_peers": "quantize.peers",
+    "kv_peers": "quantize.kv_peers",
+    "kv_quality": "quantize.kv_quality",
+    "dashboard": "tui.dashboard",
+    "gpu": "gpu.command",
+}
+
+
+def about(name: str) -> str:
+    """Return the first line of a benchmark's docstring without importing the module."""
+    path = Path(__file__).parent.joinpath(*BENCHMARKS[name].split(".")).with_suffix(".py")
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+
+
+def main() -> None:
+    """Run a benchmark or list all of them."""
+    if len(sys.argv) == 1 or sys.argv[1] in ("-h", "--help"):
+        width = max(map(len, BENCHMARKS))
+        print("scripts/benchmark NAME [OPTIONS]; --help after NAME lists its options\n")
+        print("\n".join(f"{name:{width}}  {about(name)}" for name in BENCHMARKS))
+        return
+    name, *options = sys.argv[1:]
+    if name not in BENCHMARKS:
+        sys.exit(f"there is no benchmark {name!r}; there are {', '.join(BENCHMARKS)}")
+    sys.argv = [f"scripts/benchmark {name}", *options]
+    try:
+        importlib.import_module(f"bench.{BENCHMARKS[name]}").main()
+    except (ApplianceError, LoadError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

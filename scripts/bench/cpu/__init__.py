@@ -1,0 +1,1 @@
+"""Measure the CPU library beside torch and the memory's bandwidth."""

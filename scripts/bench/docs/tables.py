@@ -1,0 +1,144 @@
+"""Fill in the documentation's tables from results, settings and the import table.
+
+    scripts/docs            # writes them
+    scripts/docs --check    # says which are not as they should be
+
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from appliance.config.reference import settings_reference
+from bench.lib.conditions import ROOT
+
+DOCS = ROOT / "appliance" / "docs"
+RESULTS = ROOT / "scripts" / "bench" / "results"
+PART = re.compile(r"(?<=<!-- generated: )(?P<name>[a-z-]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+SERVERS = {
+    "ours": "appliance, the shipped Q4_1 file",
+    "llama-q4_1": "llama.cpp, the same file",
+    "llama-q4_0": "llama.cpp, requantized to Q4_0",
+    "llama-bf16": "llama.cpp, bf16",
+    "vllm-bf16": "vLLM (CPU build), bf16",
+    "transformers-bf16": "transformers serve, bf16",
+}
+METHODS = {"rtn": "rounding", "awq": "AWQ", "gptq": "GPTQ", "awq+gptq": "AWQ and GPTQ"}
+
+
+def read(name: str) -> Any:
+    """Read a file of results."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """Format Markdown; all columns but the first are numbers."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def peers() -> str:
+    """Compare the servers."""
+    result = read("cpu/peers_smollm2.json")
+    head = [
+        *("server", "tokens/s, 1 client", "8 clients", "16 clients", "prefill of 512, tokens/s"),
+        *("first token at 16, p50 / p99 ms", "start, s", "memory idle / loaded, MB"),
+    ]
+    rows = []
+    for server in result["servers"]:
+        sweep = {one["concurrency"]: one for one in server["sweep"]}
+        rates = [sweep[n]["output_tokens_per_second"]["median"] for n in (1, 8, 16)]
+        first = sweep[16]["ttft_ms"]
+        idle, loaded = (server[f"memory_{when}_load"]["pss_mb"] for when in ("before", "after"))
+        rows.append(
+            [
+                SERVERS[server["name"]],
+                *(f"{rate:,.0f}" for rate in rates),
+                f"{server['prefill']['tokens_per_second']['median']:,.0f}",
+                f"{first['p50']:,.0f} / {first['p99']:,.0f}",
+                f"{server['start']['healthy_seconds']:.1f}",
+                f"{idle:,} / {loaded:,}",
+            ]
+        )
+    where = result["conditions"]
+    return f"{table(head, rows)}\n{where['cpu']}, {where['time'][:10]}, commit {where['commit']}.\n"
+
+
+def quantize() -> str:
+    """Compare the methods of quantization."""
+    rows = read("quantize/smollm2.json")["rows"]
+    head = ["method", "asymmetric: mean KLD", "same top", "symmetric: mean KLD", "same top"]
+    lines = []
+    for method, words in METHODS.items():
+        cells = [words]
+        for kind in ("asym", "sym"):
+            row = rows[f"{method} 4 {kind}"]
+            cells += [f"{row['kld_mean']:.3f}", f"{row['same_top_1_percent']:.0f} %"]
+        lines.append(cells)
+    for name, words in (("fp8", "FP8, a scale per channel"), ("int8", "INT8")):
+        row = rows[name]
+        kld, same = f"{row['kld_mean']:.4f}", f"{row['same_top_1_percent']:.0f} %"
+        lines.append([words, *((kld, same, "", "") if name == "fp8" else ("", "", kld, same))])
+    return table(head, lines)
+
+
+def imports() -> str:
+    """Return the table that the architecture test enforces."""
+    tree = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
+    found: dict[str, Any] = {}
+    for node in tree.body:
+        names = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(names[0], ast.Name):
+            found[names[0].id] = node.value
+    leaves = sorted(ast.literal_eval(found["LEAVES"]))
+    rows = []
+    for key, value in zip(found["MAY_IMPORT"].keys, found["MAY_IMPORT"].values, strict=True):
+        unit = ast.literal_eval(key)
+        allowed = sorted(ast.literal_eval(value)) if isinstance(value, ast.Set) else []
+        if unit not in leaves and allowed:
+            rows.append([f"`{unit}`", ", ".join(f"`{name}`" for name in allowed)])
+    head = "| room | may import |\n| --- | --- |\n"
+    body = "".join(f"| {unit} | {allowed} |\n" for unit, allowed in rows)
+    return f"{head}{body}\nAll may import the leaves: {', '.join(f'`{one}`' for one in leaves)}.\n"
+
+
+MAKERS = {
+    "peers": peers,
+    "quantize": quantize,
+    "imports": imports,
+    "settings": settings_reference,
+}
+
+
+def filled(text: str) -> str:
+    """Make the generated parts of a page anew."""
+    return PART.sub(lambda part: f"{part['name']} -->\n{MAKERS[part['name']]()}", text)
+
+
+def stale_pages() -> dict[Path, str]:
+    """Return the new text of each page that is out of date."""
+    texts = {path: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+    return {path: wanted for path, text in texts.items() if (wanted := filled(text)) != text}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    stale = stale_pages()
+    if parser.parse_args().check:
+        if stale:
+            sys.exit(f"run scripts/docs: {', '.join(path.name for path in stale)}")
+        return
+    for path, wanted in stale.items():
+        path.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Measure the engine in this process, without HTTP."""

@@ -1,0 +1,180 @@
+"""Measure decode speed of many streams under a JSON schema and without, and times of masks.
+
+    scripts/benchmark structured_output               # the packaged default model, 16 streams
+    scripts/benchmark structured_output --masks-only  # no model: masks of synthetic 152k tokens too
+
+Both kinds of run alternate. Every answer has the same number of tokens, because the schema's list
+is longer than that; tokens per second count decode steps only. `ratio` is with the schema over
+without, by wall clock and by processor seconds, which other work on the machine changes less.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from appliance import LLM, Grammar, SamplingParams
+from appliance.engine.grammars.compiling import GrammarCompiler
+from appliance.engine.grammars.matchers import num_words
+from appliance.engine.messages import Vocabulary
+from appliance.engine.request import Request
+from appliance.vocabulary import vocabulary_of
+from bench.lib.command import parser_of, write_result
+from bench.lib.conditions import conditions, percentile, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from appliance.tokenizer import Tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "summary": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "hobbies": {"type": "array", "items": {"type": "string"}},
+        "address": {
+            "type": "object",
+            "properties": {
+                "street": {"type": "string"},
+                "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+            },
+            "required": ["street", "zip"],
+        },
+    },
+    "required": ["name", "summary", "age", "hobbies", "address"],
+    "additionalProperties": False,
+}
+PEOPLE = {"type": "array", "items": PERSON, "minItems": 50}
+EXAMPLE = (
+    '[{"name": "Alice Johnson", "summary": "A teacher from Paris who likes long walks, good '
+    'books and \\"old\\" films.", "age": 42, "hobbies": ["chess", "rowing", "mountains"],'
+    ' "address": {"street": "12 Rue de la Paix", "zip": "75002"}}, {"name": "Bob"'
+)
+QWEN_SIZE = 151_936
+
+
+def run(llm: LLM, streams: int, max_tokens: int, grammar: Grammar | None) -> tuple[float, float]:
+    """Measure tokens per second, and per processor second, while all streams decode."""
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, grammar=grammar
+    )
+    if grammar is not None:
+        llm.engine.set_vocabulary(vocabulary_of(llm.tokenizer))
+    engine, tokenizer = llm.engine, llm.tokenizer
+    for number in range(streams):
+        text = f"List {number + 20} invented people as JSON."
+        ids = tokenizer.encode_chat([{"role": "user", "content": text}])
+        engine.submit(
+            Request(request_id=str(number), prompt_token_ids=tuple(ids), sampling=sampling)
+        )
+    wall = processor = 0.0
+    steps = 0
+    while engine.has_work:
+        begin, begin_processor = time.perf_counter(), time.process_time()
+        report = engine.step()
+        assert not any(delta.error for delta in report.deltas), report.deltas
+        stats = engine.stats()
+        if stats.step_decode_tokens == streams and stats.step_prefill_tokens == 0:
+            wall += time.perf_counter() - begin
+            processor += time.process_time() - begin_processor
+            steps += 1
+    return streams * steps / wall, streams * steps / processor
+
+
+def masks(vocabulary: Vocabulary, size: int, eos: tuple[int, ...], text: str) -> dict[str, Any]:
+    """Time the masks of each token of a text on one thread, in microseconds."""
+    compiler = GrammarCompiler(size, eos, vocabulary)
+    first = compiler._compile(Grammar.json_schema(PEOPLE))
+    ids = list(greedy(vocabulary, text))
+    executor, words = LLExecutor(1), np.zeros((1, num_words(size)), dtype=np.int32)
+    found, read = [], []
+    for _ in range(20):
+        matcher = first.deep_copy()
+        for token_id in ids:
+            begin = time.perf_counter()
+            fill_next_token_bitmask_par(executor, [(matcher, 0)], words)
+            found.append(1e6 * (time.perf_counter() - begin))
+            begin = time.perf_counter()
+            assert matcher.consume_token(token_id)
+            read.append(1e6 * (time.perf_counter() - begin))
+    return {
+        "vocabulary": size,
+        "tokens": len(ids),
+        "compile_seconds": round(compiler.times.seconds, 3),  # the first one makes the tokenizer
+        "mask_us": {f"p{p}": round(percentile(found, p / 100)) for p in (50, 90, 99)},
+        "read_us": {f"p{p}": round(percentile(read, p / 100)) for p in (50, 90, 99)},
+    }
+
+
+def greedy(vocabulary: Vocabulary, text: str) -> Iterator[int]:
+    """Yield the longest tokens that fit, one after another."""
+    ids = {token: token_id for token_id, token in enumerate(vocabulary.tokens) if token}
+    rest, longest = text.encode(), max(map(len, ids))
+    while rest:
+        size = next(n for n in range(min(longest, len(rest)), 0, -1) if rest[:n] in ids)
+        yield ids[rest[:size]]
+        rest = rest[size:]
+
+
+def grown(vocabulary: Vocabulary, size: int) -> Vocabulary:
+    """Extend a real vocabulary to that size by pairs of its tokens, as merges would."""
+    rng, tokens = random.Random(0), dict.fromkeys(vocabulary.tokens)
+    pieces = [token for token in vocabulary.tokens if token.strip().isalpha()]
+    while len(tokens) < size:
+        tokens.setdefault(rng.choice(pieces) + rng.choice(pieces).strip())
+    return Vocabulary(tuple(tokens), vocabulary.special)
+
+
+def measure_masks(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    own = vocabulary_of(tokenizer)
+    eos = tokenizer.eos_token_ids
+    return [
+        masks(own, tokenizer.vocab_size, eos, EXAMPLE),
+        masks(grown(own, QWEN_SIZE), QWEN_SIZE, eos, EXAMPLE),
+    ]
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--model", default="", help="default: the packaged model")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--masks-only", action="store_true")
+    options = parser.parse_args()
+    llm = LLM(options.model, threads=options.threads, max_num_seqs=options.streams)
+    result: dict[str, Any] = {
+        "benchmark": "structured_output",
+        "conditions": conditions(),
+        "model": llm.engine.info.model,
+        "masks": measure_masks(llm.tokenizer),
+    }
+    if not options.masks_only:
+        kinds = {"free": None, "schema": Grammar.json_schema(PEOPLE)}
+        rates: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        for repeat in range(options.repeats + 1):
+            for kind, grammar in kinds.items():
+                rate = run(llm, options.streams, options.max_tokens, grammar)
+                if repeat:  # the first one warms up
+                    rates[kind].append(rate)
+        result["streams"] = options.streams
+        for kind, found in rates.items():
+            result[kind] = {
+                "tokens_per_second": spread([wall for wall, _ in found]),
+                "tokens_per_processor_second": spread([processor for _, processor in found]),
+            }
+        pairs = list(zip(rates["schema"], rates["free"], strict=True))
+        result["ratio"] = {
+            "wall": round(statistics.median(with_[0] / free[0] for with_, free in pairs), 3),
+            "processor": round(statistics.median(with_[1] / free[1] for with_, free in pairs), 3),
+        }
+    write_result(options.out, result)

@@ -1,0 +1,49 @@
+"""Hugging Face configs of models that are measured with synthetic weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# https://huggingface.co/Qwen/Qwen2.5-0.5B/blob/main/config.json
+QWEN_0_5B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# https://huggingface.co/meta-llama/Meta-Llama-3-8B/blob/main/config.json
+LLAMA_3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,  # of the cache's memory, not of the arithmetic
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+TINY_LLAMA: dict[str, Any] = {
+    **LLAMA_3_8B,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 1024,
+}

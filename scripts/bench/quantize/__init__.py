@@ -1,0 +1,1 @@
+"""Measure quality and cost of quantized weights and KV caches."""

@@ -1,0 +1,1 @@
+"""Measure a server over HTTP, ours or a peer's."""

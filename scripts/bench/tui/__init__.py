@@ -1,0 +1,1 @@
+"""Measure the dashboard in a pseudo-terminal."""

@@ -1,0 +1,175 @@
+"""Gates on what kernels are compiled to: each finds those that offend.
+
+They judge a table of `python -m compiled_kernels`, whichever triton made it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from ptx_machine.driver import SHARED_LIMIT
+
+from compiled_kernels.decode_gates import LIMITS, Loop, moves_codes, too_many
+from compiled_kernels.signatures.paged_attention import LLAMA
+
+REGISTER_LIMIT = 255
+
+Table = dict[tuple[str, int], dict[str, Any]]
+Gate = Callable[[Table], Collection[object]]  # what offends
+
+
+def load(path: Path) -> Table:
+    kernels = json.loads(path.read_text())["kernels"]
+    return {(name, int(cc)): found for name, row in kernels.items() for cc, found in row.items()}
+
+
+def shipped(table: Table) -> Table:
+    return {key: found for key, found in table.items() if not key[0].startswith("planted")}
+
+
+def attention(table: Table) -> Table:
+    return {key: found for key, found in table.items() if key[0].startswith("attention")}
+
+
+def spilling(table: Table) -> Collection[object]:
+    return [key for key, found in table.items() if found["stack"] or found["spills"]]
+
+
+def too_large(table: Table) -> Collection[object]:
+    return [
+        key
+        for key, found in table.items()
+        if found["shared"] > SHARED_LIMIT[key[1]] * 1024 or found["registers"] > REGISTER_LIMIT
+    ]
+
+
+def without_tensor_cores(table: Table) -> Collection[object]:
+    return [
+        key
+        for key, found in attention(table).items()
+        if not found["matrix_products"] or not set(found["matrix_kinds"]) <= {"HMMA", "HGMMA"}
+    ]
+
+
+def without_wide_loads(table: Table) -> Collection[object]:
+    """Those that do not load at least a tile of keys and one of values 16 bytes at a time."""
+    # The first three have no such tiles; the last has pages smaller than what threads could load.
+    others = re.compile(r"spans|kv_seal|token mask|attention prefill .* kv int4")
+    return [
+        key for key, found in table.items() if found["wide_loads"] < 2 and not others.match(key[0])
+    ]
+
+
+def matmuls(table: Table, kind: str) -> Table:
+    """Those that multiply: not what prepares their operands."""
+    return {
+        key: found
+        for key, found in table.items()
+        if re.search(rf"{kind}_matmul.* \w+ \d+$", key[0])
+    }
+
+
+def multiplying_otherwise(table: Table) -> Collection[object]:
+    """Matmuls on other tensor core instructions than the best that their architecture has."""
+    wrong = [
+        key
+        for key, found in matmuls(table, "fp8").items()
+        if found["matrix_kinds"] != ["QGMMA" if key[1] == 90 else "QMMA"]
+    ]
+    for key, found in matmuls(table, "packed").items():
+        # Few rows are left to two warps, which are too few for those of a warpgroup.
+        warpgroup = key[1] == 90 and not key[0].endswith(("rows 8", "rows 16"))
+        if found["matrix_kinds"] != ["HGMMA" if warpgroup else "HMMA"]:
+            wrong.append(key)
+    return wrong
+
+
+# Of converting numbers, of moving weights between lanes, and of taking them through memory.
+DETOURS = {"I2F", "I2FP", "F2F", "SHFL", "STS", "STSM", "STL", "LDL", "MUFU"}
+
+
+def taking_detours(table: Table) -> Collection[object]:
+    """Matmuls of packed weights that do more in their loop than load, widen and multiply."""
+    return [
+        key for key, found in matmuls(table, "packed").items() if DETOURS & found["loop"].keys()
+    ]
+
+
+# Instructions per weight and lane in the hot loop, by codes, group and rows of x.
+MOST_INSTRUCTIONS = {
+    ("int4", "g128", 8): 2.6,
+    ("int4", "g128", 16): 3.0,
+    ("int4", "g128", 32): 3.5,
+    ("int4", "g32", 8): 3.7,
+    ("int4", "g32", 16): 4.6,
+    ("int8", "g32", 8): 3.4,
+    ("int8", "g32", 16): 3.9,
+    ("fp8", "per channel", 8): 3.1,
+    ("fp8", "per channel", 16): 3.3,
+}
+
+
+def widening_slowly(table: Table) -> Collection[object]:
+    """Matmuls of packed weights with more instructions per weight than the limit."""
+    slow = []
+    for key, found in matmuls(table, "packed").items():
+        match = re.search(r"(int4|int8|fp8) (g\d+|per channel) .*rows (\d+)$", key[0])
+        assert match
+        limit = MOST_INSTRUCTIONS.get((match[1], match[2], int(match[3])))
+        each = sum(found["loop"].values()) / found["loop_elements"]
+        if limit is not None and each > limit:
+            slow.append(key)
+    return slow
+
+
+def decode_loop(table: Table, kv_format: str, capability: int) -> Loop:
+    """The hot loop of decode over a KV format."""
+    loop: Loop = table[f"attention decode {LLAMA.name} bf16 kv {kv_format}", capability]["loop"]
+    return loop
+
+
+def costly_elements(table: Table) -> Collection[object]:
+    """Decode kernels that take too many instructions for an element, or move its code around."""
+    wrong = []
+    for kv_format in LIMITS:
+        for capability in sorted({capability for _, capability in table}):
+            loop = decode_loop(table, kv_format, capability)
+            moves = kv_format != "bf16" and moves_codes(loop)
+            if not loop.get("HMMA") or too_many(kv_format, capability, loop) or moves:
+                wrong.append((kv_format, capability, loop))
+    return wrong
+
+
+# What older compilers make of a kernel, and nobody has mended: a few registers of a tile of sealed
+# pages are spilled, and codes are widened with more instructions.
+KNOWN: dict[tuple[str, Gate], tuple[tuple[str, int], ...]] = {
+    ("3.6.0", spilling): (
+        *(("attention prefill llama_8b bf16 kv int4-sealed", cc) for cc in (80, 86, 89, 120)),
+        ("attention decode gemma3_270m fp32 kv fp32", 86),  # which is for checking others
+    ),
+    ("3.6.0", widening_slowly): tuple(
+        (f"packed_matmul llama_8b gate_up int4 g128 fp16_offset bf16 rows {rows}", 120)
+        for rows in (16, 32)
+    ),
+}
+
+
+def offenders(gate: Gate, table: Table, triton: str) -> list[object]:
+    """Those that a gate finds, but for what that gate is known to find of that triton."""
+    return [key for key in gate(shipped(table)) if key not in KNOWN.get((triton, gate), ())]
+
+
+GATES: tuple[Gate, ...] = (
+    spilling,
+    too_large,
+    without_tensor_cores,
+    without_wide_loads,
+    multiplying_otherwise,
+    taking_detours,
+    widening_slowly,
+    costly_elements,
+)

@@ -1,0 +1,32 @@
+"""What is compiled ahead of time of sealing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from appliance.kernels.kv_seal.launch import NUM_WARPS, constexprs
+from compiled_kernels.signature import MOST_COMPILED, KernelSignature
+
+HEAD_DIMS = (128, 64, 256)
+
+
+def signatures(capability: int) -> Iterator[KernelSignature]:
+    """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
+    for head_dim in HEAD_DIMS if capability == MOST_COMPILED else HEAD_DIMS[:1]:
+        yield KernelSignature(
+            name=f"kv_seal head_dim {head_dim}",
+            module="appliance.kernels.kv_seal.kernel",
+            function="seal_kernel",
+            types={
+                "closed_ptr": "*u8",
+                "closed_halves_ptr": "*fp16",
+                "open_ptr": "*u8",
+                "open_halves_ptr": "*fp16",
+                "moves_ptr": "*i64",
+                "num_kv_heads": "i32",
+            },
+            constexprs=constexprs(head_dim),
+            multiples_of_16=frozenset(),
+            num_warps=NUM_WARPS,
+            num_stages=1,
+        )

@@ -1,0 +1,90 @@
+"""Named shapes of the KV write, and the signatures that are compiled ahead of time for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from appliance.kernels.kv_cache import KVFormat
+from appliance.kernels.kv_write.launch import constexprs, num_warps
+from compiled_kernels.signature import MOST_COMPILED, KernelSignature
+
+
+@dataclass(frozen=True, slots=True)
+class KVWriteShape:
+    """The heads of one layer of a model."""
+
+    name: str
+    num_kv_heads: int
+    head_dim: int
+    num_heads: int
+    rotary_dim: int
+    has_norm: bool = False
+
+
+SHAPES = (
+    KVWriteShape("llama_8b", 8, 128, 32, 128),
+    KVWriteShape("smollm2_135m", 3, 64, 9, 64),
+    KVWriteShape("gemma3_270m", 1, 256, 4, 256, has_norm=True),
+    KVWriteShape("phi2", 32, 80, 32, 32),
+)
+
+
+def signatures(capability: int) -> Iterator[KernelSignature]:
+    """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
+    for kv_format in (KVFormat.BF16, KVFormat.FP8, KVFormat.INT8, KVFormat.INT4):
+        yield write_signature(SHAPES[0], kv_format)
+    yield write_signature(SHAPES[0], KVFormat.INT8, has_mean=True)  # as open pages are written
+    for shape in SHAPES[1:] if capability == MOST_COMPILED else ():
+        yield write_signature(shape, KVFormat.INT4)  # what takes most
+
+
+def write_signature(
+    shape: KVWriteShape, kv_format: KVFormat, *, has_mean: bool = False
+) -> KernelSignature:
+    """How `kv_write_kernel` is compiled for a layer with BF16 activations."""
+    fixed = constexprs(
+        kv_format,
+        shape.num_kv_heads,
+        shape.head_dim,
+        half=shape.rotary_dim // 2,
+        has_norm=shape.has_norm,
+        has_mean=has_mean,
+        has_query=True,
+    )
+    types = {
+        "output_ptr": "*bf16",
+        "pages_ptr": "*u8" if kv_format.is_quantized else f"*{kv_format.value}",
+        "query_ptr": "*bf16",
+        "key_ptr": "*bf16",
+        "value_ptr": "*bf16",
+        "cos_ptr": "*fp32",
+        "sin_ptr": "*fp32",
+        "slot_mapping_ptr": "*i64",
+        "query_stride": "i32",
+        "key_stride": "i32",
+        "value_stride": "i32",
+        "num_heads": "i32",
+        "num_kv_heads": "i32",
+        "eps": "fp32",
+    }
+    if kv_format.is_quantized:
+        types["halves_ptr"] = "*fp16"
+    if kv_format is KVFormat.FP8:
+        types["head_scales_ptr"] = "*fp32"
+    if shape.has_norm:
+        types |= {"query_norm_ptr": "*fp32", "key_norm_ptr": "*fp32"}
+    if has_mean:
+        types["key_mean_ptr"] = "*fp32"
+    norms = {"query_norm_ptr", "key_norm_ptr", "key_mean_ptr"}
+    pointers = {"halves_ptr", "head_scales_ptr", *norms}
+    return KernelSignature(
+        name=f"kv_write {shape.name} bf16 kv {kv_format.value}" + (" mean" if has_mean else ""),
+        module="appliance.kernels.kv_write.kernel",
+        function="kv_write_kernel",
+        types=types,
+        constexprs={**fixed, **dict.fromkeys(pointers - types.keys())},
+        multiples_of_16=frozenset({"query_stride", "key_stride", "value_stride"}),
+        num_warps=num_warps(fixed),
+        num_stages=1,
+    )

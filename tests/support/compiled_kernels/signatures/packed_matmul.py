@@ -1,0 +1,198 @@
+"""Named shapes of the packed matmul, and the signatures that are compiled ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from appliance.kernels.packed_matmul.tiled import Codes, Params
+from appliance.kernels.packed_matmul.tiles import (
+    SHORT_GROUP_TILES,
+    MatmulTile,
+    architecture,
+    choose_splits,
+)
+from appliance.kernels.packed_matmul.variant import SUMS_BLOCK_K, SUMS_BLOCK_M, constexprs_of
+from appliance.kernels.weight_codes.order import TileOrder
+from compiled_kernels.signature import MOST_COMPILED, KernelSignature
+
+MODULE = "appliance.kernels.packed_matmul.kernel"
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulShape:
+    """A linear of a model."""
+
+    name: str
+    in_features: int
+    out_features: int
+
+
+SHAPES = (
+    MatmulShape("llama_8b qkv", 4096, 6144),
+    MatmulShape("llama_8b o", 4096, 4096),
+    MatmulShape("llama_8b gate_up", 4096, 28672),
+    MatmulShape("llama_8b down", 14336, 4096),
+    MatmulShape("smollm2_135m down", 1536, 576),
+    MatmulShape("smollm2_135m gate_up", 576, 3072),
+    MatmulShape("8192x8192", 8192, 8192),
+    MatmulShape("8192x28672", 8192, 28672),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulCase:
+    """What distinguishes one compiled kernel from another, beside the shape and the tile."""
+
+    kind: Codes
+    group_size: int
+    params_kind: Params
+    dtype: str = "bf16"
+    gated: bool = False
+    more: bool = False  # bias and residual
+
+
+QKV, GATE_UP, DOWN, SMALL = SHAPES[0], SHAPES[2], SHAPES[3], SHAPES[4]
+INT4_OFFSET = MatmulCase(Codes.INT4, 128, Params.FP16_OFFSET)
+INT4_SYMMETRIC = MatmulCase(Codes.INT4, 128, Params.FP32)
+INT4_SHORT = MatmulCase(Codes.INT4, 32, Params.FP16_OFFSET)
+INT8 = MatmulCase(Codes.INT8, 32, Params.FP32)
+# Their code differs from that of MOST_COMPILED by hardly an instruction.
+LIKE_MOST_COMPILED = (80, 89)
+# On the architecture that has all of them.
+OTHERS = (
+    (GATE_UP, MatmulCase(Codes.INT4, 128, Params.FP16_OFFSET, gated=True, more=True)),
+    (DOWN, MatmulCase(Codes.INT4, 64, Params.FP16_OFFSET, dtype="fp16")),
+    (DOWN, MatmulCase(Codes.INT4, 64, Params.FP32_OFFSET, more=True)),
+    (QKV, MatmulCase(Codes.INT4, 32, Params.FP32)),
+    (QKV, MatmulCase(Codes.INT8, 128, Params.FP16_OFFSET)),
+    (SMALL, INT4_SHORT),
+)
+
+
+def signatures(capability: int) -> Iterator[KernelSignature]:
+    """Yield all that is compiled and gated for one compute capability (86 is 8.6)."""
+    table = architecture(capability)
+    assert table is not None
+    distinct = {replace(tile, max_rows=0): tile for tile in reversed(table.tiles)}.values()
+    for tile in distinct:
+        yield matmul_signature(GATE_UP, INT4_OFFSET, tile, capability)
+    if capability in LIKE_MOST_COMPILED:
+        return
+    for tile in distinct:
+        yield matmul_signature(GATE_UP, INT4_SYMMETRIC, tile, capability)
+    for tile in SHORT_GROUP_TILES[:3]:
+        yield matmul_signature(DOWN, INT4_SHORT, tile, capability)
+        yield matmul_signature(QKV, INT8, tile, capability)
+    if capability == MOST_COMPILED:
+        for shape, case in OTHERS:
+            yield matmul_signature(shape, case, table.tiles[0], capability)
+        yield sums_signature(32)
+        for case in (INT4_SHORT, INT8):
+            yield dequantize_signature(case)
+
+
+def matmul_signature(
+    shape: MatmulShape, case: MatmulCase, tile: MatmulTile, capability: int
+) -> KernelSignature:
+    """How `packed_matmul_kernel` is compiled for a weight, with a tile."""
+    activation = f"*{case.dtype}"
+    block_k = 128 if shape.in_features % 128 == 0 else 64
+    splits = choose_splits(
+        -(-shape.out_features // 64), shape.in_features // block_k, tile, capability
+    )
+    fixed = constexprs_of(
+        case.kind, case.params_kind, case.group_size, block_k, tile, splits, gated=case.gated
+    )
+    types = {
+        "out_ptr": activation,
+        "x_ptr": activation,
+        "codes_ptr": "*i32",
+        "partial_ptr": "*fp32",
+        "arrived_ptr": "*i32",
+        "num_tokens": "i32",
+        "out_features": "i32",
+        "in_features": "i32",
+        "x_stride": "i32",
+        "sums_stride": "i32",
+        "blocks_k": "i32",
+    }
+    if case.params_kind is Params.NONE:
+        types["channel_scale_ptr"] = "*fp32"
+    else:
+        types["params_ptr"] = "*i32"
+    if fixed["SUMS"]:
+        types["sums_ptr"] = "*fp32"
+    if case.more:
+        types |= {"bias_ptr": "*fp32", "residual_ptr": activation}
+    optional = {"params_ptr", "channel_scale_ptr", "bias_ptr", "residual_ptr", "sums_ptr"}
+    group = f"g{case.group_size}" if case.group_size else "per channel"
+    more = " gated" * case.gated + " residual" * case.more
+    return KernelSignature(
+        name=f"packed_matmul {shape.name} {case.kind.value} {group} {case.params_kind.value} "
+        f"{case.dtype}{more} rows {tile.max_rows}",
+        module=MODULE,
+        function="packed_matmul_kernel",
+        types=types,
+        constexprs={**fixed, **dict.fromkeys(optional - types.keys())},
+        multiples_of_16=frozenset({"x_stride", "out_features", "in_features", "sums_stride"}),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        max_registers=tile.max_registers,
+        loop_elements=tile.block_n * block_k // (32 * tile.num_warps),
+    )
+
+
+def sums_signature(group_size: int) -> KernelSignature:
+    """How `group_sums_kernel` is compiled for BF16 activations."""
+    return KernelSignature(
+        name=f"packed_matmul sums g{group_size} bf16",
+        module=MODULE,
+        function="group_sums_kernel",
+        types={
+            "sums_ptr": "*fp32",
+            "x_ptr": "*bf16",
+            "num_tokens": "i32",
+            "in_features": "i32",
+            "x_stride": "i32",
+            "sums_stride": "i32",
+            "num_groups": "i32",
+        },
+        constexprs={"GROUP": group_size, "BLOCK_M": SUMS_BLOCK_M, "BLOCK_K": SUMS_BLOCK_K},
+        multiples_of_16=frozenset({"x_stride", "sums_stride", "in_features"}),
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def dequantize_signature(case: MatmulCase) -> KernelSignature:
+    """How `dequantize_kernel` is compiled for a dense weight in BF16."""
+    order = TileOrder(case.kind.bits)
+    return KernelSignature(
+        name=f"packed_matmul dequantize {case.kind.value} g{case.group_size} bf16",
+        module=MODULE,
+        function="dequantize_kernel",
+        types={
+            "out_ptr": "*bf16",
+            "codes_ptr": "*i32",
+            "params_ptr": "*i32",
+            "i_first_tile": "i32",
+            "rows": "i32",
+            "in_features": "i32",
+            "blocks_k": "i32",
+        },
+        constexprs={
+            "channel_scale_ptr": None,
+            "CODES": case.kind.value,
+            "AXES": order.kernel_axes(),
+            "WORDS": order.words,
+            "TILE_K": order.tile_k,
+            "PARAMS": case.params_kind.value,
+            "GROUP": case.group_size,
+            "BLOCK_K": 128,
+            "ASM": True,
+        },
+        multiples_of_16=frozenset({"in_features", "rows"}),
+        num_warps=4,
+        num_stages=1,
+    )
