@@ -41,7 +41,7 @@ class RaggedBatch:
     Sequence i owns rows query_start[i] .. query_start[i+1] of every per-token tensor. Its rows
     are the last ones of its context: row j of it stands at position
     context_lens[i] - query_lens[i] + j and attends to positions 0 .. its own. The first
-    `num_decodes` sequences have exactly one row each.
+    `num_decodes` sequences have a row each, or where drafts are verified up to `decode_rows`.
 
     With a sealed cache the rows of a sequence lie in one block, which they read from its open
     page, and all blocks before it closed; a chunk that spans several is laid out as one sequence
@@ -57,6 +57,7 @@ class RaggedBatch:
     host_query_lens: tuple[int, ...]
     host_context_lens: tuple[int, ...]
     sealed: SealedSpans | None = None  # with `SealedPages` only
+    decode_rows: int = 1
 
     @property
     def num_seqs(self) -> int:
@@ -73,16 +74,18 @@ class RaggedBatch:
         block_size: int,
         device: torch.device,
         open_pages: Sequence[Sequence[int]] | None = None,
+        decode_rows: int = 1,
     ) -> RaggedBatch:
         """Lay sequences side by side.
 
         Args:
-            query_lens: rows of each sequence; those with a single one come first.
+            query_lens: rows of each sequence; those with up to `decode_rows` come first.
             context_lens: tokens of each sequence, these rows included.
             block_tables: blocks of each sequence; what lies beyond its context is left out.
             block_size: token slots in a block.
             device: where the tensors go.
             open_pages: of the blocks that each sequence's rows lie in; with a sealed cache only.
+            decode_rows: most rows of a sequence that decodes.
         """
         pages: list[int] = []
         if open_pages is not None:
@@ -108,12 +111,13 @@ class RaggedBatch:
             context_lens=int32(context_lens),
             block_tables=int32([table + (0,) * (width - len(table)) for table in tables]),
             slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
-            num_decodes=len(list(takewhile(lambda rows: rows == 1, query_lens))),
+            num_decodes=len(list(takewhile(lambda rows: rows <= decode_rows, query_lens))),
             host_query_lens=tuple(query_lens),
             host_context_lens=tuple(context_lens),
             sealed=_spans(query_lens, context_lens, tables, pages, block_size, device)
             if pages
             else None,
+            decode_rows=decode_rows,
         )
 
 

@@ -12,6 +12,8 @@ from appliance.kernels.kv_page.kernel import as_value_rows, codes_tile, scale_of
 PAGE: tl.constexpr = tl.constexpr(32)  # tokens
 # Start of a running maximum: finite, so that a row with every key masked leaves zeros, not NaN.
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
+# Of a row's scale and of a sum that is divided by: a row of zeros must not make them 0.
+SMALLEST: tl.constexpr = tl.constexpr(1.0e-37)
 # tanh is 1 in float32 from here on; the bound keeps exp2 finite.
 TANH_LIMIT: tl.constexpr = tl.constexpr(64.0)
 # No token has a scale below the smallest float16.
@@ -80,11 +82,20 @@ def power_for(largest):
 
 
 @triton.jit
+def load_valid(pointer, mask, other: tl.constexpr):
+    """Load what a mask leaves; all where it is None."""
+    if mask is None:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=mask, other=other)
+
+
+@triton.jit
 def attend(
     b_query,  # (BLOCK_M, HEAD_DIM_PADDED), dtype of both products
     b_query_sum,  # (BLOCK_M,) float32, of each row; "int4" only
-    b_row_scale,  # (BLOCK_M,) float32, undoes what brought a row to float16; prefill only
-    b_position,  # (BLOCK_M,) positions of the rows; with CAUSAL only
+    row_scale,  # from products to exponents of 2, or to tanh's argument; with codes (BLOCK_M,)
+    b_position,  # (BLOCK_M,) positions of the rows
     b_max,  # (BLOCK_M,) float32, running maximum, base 2
     b_sum,  # (BLOCK_M,) float32, of weights
     b_acc,  # (BLOCK_M, HEAD_DIM_PADDED) float32, weighted values
@@ -96,16 +107,14 @@ def attend(
     num_kv_heads,
     key_begin,  # a multiple of BLOCK_N
     key_end,
-    lowest_key,  # with HAS_WINDOW and without CAUSAL: keys before it are hidden
-    score_scale,
     cap,
     window,
+    window_end,  # from here on no window hides a key; without EDGES only
     CODES: tl.constexpr,
     ASM: tl.constexpr,
     PAGE_ELEMENTS: tl.constexpr,
     PRECISION: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ROW_SCALE: tl.constexpr,
+    EDGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -113,9 +122,14 @@ def attend(
     BLOCK_N: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Fold the keys and values of some pages into a running softmax."""
+    """Fold the keys and values of some pages into a running softmax.
+
+    A row sees the keys up to its position, with HAS_WINDOW the latest `window` of them. Without
+    EDGES no key comes after a row, and keys fill whole tiles: little is asked then.
+    """
     BLOCK_M: tl.constexpr = b_query.shape[0]
     HEAD_DIM_PADDED: tl.constexpr = b_query.shape[1]
+    BY_TOKEN: tl.constexpr = CODES != "none" and CODES != "fp8"  # values have scales of their own
     o_n = tl.arange(0, BLOCK_N)
     o_dim = tl.arange(0, HEAD_DIM_PADDED)
     if CODES == "none":
@@ -125,28 +139,26 @@ def attend(
         WORDS: tl.constexpr = HEAD_DIM_STORED * CODE_BITS  # of keys, then of values: 32 tokens
         o_word = tl.arange(0, HEAD_DIM_PADDED * CODE_BITS)
 
+    b_scale = row_scale if CODES == "none" else row_scale[:, None]
     b_extra = tl.zeros([BLOCK_M], tl.float32)  # what the values' offsets add to every dimension
     for key_start in tl.range(key_begin, key_end, BLOCK_N, num_stages=NUM_STAGES):
         b_key_position = key_start + o_n
-        b_valid_n = b_key_position < key_end
-        if HAS_WINDOW and not CAUSAL:
-            b_valid_n &= b_key_position >= lowest_key
+        b_valid_n = (b_key_position < key_end) if EDGES else None
         if CODES == "none":
             if BLOCK_N == PAGE:
                 i_block = tl.load(p_table + (key_start - table_begin) // PAGE).to(tl.int64)
                 p_page = pages_ptr + (i_block * num_kv_heads + i_kv_head) * PAGE_ELEMENTS
                 p_key = p_page + ((o_n * HEAD_DIM)[:, None] + o_dim[None, :])
             else:
-                b_block = tl.load(
-                    p_table + (b_key_position - table_begin) // PAGE, mask=b_valid_n, other=0
-                )
-                b_page = (b_block.to(tl.int64) * num_kv_heads + i_kv_head) * PAGE_ELEMENTS
+                p_block = p_table + (b_key_position - table_begin) // PAGE
+                b_block = load_valid(p_block, b_valid_n, 0).to(tl.int64)
+                b_page = (b_block * num_kv_heads + i_kv_head) * PAGE_ELEMENTS
                 p_key = pages_ptr + (b_page + o_n % PAGE * HEAD_DIM)[:, None] + o_dim[None, :]
-            b_mask = b_valid_n[:, None]
+            b_mask = b_valid_n[:, None] if EDGES else None
             if HEAD_DIM != HEAD_DIM_PADDED:
-                b_mask &= (o_dim < HEAD_DIM)[None, :]
-            b_key = tl.trans(tl.load(p_key, mask=b_mask, other=0.0).to(b_query.dtype))
-            b_value = tl.load(p_key + ELEMENTS, mask=b_mask, other=0.0).to(b_query.dtype)
+                b_mask = (o_dim < HEAD_DIM)[None, :] & (b_key_position < key_end)[:, None]
+            b_key = tl.trans(load_valid(p_key, b_mask, 0.0).to(b_query.dtype))
+            b_value = load_valid(p_key + ELEMENTS, b_mask, 0.0).to(b_query.dtype)
         else:
             tl.static_assert(BLOCK_N == PAGE)
             i_block = tl.load(p_table + (key_start - table_begin) // PAGE).to(tl.int64)
@@ -160,10 +172,10 @@ def attend(
             # A hidden slot's scales read as 0, which no token has.
             p_record = p_page + 2 * WORDS + o_n
             if CODES != "fp8":
-                b_record = tl.load(p_record, mask=b_valid_n, other=0)
+                b_record = load_valid(p_record, b_valid_n, 0)
             b_value_record = 0
             if CODES == "int4":
-                b_value_record = tl.load(p_record + PAGE, mask=b_valid_n, other=0)
+                b_value_record = load_valid(p_record + PAGE, b_valid_n, 0)
             elif CODES == "sealed":
                 b_value_record = b_record
             b_key = codes_tile(b_key_word, CODES, ASM, True, HEAD_DIM_PADDED)
@@ -172,48 +184,56 @@ def attend(
                 p_channel = halves_ptr + (i_block * num_kv_heads + i_kv_head) * (2 * PAGE_ELEMENTS)
                 p_channel += 4 * WORDS + 2 * PAGE + o_dim
                 b_in = o_dim < HEAD_DIM_STORED
-                b_scale = tl.load(p_channel, mask=b_in, other=0.0)
+                b_spread = tl.load(p_channel, mask=b_in, other=0.0)
                 b_centre = tl.load(p_channel + HEAD_DIM_STORED, mask=b_in, other=0.0)
-                b_key = scaled(b_key, b_scale[:, None], b_centre[:, None], ASM)
+                b_key = scaled(b_key, b_spread[:, None], b_centre[:, None], ASM)
             b_key = b_key.to(b_query.dtype)
             b_value = codes_tile(b_value_word, CODES, ASM, False, HEAD_DIM_PADDED)
             b_value = b_value.to(b_query.dtype)
 
         b_score = tl.dot(b_query, b_key, input_precision=PRECISION)
         if CODES == "int8":
-            b_score *= (scale_of(b_record) * score_scale)[None, :]
+            b_score *= scale_of(b_record)[None, :]
             b_value_scale = scale_of(b_record >> 16)
         elif CODES == "int4":
-            b_score *= (scale_of(b_record) * score_scale)[None, :]
-            b_score += b_query_sum[:, None] * (scale_of(b_record >> 16) * score_scale)[None, :]
+            b_score *= scale_of(b_record)[None, :]
+            b_score += b_query_sum[:, None] * scale_of(b_record >> 16)[None, :]
             b_value_scale = scale_of(b_value_record)
-        else:
-            b_score *= score_scale
-            if CODES == "sealed":
-                b_value_scale = scale_of(b_value_record)
-        if ROW_SCALE:
-            b_score *= b_row_scale[:, None]
+        elif CODES == "sealed":
+            b_value_scale = scale_of(b_value_record)
         if HAS_SOFTCAP:
-            b_score = cap * (1.0 - 2.0 / (1.0 + exp2(tl.minimum(b_score, TANH_LIMIT), ASM)))
-        if CODES != "none" and CODES != "fp8":
+            b_score = tl.minimum(b_score * b_scale, TANH_LIMIT)
+            b_score = cap * (1.0 - 2.0 / (1.0 + exp2(b_score, ASM)))
+        if BY_TOKEN:
             # The value's scale is part of the exponent, so that the largest weight is 1 and none
             # that counts is lost to the range of float16.
             b_addend = log2(b_value_scale, ASM)
-        else:
-            b_addend = tl.where(b_valid_n, 0.0, -float("inf"))
-        b_score += b_addend[None, :]
-        if CAUSAL:
+            if HAS_SOFTCAP:
+                b_score += b_addend[None, :]
+            else:
+                b_score = b_score * b_scale + b_addend[None, :]
+        if EDGES:
             b_seen = b_key_position[None, :] <= b_position[:, None]
             if HAS_WINDOW:
                 b_seen &= b_key_position[None, :] > b_position[:, None] - window
             b_score = tl.where(b_seen, b_score, -float("inf"))
+        elif HAS_WINDOW:  # noqa: SIM102 - this is known when compiled, the next when run
+            if key_start < window_end:
+                b_seen = b_key_position[None, :] > b_position[:, None] - window
+                b_score = tl.where(b_seen, b_score, -float("inf"))
 
-        b_new_max = tl.maximum(b_max, tl.max(b_score, 1))
+        b_largest = tl.max(b_score, 1)
+        if BY_TOKEN or HAS_SOFTCAP:
+            b_new_max = tl.maximum(b_max, b_largest)
+            b_weight = exp2(b_score - b_new_max[:, None], ASM)
+        else:
+            # Scaled on the way into the exponent: a product and a sum are one instruction.
+            b_new_max = tl.maximum(b_max, b_largest * row_scale)
+            b_weight = exp2(b_score * b_scale - b_new_max[:, None], ASM)
         b_decay = exp2(b_max - b_new_max, ASM)
-        b_weight = exp2(b_score - b_new_max[:, None], ASM)
         b_max = b_new_max
         b_share = b_weight
-        if CODES != "none" and CODES != "fp8":
+        if BY_TOKEN:
             b_share *= tl.minimum(exp2(-b_addend, ASM), LARGEST_INVERSE)[None, :]
         b_sum = b_sum * b_decay + tl.sum(b_share, 1)
         b_acc *= b_decay[:, None]
@@ -231,14 +251,16 @@ def attend(
 
 @triton.jit
 def load_group(
-    p_query,  # of the first head of the group
+    p_query,  # of the first head of the group, of the tile's first token
+    query_stride,
+    num_m,  # rows of the tile that are any
     COMPUTE: tl.constexpr,
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
 ):
-    """One token's queries of a group of heads as (16, HEAD_DIM_PADDED), and what undoes a scaling.
+    """Some tokens' queries of a group of heads: (16, HEAD_DIM_PADDED), and what undoes a scaling.
 
     Against codes they become float16 after an exact multiplication by a power of two. They are
     read in the order of the fragments, 8 neighbours per thread, so that they need no other
@@ -247,28 +269,18 @@ def load_group(
     if CODES == "none":
         o_m = tl.arange(0, 16)
         o_dim = tl.arange(0, HEAD_DIM_PADDED)
-        b_mask = (o_m < GROUP)[:, None] & (o_dim < HEAD_DIM)[None, :]
-        p_row = p_query + (o_m * HEAD_DIM)[:, None] + o_dim[None, :]
-        return tl.load(p_row, mask=b_mask, other=0.0).to(tl.dtype(COMPUTE)), 1.0
+        b_mask = (o_m < num_m)[:, None] & (o_dim < HEAD_DIM)[None, :]
+        b_row = o_m // GROUP * query_stride + o_m % GROUP * HEAD_DIM
+        b_query = tl.load(p_query + b_row[:, None] + o_dim[None, :], mask=b_mask, other=0.0)
+        return b_query.to(tl.dtype(COMPUTE)), 1.0
     else:
         o = tl.arange(0, 16 * HEAD_DIM_PADDED)
         o_dim = o // 512 * 32 + o % 32
         o_m = o // 256 % 2 * 8 + o // 32 % 8
-        b_mask = (o_m < GROUP) & (o_dim < HEAD_DIM)
-        b_query = tl.load(p_query + o_m * HEAD_DIM + o_dim, mask=b_mask, other=0.0)
-        b_query = b_query.to(tl.float32)
-        factor = power_for(tl.max(tl.abs(b_query), 0))
-        b_query = (b_query * factor).to(tl.dtype(COMPUTE))
+        b_mask = (o_m < num_m) & (o_dim < HEAD_DIM)
+        b_row = o_m // GROUP * query_stride + o_m % GROUP * HEAD_DIM
+        b_query = tl.load(p_query + b_row + o_dim, mask=b_mask, other=0.0).to(tl.float32)
         b_query = tl.reshape(b_query, (HEAD_DIM_PADDED // 32, 2, 8, 4, 2, 4))
-        b_query = tl.permute(b_query, 1, 2, 0, 4, 3, 5)
-        return tl.reshape(b_query, (16, HEAD_DIM_PADDED)), 1.0 / factor
-
-
-@triton.jit
-def finish(b_max, b_sum, b_acc, b_sink, HAS_SINKS: tl.constexpr):
-    """Divide by the sum of weights, in which a sink takes part without a value."""
-    if HAS_SINKS:
-        b_new_max = tl.maximum(b_max, b_sink)
-        b_sum = b_sum * tl.exp2(b_max - b_new_max) + tl.exp2(b_sink - b_new_max)
-        b_acc = b_acc * tl.exp2(b_max - b_new_max)[:, None]
-    return b_acc * (1.0 / tl.where(b_sum > 0.0, b_sum, 1.0))[:, None]
+        b_query = tl.reshape(tl.permute(b_query, 1, 2, 0, 4, 3, 5), (16, HEAD_DIM_PADDED))
+        b_factor = power_for(tl.max(tl.abs(b_query), 1))
+        return (b_query * b_factor[:, None]).to(tl.dtype(COMPUTE)), 1.0 / b_factor

@@ -21,6 +21,7 @@ from appliance.kernels.paged_attention.cpu_plan import (
     DecodeGroup,
     PrefillChunk,
     plan_attention,
+    single_rows,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def paged_attention(
         query = query.float()
     else:
         query = query.to(torch.promote_types(query.dtype, cache.keys.dtype))
-    decodes = work.batch.num_decodes
+    decodes = single_rows(work.batch)
     layout = work.layout(window)
     for group in layout.groups:
         if group.rows is None:

@@ -66,6 +66,11 @@ def plan_attention(batch: RaggedBatch, block_size: int) -> CpuAttentionWork:
     return CpuAttentionWork(batch, block_size)
 
 
+def single_rows(batch: RaggedBatch) -> int:
+    """The leading sequences that have one row each: drafts to be verified are chunks here."""
+    return batch.num_decodes if batch.decode_rows == 1 else 0
+
+
 def _first_key(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
@@ -73,7 +78,7 @@ def _first_key(position: int, window: int | None) -> int:
 def _decode_groups(
     batch: RaggedBatch, block_size: int, window: int | None
 ) -> tuple[DecodeGroup, ...]:
-    last = [context - 1 for context in batch.host_context_lens[: batch.num_decodes]]
+    last = [context - 1 for context in batch.host_context_lens[: single_rows(batch)]]
     first = [_first_key(position, window) for position in last]
     by_length: dict[int, list[int]] = {}
     for row, (begin, end) in enumerate(zip(first, last, strict=True)):
@@ -99,8 +104,8 @@ def _prefill_chunks(
     batch: RaggedBatch, block_size: int, window: int | None
 ) -> tuple[PrefillChunk, ...]:
     chunks = []
-    row = batch.num_decodes
-    for i in range(batch.num_decodes, batch.num_seqs):
+    row = single_rows(batch)
+    for i in range(row, batch.num_seqs):
         rows, context = batch.host_query_lens[i], batch.host_context_lens[i]
         begin = context - rows  # position of the chunk's first row
         key = torch.arange(_first_key(begin, window), context).unsqueeze(0)

@@ -1,34 +1,32 @@
-"""Paged attention on the GPU: decode, whose programs share out spans of keys, and prefill.
+"""Paged attention on the GPU, decode: programs share out spans of the keys of few rows.
 
-The spans come from `attention_spans`, what both do with pages is `attention_tile`.
+The spans come from `attention_spans`, what is done with pages is `attention_tile`, and what spans
+leave comes together in `attention_merge`.
 """
 
 import triton
 import triton.language as tl
 
-from appliance.kernels.attention_spans.kernel import cut
-from appliance.kernels.attention_tile.kernel import (
-    LOWEST,
-    attend,
-    finish,
-    load_group,
-    power_for,
-    start,
-)
-from appliance.kernels.kv_page.kernel import key_dims
-
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from appliance.kernels.attention_merge.kernel import beside_sink, last_to_arrive, merge
+from appliance.kernels.attention_tile.kernel import SMALLEST, attend, load_group, start
 
 
 # A changing width of the block tables must not compile the kernel anew in the middle of serving.
 @triton.jit(
-    do_not_specialize=["block_tables_stride", "open_tables_stride", "num_kv_heads", "window"]
+    do_not_specialize=[
+        "block_tables_stride",
+        "open_tables_stride",
+        "num_kv_heads",
+        "window",
+        "max_rows",
+        "max_groups",
+    ]
 )
 def decode_kernel(
     output_ptr,  # (num_tokens, num_heads, head_dim)
-    partial_ptr,  # (capacity, num_heads, head_dim) float32
-    partial_lse_ptr,  # (capacity, num_heads) float32, base 2
-    arrived_ptr,  # (num_seqs, num_kv_heads) int32, zeros before and after
+    partial_ptr,  # (capacity, num_tiles, tile_rows, head_dim) float32
+    partial_lse_ptr,  # (capacity, num_tiles, tile_rows) float32, base 2
+    arrived_ptr,  # (num_seqs, 1 + max_groups, num_tiles) int32, zeros before and after
     query_ptr,  # (num_tokens, num_heads, head_dim), rows query_stride apart
     pages_ptr,  # (num_blocks, num_kv_heads, page) elements, or words of 4 bytes if quantized
     head_scales_ptr,  # (2, num_kv_heads) float32, of keys and values; "fp8" only
@@ -38,8 +36,11 @@ def decode_kernel(
     open_tables_ptr,  # (num_seqs, max_open) int32, the pages of those after them
     open_tables_stride,
     sinks_ptr,  # (num_heads,) float32, or None
-    spans_ptr,  # (capacity, 4) int32
+    spans_ptr,  # (capacity, SPAN_COLUMNS) int32
     num_spans_ptr,  # (1,) int32
+    max_rows,  # tokens that a sequence has at most
+    max_groups,  # of FAN_IN spans that a sequence has at most
+    query_start_ptr,  # (num_seqs + 1,) int32
     context_lens_ptr,  # (num_seqs,) int32
     block_tables_ptr,  # (num_seqs, max_blocks) int32
     query_stride,
@@ -63,107 +64,96 @@ def decode_kernel(
     FP8_FACTOR: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    MIN_SPAN: tl.constexpr,
-    LONG_SPAN: tl.constexpr,
-    MAX_SPANS: tl.constexpr,
+    SPAN_COLUMNS: tl.constexpr,
+    FAN_IN: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Programs take (span, KV head) pairs in turn; the last to finish a row's spans merges them."""
+    """Programs take shares of the work in turn: a span for a KV head and some of its rows.
+
+    Tokens times the heads of a group are the rows of one tile, so a few tokens cost what one does.
+    What spans leave is merged by whoever finishes last: the partial results of FAN_IN neighbouring
+    spans first, then what these come to.
+    """
     PRECISION: tl.constexpr = "tf32x3" if COMPUTE == "fp32" else None
+    TOKENS: tl.constexpr = BLOCK_M // GROUP  # of a tile
     o_m = tl.arange(0, BLOCK_M)
     o_dim = tl.arange(0, HEAD_DIM_PADDED)
-    b_valid_m = o_m < GROUP
-    b_mask = b_valid_m[:, None] & (o_dim < HEAD_DIM)[None, :]
     num_heads = num_kv_heads * GROUP
-    num_items = tl.load(num_spans_ptr) * num_kv_heads
+    num_tiles = num_kv_heads * ((max_rows + TOKENS - 1) // TOKENS)
+    tile_rows = tl.minimum(max_rows, TOKENS) * GROUP  # of partial results that a tile has
+    num_items = tl.load(num_spans_ptr) * num_tiles
 
-    for i_item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
-        i_kv_head = i_item % num_kv_heads
-        p_span = spans_ptr + (i_item // num_kv_heads) * 4
+    for i in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
+        i_item = num_items - 1 - i  # late spans are the long ones
+        i_tile = i_item % num_tiles
+        i_row = i_item // num_tiles
+        p_span = spans_ptr + i_row * SPAN_COLUMNS
         i_seq = tl.load(p_span)
         key_begin = tl.load(p_span + 1)
         key_end = tl.load(p_span + 2)
-        i_partial = tl.load(p_span + 3)
+        query_start = tl.load(query_start_ptr + i_seq)
+        num_rows = tl.load(query_start_ptr + i_seq + 1) - query_start
         context_len = tl.load(context_lens_ptr + i_seq)
-        count, span = cut(context_len, MIN_SPAN, LONG_SPAN, MAX_SPANS)
-        first_partial = i_partial - key_begin // span
-        lowest_key = 0
+
+        i_kv_head = i_tile % num_kv_heads
+        first_token = i_tile // num_kv_heads * TOKENS
+        num_tokens = tl.minimum(num_rows - first_token, TOKENS)
+        num_m = tl.maximum(num_tokens, 0) * GROUP
+        b_valid_m = o_m < num_m
+        first_position = context_len - num_rows + first_token
+        key_end = tl.where(num_tokens > 0, tl.minimum(key_end, first_position + num_tokens), 0)
+        window_end = 0
         if HAS_WINDOW:
+            window_end = first_position + num_tokens - window
             # Tiles of keys stand at multiples of their size, so that a row's sum is made of the
             # same parts in every step.
-            lowest_key = tl.maximum(context_len - window, 0)
+            lowest_key = tl.maximum(first_position - window + 1, 0)
             key_begin = tl.maximum(key_begin, lowest_key // BLOCK_N * BLOCK_N)
-        b_head = i_kv_head * GROUP + o_m
-        p_query = query_ptr + i_seq.to(tl.int64) * query_stride + i_kv_head * GROUP * HEAD_DIM
-        b_query, undo = load_group(p_query, COMPUTE, CODES, GROUP, HEAD_DIM, HEAD_DIM_PADDED)
+        first_query = (query_start + first_token).to(tl.int64)
+        p_query = query_ptr + first_query * query_stride + i_kv_head * GROUP * HEAD_DIM
+        b_query, undo = load_group(
+            p_query, query_stride, num_m, COMPUTE, CODES, GROUP, HEAD_DIM, HEAD_DIM_PADDED
+        )
         b_query_sum = tl.sum(b_query.to(tl.float32), 1)
-        scale = score_scale * undo
+        scale = score_scale
         if CODES == "fp8":
             scale *= FP8_FACTOR * tl.load(head_scales_ptr + i_kv_head)
+        row_scale = tl.maximum(undo * scale, SMALLEST)
+        b_position = first_position + o_m // GROUP
         b_max, b_sum, b_acc = start(BLOCK_M, HEAD_DIM_PADDED)
-        closed_end = key_end
+        # All rows see the keys before the first one's page; those of sealed pages anyway.
+        full_end = tl.minimum((first_position + 1) // BLOCK_N * BLOCK_N, key_end)
         if CODES == "sealed":
             sealed_len = tl.load(sealed_lens_ptr + i_seq)
-            closed_end = tl.minimum(key_end, sealed_len)
-        b_max, b_sum, b_acc = attend(
-            b_query,
-            b_query_sum,
-            None,
-            None,
-            b_max,
-            b_sum,
-            b_acc,
-            pages_ptr,
-            block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride,
-            0,
-            halves_ptr,
-            i_kv_head,
-            num_kv_heads,
-            key_begin,
-            closed_end,
-            lowest_key,
-            scale,
-            cap,
-            window,
-            CODES,
-            ASM,
-            PAGE_ELEMENTS,
-            PRECISION,
-            False,
-            False,
-            HAS_WINDOW,
-            HAS_SOFTCAP,
-            HEAD_DIM,
-            HEAD_DIM_STORED,
-            BLOCK_N,
-            NUM_STAGES,
-        )
-        if CODES == "sealed":
+            full_end = tl.minimum(sealed_len, key_end)
+        p_table = block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride
+        if COMPUTE == "fp32" and CODES == "none":
+            full_end = key_begin  # one loop that masks every page: registers are few
+        else:
             b_max, b_sum, b_acc = attend(
                 b_query,
                 b_query_sum,
-                None,
-                None,
+                row_scale,
+                b_position,
                 b_max,
                 b_sum,
                 b_acc,
-                open_pages_ptr,
-                open_tables_ptr + i_seq.to(tl.int64) * open_tables_stride,
-                sealed_len,
-                None,
+                pages_ptr,
+                p_table,
+                0,
+                halves_ptr,
                 i_kv_head,
                 num_kv_heads,
-                tl.maximum(key_begin, sealed_len),
-                key_end,
-                lowest_key,
-                scale,
+                key_begin,
+                full_end,
                 cap,
                 window,
-                "int8",
+                window_end,
+                CODES,
                 ASM,
-                OPEN_ELEMENTS,
+                PAGE_ELEMENTS,
                 PRECISION,
-                False,
                 False,
                 HAS_WINDOW,
                 HAS_SOFTCAP,
@@ -172,225 +162,163 @@ def decode_kernel(
                 BLOCK_N,
                 NUM_STAGES,
             )
+        # Few spans have keys that some of the rows do not see, or an open page.
+        tail_begin = tl.maximum(key_begin, full_end)
+        if tail_begin < key_end:
+            if CODES == "sealed":
+                p_table = open_tables_ptr + i_seq.to(tl.int64) * open_tables_stride
+                b_max, b_sum, b_acc = attend(
+                    b_query,
+                    b_query_sum,
+                    row_scale,
+                    b_position,
+                    b_max,
+                    b_sum,
+                    b_acc,
+                    open_pages_ptr,
+                    p_table,
+                    sealed_len,
+                    None,
+                    i_kv_head,
+                    num_kv_heads,
+                    tail_begin,
+                    key_end,
+                    cap,
+                    window,
+                    window_end,
+                    "int8",
+                    ASM,
+                    OPEN_ELEMENTS,
+                    PRECISION,
+                    True,
+                    HAS_WINDOW,
+                    HAS_SOFTCAP,
+                    HEAD_DIM,
+                    HEAD_DIM_STORED,
+                    BLOCK_N,
+                    NUM_STAGES,
+                )
+            else:
+                b_max, b_sum, b_acc = attend(
+                    b_query,
+                    b_query_sum,
+                    row_scale,
+                    b_position,
+                    b_max,
+                    b_sum,
+                    b_acc,
+                    pages_ptr,
+                    p_table,
+                    0,
+                    None,
+                    i_kv_head,
+                    num_kv_heads,
+                    tail_begin,
+                    key_end,
+                    cap,
+                    window,
+                    window_end,
+                    CODES,
+                    ASM,
+                    PAGE_ELEMENTS,
+                    PRECISION,
+                    True,
+                    HAS_WINDOW,
+                    HAS_SOFTCAP,
+                    HEAD_DIM,
+                    HEAD_DIM_STORED,
+                    BLOCK_N,
+                    NUM_STAGES,
+                )
         if CODES == "fp8":
             b_acc *= FP8_FACTOR * tl.load(head_scales_ptr + num_kv_heads + i_kv_head)
-        b_sink = b_max
-        if HAS_SINKS:
-            b_sink = tl.load(sinks_ptr + b_head, mask=b_valid_m, other=0.0) * LOG2_E
-        p_output = output_ptr + (i_seq.to(tl.int64) * num_heads + b_head)[:, None] * HEAD_DIM
-        p_output += o_dim[None, :]
-        if count == 1:
-            b_output = finish(b_max, b_sum, b_acc, b_sink, HAS_SINKS)
+        b_acc *= (1.0 / tl.where(b_sum > 0.0, b_sum, 1.0))[:, None]
+        b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.maximum(b_sum, SMALLEST)), -float("inf"))
+        b_mask = b_valid_m[:, None] & (o_dim < HEAD_DIM)[None, :]
+        i_span = tl.load(p_span + 3)
+        first_span = tl.load(p_span + 4)
+        last_span = tl.load(p_span + 5)
+        if first_span == last_span:
+            b_head = i_kv_head * GROUP + o_m % GROUP
+            b_output = b_acc
+            if HAS_SINKS:
+                b_sink = tl.load(sinks_ptr + b_head, mask=b_valid_m, other=0.0)
+                b_output = b_acc * beside_sink(b_lse, b_sink)[:, None]
+            b_row = (first_query + o_m // GROUP) * num_heads + b_head
+            p_output = output_ptr + b_row[:, None] * HEAD_DIM + o_dim[None, :]
             tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=b_mask)
         else:
-            b_partial = i_partial.to(tl.int64) * num_heads + b_head
-            b_lse = tl.where(b_sum > 0.0, b_max + tl.log2(tl.maximum(b_sum, 1e-37)), -float("inf"))
-            b_output = b_acc * (1.0 / tl.where(b_sum > 0.0, b_sum, 1.0))[:, None]
+            # Partial results of the sequence's span 0, which there need not be.
+            i_zero = ((i_row - i_span).to(tl.int64) * num_tiles + i_tile) * tile_rows
+            step = num_tiles * tile_rows
+            b_partial = i_zero + i_span * step + o_m
             tl.store(partial_lse_ptr + b_partial, b_lse, mask=b_valid_m)
             p_partial = partial_ptr + b_partial[:, None] * HEAD_DIM + o_dim[None, :]
-            tl.store(p_partial, b_output, mask=b_mask)
-            # All threads' stores come before the arrival, all arrivals before the last one's loads.
-            tl.debug_barrier()
-            p_arrived = arrived_ptr + i_seq * num_kv_heads + i_kv_head
-            if tl.atomic_add(p_arrived, 1, sem="acq_rel") == count - 1:
-                tl.debug_barrier()
-                b_row = first_partial.to(tl.int64) * num_heads + b_head
-                b_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-                b_sum = tl.zeros([BLOCK_M], tl.float32)
-                b_acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], tl.float32)
-                for i_span in tl.range(0, count, num_stages=1):
-                    b_lse = tl.load(
-                        partial_lse_ptr + b_row + i_span * num_heads,
-                        mask=b_valid_m,
-                        other=-float("inf"),
-                        cache_modifier=".cg",
-                    )
-                    b_part = tl.load(
-                        partial_ptr
-                        + (b_row + i_span * num_heads)[:, None] * HEAD_DIM
-                        + o_dim[None, :],
-                        mask=b_mask,
-                        other=0.0,
-                        cache_modifier=".cg",
-                    )
-                    b_new_max = tl.maximum(b_max, b_lse)
-                    b_decay = tl.exp2(b_max - b_new_max)
-                    b_weight = tl.exp2(b_lse - b_new_max)
-                    b_sum = b_sum * b_decay + b_weight
-                    b_acc = b_acc * b_decay[:, None] + b_part * b_weight[:, None]
-                    b_max = b_new_max
-                b_output = finish(b_max, b_sum, b_acc, b_sink, HAS_SINKS)
-                tl.store(p_output, b_output.to(output_ptr.dtype.element_ty), mask=b_mask)
-                tl.store(p_arrived, 0)
-
-
-@triton.jit(
-    do_not_specialize=["block_tables_stride", "open_tables_stride", "num_kv_heads", "window"]
-)
-def prefill_kernel(
-    output_ptr,  # (num_tokens, num_heads, head_dim)
-    query_ptr,  # (num_tokens, num_heads, head_dim), rows query_stride apart
-    pages_ptr,  # as in decode_kernel, and so on
-    head_scales_ptr,
-    halves_ptr,
-    open_pages_ptr,
-    sealed_lens_ptr,
-    open_tables_ptr,
-    open_tables_stride,
-    sinks_ptr,
-    tiles_ptr,  # (tiles, 2) int32: sequence, first row among its rows
-    query_start_ptr,  # (num_seqs + 1,) int32
-    context_lens_ptr,
-    block_tables_ptr,
-    query_stride,
-    block_tables_stride,
-    num_kv_heads,
-    score_scale,
-    cap,
-    window,
-    CODES: tl.constexpr,
-    ASM: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    PAGE_ELEMENTS: tl.constexpr,
-    OPEN_ELEMENTS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_STORED: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    FP8_FACTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # query rows times padded group
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
-    """A tile of one sequence's rows against all the keys that they see."""
-    PRECISION: tl.constexpr = "tf32x3" if COMPUTE == "fp32" else None
-    ROWS: tl.constexpr = BLOCK_M // GROUP_PADDED
-    i_kv_head = tl.program_id(2)
-    p_tile = tiles_ptr + tl.program_id(0) * 2
-    i_seq = tl.load(p_tile)
-    query_start = tl.load(query_start_ptr + i_seq)
-    num_rows = tl.load(query_start_ptr + i_seq + 1) - query_start
-    context_len = tl.load(context_lens_ptr + i_seq)
-    first_row = tl.load(p_tile + 1) + tl.program_id(1) * ROWS
-    if first_row >= num_rows:  # the last tile of a sequence may be short
-        return
-    first_position = context_len - num_rows + first_row
-    key_end = tl.minimum(context_len, first_position + ROWS)
-    key_begin = 0
-    if HAS_WINDOW:
-        key_begin = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
-
-    o_m = tl.arange(0, BLOCK_M)
-    o_dim = tl.arange(0, HEAD_DIM_PADDED)
-    b_row = first_row + o_m // GROUP_PADDED
-    b_head = i_kv_head * GROUP + o_m % GROUP_PADDED
-    b_valid_m = (b_row < num_rows) & (o_m % GROUP_PADDED < GROUP)
-    b_query_row = (query_start + b_row).to(tl.int64)
-    o_key_dim = o_dim
-    if CODES != "none":
-        o_key_dim = key_dims(o_dim)
-    p_query = query_ptr + (b_query_row * query_stride + b_head * HEAD_DIM)[:, None]
-    b_query = tl.load(
-        p_query + o_key_dim[None, :],
-        mask=b_valid_m[:, None] & (o_key_dim < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    b_row_scale = tl.full([BLOCK_M], 1.0, tl.float32)
-    if CODES != "none":
-        b_factor = power_for(tl.max(tl.abs(b_query.to(tl.float32)), 1))
-        b_query = b_query.to(tl.float32) * b_factor[:, None]
-        b_row_scale = 1.0 / b_factor
-    b_query = b_query.to(tl.dtype(COMPUTE))
-    scale = score_scale
-    if CODES == "fp8":
-        scale *= FP8_FACTOR * tl.load(head_scales_ptr + i_kv_head)
-    b_query_sum = tl.sum(b_query.to(tl.float32), 1)
-    b_position = first_position + o_m // GROUP_PADDED
-    b_max, b_sum, b_acc = start(BLOCK_M, HEAD_DIM_PADDED)
-    closed_end = key_end
-    if CODES == "sealed":
-        sealed_len = tl.load(sealed_lens_ptr + i_seq)
-        closed_end = tl.minimum(key_end, sealed_len)
-    b_max, b_sum, b_acc = attend(
-        b_query,
-        b_query_sum,
-        b_row_scale,
-        b_position,
-        b_max,
-        b_sum,
-        b_acc,
-        pages_ptr,
-        block_tables_ptr + i_seq.to(tl.int64) * block_tables_stride,
-        0,
-        halves_ptr,
-        i_kv_head,
-        num_kv_heads,
-        key_begin,
-        closed_end,
-        0,
-        scale,
-        cap,
-        window,
-        CODES,
-        ASM,
-        PAGE_ELEMENTS,
-        PRECISION,
-        True,
-        CODES != "none",
-        HAS_WINDOW,
-        HAS_SOFTCAP,
-        HEAD_DIM,
-        HEAD_DIM_STORED,
-        BLOCK_N,
-        NUM_STAGES,
-    )
-    if CODES == "sealed":
-        b_max, b_sum, b_acc = attend(
-            b_query,
-            b_query_sum,
-            b_row_scale,
-            b_position,
-            b_max,
-            b_sum,
-            b_acc,
-            open_pages_ptr,
-            open_tables_ptr + i_seq.to(tl.int64) * open_tables_stride,
-            sealed_len,
-            None,
-            i_kv_head,
-            num_kv_heads,
-            tl.maximum(key_begin, sealed_len),
-            key_end,
-            0,
-            scale,
-            cap,
-            window,
-            "int8",
-            ASM,
-            OPEN_ELEMENTS,
-            PRECISION,
-            True,
-            CODES != "none",
-            HAS_WINDOW,
-            HAS_SOFTCAP,
-            HEAD_DIM,
-            HEAD_DIM_STORED,
-            BLOCK_N,
-            NUM_STAGES,
-        )
-    if CODES == "fp8":
-        b_acc *= FP8_FACTOR * tl.load(head_scales_ptr + num_kv_heads + i_kv_head)
-    b_sink = b_max
-    if HAS_SINKS:
-        b_sink = tl.load(sinks_ptr + b_head, mask=b_valid_m, other=0.0) * LOG2_E
-    b_output = finish(b_max, b_sum, b_acc, b_sink, HAS_SINKS)
-    b_output_row = b_query_row * (num_kv_heads * GROUP) + b_head
-    tl.store(
-        output_ptr + b_output_row[:, None] * HEAD_DIM + o_dim[None, :],
-        b_output.to(output_ptr.dtype.element_ty),
-        mask=b_valid_m[:, None] & (o_dim < HEAD_DIM)[None, :],
-    )
+            tl.store(p_partial, b_acc, mask=b_mask)
+            first_group = first_span // FAN_IN
+            last_group = last_span // FAN_IN
+            i_group = i_span // FAN_IN
+            begin = tl.maximum(i_group * FAN_IN, first_span)
+            end = tl.minimum(i_group * FAN_IN + FAN_IN - 1, last_span)
+            p_arrived = arrived_ptr + i_seq * (max_groups + 1) * num_tiles + i_tile
+            p_group = p_arrived + (1 + i_group - first_group) * num_tiles
+            if last_to_arrive(p_group, end - begin + 1):
+                o_row = tl.arange(0, MERGE_ROWS)
+                b_in_dim = (o_dim < HEAD_DIM)[None, :]
+                if first_group < last_group:
+                    for m in range(0, num_m, MERGE_ROWS):
+                        b_valid = m + o_row < num_m
+                        b_mean, b_weight = merge(
+                            partial_ptr,
+                            partial_lse_ptr,
+                            i_zero + m,
+                            b_valid,
+                            step,
+                            begin,
+                            end,
+                            begin,
+                            1,
+                            MERGE_ROWS,
+                            HEAD_DIM,
+                            HEAD_DIM_PADDED,
+                            FAN_IN,
+                        )
+                        # Into the place of the first, once all threads have read it.
+                        tl.debug_barrier()
+                        b_merged = i_zero + begin * step + m + o_row
+                        p_merged = partial_ptr + b_merged[:, None] * HEAD_DIM + o_dim[None, :]
+                        tl.store(p_merged, b_mean, mask=b_valid[:, None] & b_in_dim)
+                        tl.store(partial_lse_ptr + b_merged, b_weight, mask=b_valid)
+                is_last = first_group == last_group
+                stride = 1
+                if first_group < last_group:
+                    is_last = last_to_arrive(p_arrived, last_group - first_group + 1)
+                    begin, end, stride = first_group, last_group, FAN_IN
+                if is_last:
+                    for m in range(0, num_m, MERGE_ROWS):
+                        b_valid = m + o_row < num_m
+                        b_mean, b_weight = merge(
+                            partial_ptr,
+                            partial_lse_ptr,
+                            i_zero + m,
+                            b_valid,
+                            step,
+                            begin,
+                            end,
+                            first_span,
+                            stride,
+                            MERGE_ROWS,
+                            HEAD_DIM,
+                            HEAD_DIM_PADDED,
+                            FAN_IN,
+                        )
+                        b_at_head = i_kv_head * GROUP + (m + o_row) % GROUP
+                        if HAS_SINKS:
+                            b_beside = tl.load(sinks_ptr + b_at_head, mask=b_valid, other=0.0)
+                            b_mean *= beside_sink(b_weight, b_beside)[:, None]
+                        b_at = (first_query + (m + o_row) // GROUP) * num_heads + b_at_head
+                        tl.store(
+                            output_ptr + b_at[:, None] * HEAD_DIM + o_dim[None, :],
+                            b_mean.to(output_ptr.dtype.element_ty),
+                            mask=b_valid[:, None] & b_in_dim,
+                        )

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.errors import UnsupportedModelError
+from appliance.kernels.attention_prefill.kernel import prefill_kernel
 from appliance.kernels.attention_spans.kernel import plan_spans_kernel
 from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.kv_page.layout import PAGE_TOKENS
-from appliance.kernels.paged_attention.kernel import decode_kernel, prefill_kernel
+from appliance.kernels.paged_attention.kernel import decode_kernel
 from appliance.kernels.paged_attention.variant import (
     COMPUTE_NAMES,
     Phase,
@@ -22,13 +23,15 @@ from appliance.kernels.paged_attention.variant import (
     padded,
 )
 from appliance.kernels.paged_attention.work import (
-    LONG_SPAN,
+    FAN_IN,
     MAX_KV_HEADS,
-    MAX_SPANS,
-    MIN_SPAN,
+    MAX_ROWS,
+    SPAN_BOUNDS,
     SPAN_COLUMNS,
+    SPAN_LENGTHS,
     TILE_ROWS,
     AttentionWork,
+    DecodeSpans,
     most_spans,
     prefill_tiles,
 )
@@ -58,30 +61,40 @@ def plan_attention(batch: RaggedBatch, block_size: int) -> AttentionWork:
         block_size: token slots in a block.
     """
     assert block_size == PAGE_TOKENS, block_size
+    assert batch.decode_rows <= MAX_ROWS, batch.decode_rows
     device = batch.query_start.device
-    decodes = batch.num_decodes
-    capacity = decodes * most_spans(batch.block_tables.shape[1] * block_size) if decodes else 0
-    spans = torch.empty((capacity, SPAN_COLUMNS), dtype=torch.int32, device=device)
-    num_spans = torch.empty(1, dtype=torch.int32, device=device)
-    arrived = torch.zeros(decodes * MAX_KV_HEADS, dtype=torch.int32, device=device)
-    if decodes:
-        with torch.cuda.device(batch.query_start.get_device()):
-            plan_spans_kernel[(decodes,)](
-                spans,
-                num_spans,
-                batch.context_lens,
-                decodes,
-                MIN_SPAN=MIN_SPAN,
-                LONG_SPAN=LONG_SPAN,
-                MAX_SPANS=MAX_SPANS,
-                BLOCK=max(32, padded(decodes)),
-                num_warps=1,
-            )
-    if batch.num_seqs > decodes:
+    if batch.num_seqs > batch.num_decodes:
         tiles = torch.from_numpy(prefill_tiles(batch)).to(device, non_blocking=True)
     else:  # nothing may be copied from the host while a graph is captured
         tiles = torch.empty((0, 2), dtype=torch.int32, device=device)
-    return AttentionWork(batch, spans, num_spans, arrived, tiles)
+    return AttentionWork(batch, tiles)
+
+
+def decode_spans(work: AttentionWork, window: int | None) -> DecodeSpans:
+    """The spans of decode rows in layers of one window."""
+    if window not in work.spans:
+        batch = work.batch
+        device, decodes = batch.query_start.device, batch.num_decodes
+        tokens = batch.block_tables.shape[1] * PAGE_TOKENS
+        most = most_spans(tokens, batch.decode_rows, window)
+        table = torch.empty((decodes * most, SPAN_COLUMNS), dtype=torch.int32, device=device)
+        count = torch.empty(1, dtype=torch.int32, device=device)
+        plan_spans_kernel[(decodes,)](
+            table,
+            count,
+            batch.query_start,
+            batch.context_lens,
+            decodes,
+            tokens if window is None else window,
+            BOUNDS=SPAN_BOUNDS,
+            LENGTHS=SPAN_LENGTHS,
+            COLUMNS=SPAN_COLUMNS,
+            BLOCK=max(32, padded(decodes)),
+            num_warps=1,
+        )
+        # A window that begins amid a group may touch one more.
+        work.spans[window] = DecodeSpans(table, count, -(-most // FAN_IN) + 1)
+    return work.spans[window]
 
 
 def paged_attention(
@@ -126,21 +139,22 @@ def paged_attention(
     output = query.new_empty(num_tokens, num_heads, head_dim)
     batch = work.batch
     if isinstance(cache, SealedPages):
-        spans = batch.sealed
-        assert spans is not None
+        sealed = batch.sealed
+        assert sealed is not None
         pages = cache.closed
         opened: tuple[Tensor | int | None, ...] = (
             pages.halves,
             cache.open.elements,
-            spans.lens,
-            spans.open_tables,
-            spans.open_tables.stride(0),
+            sealed.lens,
+            sealed.open_tables,
+            sealed.open_tables.stride(0),
         )
     else:
         pages, opened = cache, (None, None, None, None, 0)
     stored = (pages.elements, pages.head_scales, *opened, sinks)
     target = target_of(query.device)
     after_query = (
+        batch.query_start,
         batch.context_lens,
         batch.block_tables,
         query.stride(0),
@@ -168,21 +182,30 @@ def paged_attention(
         return variant, tile, fixed | {"maxnreg": tile.max_registers}
 
     with torch.cuda.device(query.get_device()):
-        if capacity := len(work.spans):
-            _, tile, fixed = configure(Phase.DECODE)
+        if batch.num_decodes:
+            variant, tile, fixed = configure(Phase.DECODE)
+            spans = decode_spans(work, window)
+            tokens = tile.block_m // variant.group  # of a program's rows
+            tiles = num_kv_heads * -(-batch.decode_rows // tokens)
+            if tiles not in spans.arrived:
+                counters = (batch.num_decodes, 1 + spans.max_groups, tiles)
+                spans.arrived[tiles] = torch.zeros(counters, dtype=torch.int32, device=query.device)
             # Partial results of rows that are split; a row that is not is written at once.
-            partial = query.new_empty((capacity, num_heads, head_dim), dtype=torch.float32)
-            partial_lse = query.new_empty((capacity, num_heads), dtype=torch.float32)
-            programs = min(capacity * num_kv_heads, _resident(query.device, tile.programs))
+            rows = len(spans.table) * tiles * min(batch.decode_rows, tokens) * variant.group
+            partial = query.new_empty((rows, head_dim), dtype=torch.float32)
+            partial_lse = query.new_empty(rows, dtype=torch.float32)
+            programs = min(len(spans.table) * tiles, _resident(query.device, tile.programs))
             decode_kernel[(programs,)](
                 output,
                 partial,
                 partial_lse,
-                work.arrived,
+                spans.arrived[tiles],
                 query,
                 *stored,
-                work.spans,
-                work.num_spans,
+                spans.table,
+                spans.count,
+                batch.decode_rows,
+                spans.max_groups,
                 *after_query,
                 **fixed,
             )
@@ -195,7 +218,6 @@ def paged_attention(
                 query,
                 *stored,
                 work.tiles,
-                batch.query_start,
                 *after_query,
                 **fixed,
             )

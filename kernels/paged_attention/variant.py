@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from appliance.kernels.kv_page.layout import DIM_STEP, PAGE_TOKENS, page_bytes, stored_dims
-from appliance.kernels.paged_attention.work import LONG_CONTEXT, LONG_SPAN, MAX_SPANS, MIN_SPAN
+from appliance.kernels.paged_attention.work import FAN_IN, SPAN_COLUMNS
 
 if TYPE_CHECKING:
     from appliance.kernels.kv_cache import KVFormat
@@ -25,13 +25,12 @@ COMPUTE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "
 CODES = {"fp8": "fp8", "int8": "int8", "int4": "int4", "int4-sealed": "sealed"}
 FP8_CAPABILITY = 89  # from here on the hardware converts E4M3
 FP8_FACTOR = 256.0  # what is left to multiply where bits are moved instead
-assert LONG_CONTEXT == 8 * MIN_SPAN, "the kernel has it so"
 
 
 class Phase(Enum):
     """What the programs divide among themselves."""
 
-    DECODE = "decode"  # one row per sequence, its keys in spans
+    DECODE = "decode"  # few rows per sequence, its keys in spans
     PREFILL = "prefill"  # rows in tiles, each with all its keys
 
 
@@ -104,7 +103,13 @@ class Variant:
         }
         if self.phase is Phase.PREFILL:
             return common | {"GROUP_PADDED": self.group_padded}
-        return common | {"MIN_SPAN": MIN_SPAN, "LONG_SPAN": LONG_SPAN, "MAX_SPANS": MAX_SPANS}
+        # A thread merges four dimensions of a row.
+        merged = min(tile.block_m, max(1, 128 * tile.num_warps // padded(self.head_dim)))
+        return common | {
+            "SPAN_COLUMNS": SPAN_COLUMNS,
+            "FAN_IN": FAN_IN,
+            "MERGE_ROWS": merged,
+        }
 
 
 def padded(size: int) -> int:
@@ -123,13 +128,13 @@ _PAGE = PAGE_TOKENS
 _MMA_SYNC: _Tiles = {
     (Phase.DECODE, False): (
         Tile(16, _PAGE, 2, 5, programs=4),
-        Tile(16, _PAGE, 2, 5, programs=2),
-        Tile(16, _PAGE, 4, 3, programs=2),
+        Tile(16, _PAGE, 2, 5, programs=2, max_registers=255),
+        Tile(16, _PAGE, 4, 3, programs=2, max_registers=255),
     ),
     (Phase.DECODE, True): (
         Tile(16, _PAGE, 1, 5, programs=8, max_registers=208),
-        Tile(16, _PAGE, 1, 5, programs=6, max_registers=208),
-        Tile(16, _PAGE, 2, 5, programs=2, max_registers=240),
+        Tile(16, _PAGE, 1, 5, programs=6, max_registers=224),
+        Tile(16, _PAGE, 2, 5, programs=2, max_registers=255),
     ),
     (Phase.PREFILL, False): (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 32, 8, 3)),
     (Phase.PREFILL, True): (Tile(128, _PAGE, 8, 3), Tile(64, _PAGE, 4, 3), Tile(64, _PAGE, 8, 3)),

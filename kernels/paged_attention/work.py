@@ -1,13 +1,14 @@
 """Which program computes what, prepared once per step and shared by all layers.
 
-The spans of decode rows are cut on the device, from the context lengths that lie there: nothing
-that the host knows about them goes into a launch, so a captured graph can be replayed for others.
-A row's keys are cut by its own context alone, and so its result depends on nothing else.
+The spans of decode rows are cut on the device, from the lengths that lie there: nothing that the
+host knows about them goes into a launch, so a captured graph can be replayed for others. Keys are
+cut at fixed positions, so a row's result depends neither on its neighbours nor on the rows that
+its own sequence has beside it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,17 +19,37 @@ if TYPE_CHECKING:
 
     from appliance.kernels.ragged import RaggedBatch
 
-# A span is one program's share of a decode row's keys. Short contexts are cut finely, because a
-# program takes its pages one after another; in long ones a partial result, 2 KiB for four heads of
-# 128, would else be too much beside the keys: 6 % of 256 tokens at 4 bits. Each a multiple of 128,
-# so that no tile of keys straddles two spans.
-MIN_SPAN = 128
-LONG_SPAN = 256  # for contexts of more than LONG_CONTEXT
-LONG_CONTEXT = 8 * MIN_SPAN
-MAX_SPANS = 64
+# A span is one program's share of the keys; its length goes by the bounds that it lies between.
+# Early ones are short, because a program takes its pages one after another; late ones are long, for
+# a partial result, 2 KiB for four heads of 128, would else be too much beside the keys: 6 % of 256
+# tokens at 4 bits. Each a multiple of 128, so that no tile of keys straddles two spans.
+SPAN_BOUNDS = (0, 1024, 16384, 65536, 1 << 30)
+SPAN_LENGTHS = (128, 256, 512, 1024)
+FAN_IN = 16  # partial results that are merged at a time
+SPAN_COLUMNS = 6  # int32: sequence, first key, last key + 1, span, the sequence's first and last
+MAX_ROWS = 16  # of a sequence in decode
 TILE_ROWS = 128  # query rows of a prefill tile; programs divide them by the size of their group
-SPAN_COLUMNS = 4  # int32: sequence, first key, last key + 1, row of the partial results
-MAX_KV_HEADS = 128  # counters that a decode row has
+MAX_KV_HEADS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpans:
+    """The spans of one step's decode rows, for all layers with one window.
+
+    Attributes:
+        table: (capacity, SPAN_COLUMNS) int32: sequence, first key, last key + 1, which span it is
+            from the start of the context, and the sequence's first and last such. Only the first
+            `count` mean anything.
+        count: (1,) int32.
+        max_groups: of FAN_IN spans, that a sequence has at most.
+        arrived: (num_decodes, 1 + max_groups, shares) int32, zero: programs count in it who has
+            finished, and leave zeros; by number of shares, KV heads times tiles of rows.
+    """
+
+    table: Tensor
+    count: Tensor
+    max_groups: int
+    arrived: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +58,27 @@ class AttentionWork:
 
     Attributes:
         batch: the step it was made for.
-        spans: (capacity, 4) int32, decode: sequence, first key, last key + 1, and the row of the
-            partial results. Only the first `num_spans` mean anything.
-        num_spans: (1,) int32.
-        arrived: (num_decodes * MAX_KV_HEADS,) int32, zero: programs count in it who has finished,
-            and leave zeros.
         tiles: (num_tiles, 2) int32, prefill: sequence, first row among its rows.
+        spans: of decode rows, by window; made when the first such layer asks for them.
     """
 
     batch: RaggedBatch
-    spans: Tensor
-    num_spans: Tensor
-    arrived: Tensor
     tiles: Tensor
+    spans: dict[int | None, DecodeSpans] = field(default_factory=dict)
 
 
-def most_spans(tokens: int) -> int:
-    """Spans that a context of up to so many tokens may be cut into."""
-    short = min(-(-tokens // MIN_SPAN), LONG_CONTEXT // MIN_SPAN)
-    return max(1, short, min(-(-tokens // LONG_SPAN), MAX_SPANS))
+def span_of(position: int) -> int:
+    """The span that a position lies in, as `attention_spans.kernel.span_of` has it."""
+    levels = zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False)
+    return sum(max(min(position, end) - begin, 0) // length for begin, end, length in levels)
+
+
+def most_spans(tokens: int, rows: int = 1, window: int | None = None) -> int:
+    """Spans that the keys of some rows may lie in, of a context of up to so many tokens."""
+    most = span_of(max(tokens, 1) - 1) + 1
+    if window is None:
+        return most
+    return min(most, -(-(window + rows - 1) // min(SPAN_LENGTHS)) + 1)
 
 
 def prefill_tiles(batch: RaggedBatch) -> NDArray[np.int32]:

@@ -3,21 +3,21 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
-from attention_spans import cut, span_table
+from attention_spans import begin_of, span_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.errors import UnsupportedModelError
 from appliance.kernels.kv_cache import KVFormat, KVPages
 from appliance.kernels.paged_attention.work import (
-    MAX_SPANS,
-    MIN_SPAN,
+    SPAN_BOUNDS,
+    SPAN_LENGTHS,
     TILE_ROWS,
     most_spans,
     prefill_tiles,
+    span_of,
 )
 from appliance.kernels.ragged import RaggedBatch
 
@@ -38,27 +38,49 @@ def batch_of(decodes: list[int], chunks: list[int]) -> RaggedBatch:
 
 
 contexts = st.lists(st.integers(0, 200_000), min_size=1, max_size=6)
+windows = st.none() | st.integers(1, 5000)
 
 
 @settings(max_examples=200, derandomize=True)
-@given(contexts)
-def test_every_key_of_every_decode_row_is_in_one_span(decodes: list[int]) -> None:
-    spans = span_table(np.array(decodes)).tolist()
-    assert [row for *_, row in spans] == list(range(len(spans)))
+@given(contexts, windows, st.integers(1, 16))
+def test_every_key_that_a_decode_row_sees_is_in_one_span(
+    decodes: list[int], window: int | None, rows: int
+) -> None:
+    spans = span_table(decodes, [rows] * len(decodes), window).tolist()
     for sequence, context in enumerate(decodes):
-        own = [(begin, end) for i, begin, end, _ in spans if i == sequence]
-        assert own[0][0] == 0
-        assert own[-1][1] == context
-        assert all(begin < end and begin % MIN_SPAN == 0 for begin, end in own) or context == 0
-        assert [end for _, end in own[:-1]] == [begin for begin, _ in own[1:]]
-        assert len(own) <= most_spans(context) <= MAX_SPANS
+        own = [span for span in spans if span[0] == sequence]
+        lowest = 0 if window is None else max(context - rows - window + 1, 0)
+        assert own[0][1] == lowest // 32 * 32
+        assert own[-1][2] == context
+        assert all(begin < end for _, begin, end, *_ in own) or context == 0
+        begins = [begin for _, begin, *_ in own[1:]]
+        assert [end for _, _, end, *_ in own[:-1]] == begins
+        assert all(begin % min(SPAN_LENGTHS) == 0 for begin in begins)
+        assert len(own) <= most_spans(context, rows, window)
+        numbers = [number for *_, number, _, _ in own]
+        assert numbers == list(range(own[0][4], own[0][5] + 1))
     assert [i for i, *_ in spans] == sorted(i for i, *_ in spans)
 
 
 @settings(max_examples=200, derandomize=True)
-@given(st.integers(0, 100_000), st.integers(0, 100_000))
-def test_a_table_for_longer_contexts_has_room_for_shorter_ones(a: int, b: int) -> None:
-    assert cut(np.array([min(a, b)]))[0][0] <= most_spans(max(a, b))
+@given(st.integers(0, 2_000_000))
+def test_a_span_begins_where_the_one_before_ends(position: int) -> None:
+    span = span_of(position)
+    assert begin_of(span) <= position < begin_of(span + 1)
+    assert span_of(begin_of(span)) == span
+
+
+def test_bounds_are_ends_of_spans() -> None:
+    for begin, end, length in zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False):
+        assert (end - begin) % length == 0
+
+
+@settings(max_examples=200, derandomize=True)
+@given(st.integers(0, 100_000), st.integers(0, 100_000), windows)
+def test_a_table_for_longer_contexts_has_room_for_shorter_ones(
+    a: int, b: int, window: int | None
+) -> None:
+    assert len(span_table([min(a, b)], None, window)) <= most_spans(max(a, b), 1, window)
 
 
 @settings(max_examples=100, derandomize=True)
@@ -72,15 +94,23 @@ def test_every_row_of_every_chunk_is_in_one_tile(chunks: list[int]) -> None:
     assert covered == [(2 + i, row) for i, rows in enumerate(chunks) for row in range(rows)]
 
 
-def test_a_row_is_cut_by_its_own_length_alone() -> None:
-    alone = span_table(np.array([5000]))
-    among = span_table(np.array([70, 5000, 100_000]))
-    assert among[among[:, 0] == 1][:, 1:3].tolist() == alone[:, 1:3].tolist()
+def test_keys_are_cut_where_they_stand() -> None:
+    """Whatever the context, and whoever is beside it."""
+    alone = span_table([5000])
+    among = span_table([70, 5000, 100_000])
+    assert among[among[:, 0] == 1][:, 1:].tolist() == alone[:, 1:].tolist()
+    longer = among[among[:, 0] == 2]
+    assert longer[: len(alone) - 1, 1:4].tolist() == alone[:-1, 1:4].tolist()
 
 
 def test_one_long_sequence_makes_work_for_a_whole_gpu() -> None:
-    # With 8 KV heads that is 512 programs.
-    assert len(span_table(np.array([32_768]))) == MAX_SPANS
+    # With 8 KV heads that is 800 programs.
+    assert len(span_table([32_768])) == 100
+
+
+def test_a_window_makes_no_work_beyond_it() -> None:
+    assert len(span_table([32_768], None, 128)) == 1
+    assert most_spans(32_768, 1, 128) == 2
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,13 @@ def test_integer_arithmetic(name: str, kind: str) -> None:
     check(f"{name}.{kind}", width, (a, b), BINARY[name], width if kind[0] == "s" else 0)
 
 
+@pytest.mark.parametrize("name", ["min", "max"])
+def test_results_that_would_be_negative_may_become_0(name: str) -> None:
+    choose = BINARY[name]
+    columns = operands(32, 2)
+    check(f"{name}.relu.s32", 32, columns, lambda a, b: max(choose(a, b), 0), 32)
+
+
 @pytest.mark.parametrize("kind", ["s16", "u16", "s32", "u32"])
 def test_wide_products(kind: str) -> None:
     width = int(kind[1:])

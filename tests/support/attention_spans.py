@@ -1,27 +1,41 @@
-"""The spans that the device cuts contexts into, in numpy."""
+"""What `attention_spans` makes of sequences' lengths, computed plainly."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from appliance.kernels.paged_attention.work import LONG_CONTEXT, LONG_SPAN, MAX_SPANS, MIN_SPAN
+from appliance.kernels.kv_page.layout import PAGE_TOKENS
+from appliance.kernels.paged_attention.work import (
+    SPAN_BOUNDS,
+    SPAN_COLUMNS,
+    SPAN_LENGTHS,
+    span_of,
+)
 
 
-def cut(contexts: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Spans of each context and their length, which the last one may fall short of."""
-    long = np.where(contexts > LONG_CONTEXT, LONG_SPAN, MIN_SPAN)
-    wanted = -(-contexts // MAX_SPANS)
-    lengths = np.maximum(long, -(-wanted // MIN_SPAN) * MIN_SPAN)
-    return np.maximum(-(-contexts // lengths), 1), lengths
+def begin_of(span: int) -> int:
+    """The first position of a span."""
+    position = 0
+    for begin, end, length in zip(SPAN_BOUNDS, SPAN_BOUNDS[1:], SPAN_LENGTHS, strict=False):
+        count = (end - begin) // length
+        position += max(min(span, count), 0) * length
+        span -= count
+    return position
 
 
-def span_table(contexts: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Sequence, first key, last key + 1 and row of partial results of each span: (num_spans, 4)."""
-    counts, lengths = cut(contexts)
-    sequence = np.repeat(np.arange(len(contexts)), counts)
-    row = np.arange(len(sequence))
-    index = row - np.repeat(np.cumsum(counts) - counts, counts)
-    begin = index * lengths[sequence]
-    end = np.minimum(begin + lengths[sequence], contexts[sequence])
-    return np.stack((sequence, begin, end, row), axis=1).astype(np.int32)
+def span_table(
+    contexts: Sequence[int], rows: Sequence[int] | None = None, window: int | None = None
+) -> NDArray[np.int32]:
+    """The table of the last rows, one each unless said: (num_spans, SPAN_COLUMNS)."""
+    table: list[tuple[int, ...]] = []
+    for i, context in enumerate(contexts):
+        count = rows[i] if rows is not None else 1
+        lowest = 0 if window is None else max(context - count - window + 1, 0)
+        first, last = span_of(lowest), span_of(max(context - 1, lowest))
+        for span in range(first, last + 1):
+            begin = max(begin_of(span), lowest // PAGE_TOKENS * PAGE_TOKENS)
+            table.append((i, begin, min(begin_of(span + 1), context), span, first, last))
+    return np.array(table, dtype=np.int32).reshape(-1, SPAN_COLUMNS)

@@ -211,6 +211,7 @@ def build_case(
     block_size: int = 32,
     blocks_seed: int = 0,
     value_sizes: torch.Tensor | None = None,
+    decode_rows: int = 1,
 ) -> Case:
     """Random queries and keys, the same ones wherever the blocks lie."""
     lengths = [-(-context // block_size) for context in context_lens]
@@ -243,7 +244,9 @@ def build_case(
         write_kv(key, value, cache, slots_of(table, 0, context, block_size))
         queries.append(query[context - rows :])
     return Case(
-        torch.cat(queries), cache, build_batch(query_lens, context_lens, tables, block_size)
+        torch.cat(queries),
+        cache,
+        build_batch(query_lens, context_lens, tables, block_size, decode_rows),
     )
 
 
@@ -252,6 +255,7 @@ def build_batch(
     context_lens: Sequence[int],
     tables: Sequence[tuple[int, ...]],
     block_size: int,
+    decode_rows: int = 1,
 ) -> RaggedBatch:
     width = max(map(len, tables))
     return RaggedBatch(
@@ -266,9 +270,10 @@ def build_batch(
                 for rows, context, table in zip(query_lens, context_lens, tables, strict=True)
             ]
         ),
-        num_decodes=len(list(itertools.takewhile(lambda rows: rows == 1, query_lens))),
+        num_decodes=len(list(itertools.takewhile(lambda rows: rows <= decode_rows, query_lens))),
         host_query_lens=tuple(query_lens),
         host_context_lens=tuple(context_lens),
+        decode_rows=decode_rows,
     )
 
 

@@ -113,7 +113,7 @@ def _read(cubin: bytes, shared: int, loop_elements: int) -> Resources:
 def hot_loop(sass: str) -> list[str]:
     """Opcodes of the innermost loop with the most tensor core instructions; empty without any.
 
-    Of several with the same number, the longest.
+    Of several with the same number the first: what comes after takes the rest that is not whole.
     """
     opcodes: list[str] = []
     labels: dict[str, int] = {}
@@ -133,7 +133,7 @@ def hot_loop(sass: str) -> list[str]:
     bodies = [opcodes[first:end] for first, end in loops]
     return max(
         bodies,
-        key=lambda body: (sum(bool(_MATRIX_PRODUCT.match(code)) for code in body), len(body)),
+        key=lambda body: sum(bool(_MATRIX_PRODUCT.match(code)) for code in body),
         default=[],
     )
 

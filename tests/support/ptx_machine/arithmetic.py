@@ -74,6 +74,8 @@ def function_of(parts: list[str]) -> Function:
     is_integer = kind[1:].isdigit() and kind[0] in "sub"
     if head in _INTEGER and is_integer and len(parts) == 2:
         return partial(_INTEGER[head], kind)
+    if head in {"min", "max"} and parts[1:] == ["relu", "s32"]:
+        return partial(_not_negative, partial(_INTEGER[head], "s32"))
     if head in {"mul", "mad"} and is_integer and len(parts) == 3:
         return partial(_multiply, parts[1], kind)
     if head in _ANY and len(parts) > 2 and parts[-2] == "f32" and kind in {"f16", "bf16"}:
@@ -244,6 +246,10 @@ def _compare(relation: str, more: list[str], kind: str, a: Bits, b: Bits, *c: Bi
 
 def _signed(operation: Function, kind: str, *bits: Bits) -> Values:
     return operation(*(read(kind, one) for one in bits))
+
+
+def _not_negative(operation: Callable[..., Values], *bits: Bits) -> Values:
+    return np.maximum(operation(*bits), 0)
 
 
 _SIMPLE: dict[str, Function] = {

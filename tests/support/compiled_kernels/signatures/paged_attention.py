@@ -16,10 +16,13 @@ from appliance.kernels.paged_attention.variant import (
     Variant,
     choose_tile,
 )
-from appliance.kernels.paged_attention.work import LONG_SPAN, MAX_SPANS, MIN_SPAN
+from appliance.kernels.paged_attention.work import SPAN_BOUNDS, SPAN_COLUMNS, SPAN_LENGTHS
 from compiled_kernels.signature import MOST_COMPILED, KernelSignature
 
-MODULE = "appliance.kernels.paged_attention.kernel"
+MODULES = {
+    Phase.DECODE: "appliance.kernels.paged_attention.kernel",
+    Phase.PREFILL: "appliance.kernels.attention_prefill.kernel",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,7 @@ def attention_signature(
         "output_ptr": activation,
         "query_ptr": activation,
         "pages_ptr": "*i32" if kv_format.is_quantized else f"*{kv_format.value}",
+        "query_start_ptr": "*i32",
         "context_lens_ptr": "*i32",
         "block_tables_ptr": "*i32",
         "query_stride": "i32",
@@ -113,9 +117,11 @@ def attention_signature(
             "arrived_ptr": "*i32",
             "spans_ptr": "*i32",
             "num_spans_ptr": "*i32",
+            "max_rows": "i32",
+            "max_groups": "i32",
         }
     else:
-        types |= {"tiles_ptr": "*i32", "query_start_ptr": "*i32"}
+        types["tiles_ptr"] = "*i32"
     if kv_format is KVFormat.FP8:
         types["head_scales_ptr"] = "*fp32"
     if shape.has_sinks:
@@ -128,7 +134,7 @@ def attention_signature(
     absent = {"head_scales_ptr", "sinks_ptr", *sealed} - types.keys()
     return KernelSignature(
         name=f"attention {phase.value} {shape.name} {COMPUTE_NAMES[dtype]} kv {kv_format.value}",
-        module=MODULE,
+        module=MODULES[phase],
         function=f"{phase.value}_kernel",
         types=types,
         constexprs=variant.constexprs(tile, capability) | dict.fromkeys(absent),
@@ -149,13 +155,15 @@ def spans_signature() -> KernelSignature:
         types={
             "spans_ptr": "*i32",
             "num_spans_ptr": "*i32",
+            "query_start_ptr": "*i32",
             "context_lens_ptr": "*i32",
             "num_seqs": "i32",
+            "window": "i32",
         },
         constexprs={
-            "MIN_SPAN": MIN_SPAN,
-            "LONG_SPAN": LONG_SPAN,
-            "MAX_SPANS": MAX_SPANS,
+            "BOUNDS": SPAN_BOUNDS,
+            "LENGTHS": SPAN_LENGTHS,
+            "COLUMNS": SPAN_COLUMNS,
             "BLOCK": 64,
         },
         multiples_of_16=frozenset(),

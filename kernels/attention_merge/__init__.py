@@ -1,0 +1,1 @@
+"""Merges what spans of keys leave of one row's attention."""
