@@ -31,7 +31,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", *FILES, *DOCUMENTS})
 PREFLIGHT_SECONDS = 600  # for which a browser need not ask again
 
 _KEY_NAME = "key_name"  # in the state of a request
-REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+WELL_FORMED_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{0,1000}")
 
 
@@ -66,7 +66,7 @@ class Door:
             return
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")
-        if not REQUEST_ID.fullmatch(request_id):
+        if not WELL_FORMED_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
         scope.setdefault("state", {})[REQUEST_ID] = request_id
         foreign: str | None = None

@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from appliance.errors import RequestError
 from appliance.server.body import read_body
-from appliance.server.door import REQUEST_ID, key_name
+from appliance.server.door import WELL_FORMED_ID, key_name
 from appliance.server.errors import error_response
 from appliance.server.repeated import SharedAnswer
 
@@ -76,7 +76,7 @@ class Idempotency:
             body = await read_body(Request(scope, receive), max_bytes=self._max_body_bytes)
             answer, again = self._find(name, scope, body)
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         if again:
             logger.info("request %s came again, and gets the same answer", name.key)
@@ -140,6 +140,6 @@ def _name_of(scope: Scope) -> _Name | None:
             )
         return _Name(key_name(scope), "idempotency-key", key)
     request_id = headers.get("x-request-id", "")
-    if REQUEST_ID.fullmatch(request_id):
+    if WELL_FORMED_ID.fullmatch(request_id):
         return _Name(key_name(scope), "x-request-id", request_id)
     return None

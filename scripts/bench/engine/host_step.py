@@ -51,9 +51,9 @@ from appliance.engine.run.prompt_reader import PromptReader
 from appliance.engine.run.sampler import Sampler
 from appliance.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from appliance.engine.tiers.tiers import Tiers
+from appliance.kernels.token_scores.reference import score_tokens
 from bench.lib.command import parser_of, write_result
 from bench.lib.conditions import conditions, percentile
-from appliance.kernels.token_scores.reference import score_tokens
 
 BLOCK_SIZE = 32  # as on CUDA
 VOCABULARY = 4096  # little arithmetic, and about as many different tokens as a long prompt has
