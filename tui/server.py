@@ -54,7 +54,7 @@ class Server:
             raise ConfigError("the API key may hold printable ASCII characters only")
         key = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         server = cls(server_url(url), {"Cache-Control": "no-store", **key}, ca_file)
-        server._verify()
+        server.trusted()
         return server
 
     def path(self, path: str) -> httpx.URL:
@@ -68,10 +68,10 @@ class Server:
             timeout=httpx.Timeout(CONNECT_TIMEOUT, read=read_timeout),
             # A proxy from the environment cannot reach this machine's loopback.
             trust_env=not _is_loopback(self.url.host),
-            verify=self._verify(),
+            verify=self.trusted(),
         )
 
-    def _verify(self) -> ssl.SSLContext | bool:
+    def trusted(self) -> ssl.SSLContext | bool:
         """Who is trusted.
 
         On this machine's loopback nobody stands between, so the certificate there need not be in
