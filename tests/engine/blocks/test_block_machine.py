@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from block_machine import START, BlockMachine
+from block_machine import START, BlockMachine, seen
 
 pytestmark = pytest.mark.no_cover  # millions of steps through what other tests cover
 
